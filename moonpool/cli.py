@@ -20,6 +20,7 @@ class _Entry(NamedTuple):
 
 _COMMANDS = {
     "bench": _Entry("moonpool.bench.cli:bench", "Measure serving and its parts."),
+    "certs": _Entry("moonpool.commands.certs:certs", "Make the keys and certificates of a cluster."),
     "chat": _Entry("moonpool.commands.chat:chat_command", "Talk to the model."),
     "conductor": _Entry("moonpool.conductor", "Run a conductor: the API and the scheduler.", "serve"),
     "config": _Entry("moonpool.commands.config:config_command", "Check a configuration."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
@@ -10,17 +11,24 @@ from typing import Any, cast
 
 import grpc
 import grpc.aio
+from prometheus_client import Counter
 
 from moonpool.runtime.errors import MoonpoolError, NodeUnavailable, PortInUse, RemoteError
 from moonpool.runtime.number_checks import NumberOutOfRange, check_message
 from moonpool.runtime.observing import tracing
 from moonpool.runtime.observing.log import request_id
+from moonpool.runtime.security import process
+from moonpool.runtime.security.roles import SERVER_NAME, NotPermitted, Unauthenticated
 
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_NBYTES = 64 << 20
 _REQUEST_ID = "moonpool-request-id"
 _ERROR_KIND = "moonpool-error"
+# Calls that began before a change of certificates may last this long.
+_OLD_CALLS_S = 3600.0
+
+_REFUSED = Counter("moonpool_rpc_refused", "Calls refused at the boundary, by reason.", ["reason"])
 
 _COMMON_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_NBYTES),
@@ -61,11 +69,15 @@ async def serve(servicers: Sequence[Servicer], host: str, port: int) -> tuple[gr
     Raises:
         PortInUse: another process listens there.
     """
-    server = grpc.aio.server(interceptors=[_Boundary()], options=_SERVER_OPTIONS)
+    security = process.current()
+    server = grpc.aio.server(interceptors=[_Boundary(security)], options=_SERVER_OPTIONS)
     for add, servicer in servicers:
         add(servicer, server)
     try:
-        bound_port = server.add_insecure_port(f"{host}:{port}")
+        if security.has_tls:
+            bound_port = server.add_secure_port(f"{host}:{port}", security.server_credentials())
+        else:
+            bound_port = server.add_insecure_port(f"{host}:{port}")
     except RuntimeError as error:
         raise PortInUse(host, port, "node.port") from error
     await server.start()
@@ -75,10 +87,19 @@ async def serve(servicers: Sequence[Servicer], host: str, port: int) -> tuple[gr
 def channel(address: str) -> grpc.aio.Channel:
     """A channel to ``host:port``; it connects on first use and reconnects after failures.
 
-    A reply with a number out of its range raises ``NumberOutOfRange``; ``node_errors`` converts it.
+    Calls prove the identity of this process (see ``security.process``); changed certificates are used from
+    the next call on. A reply with a number out of its range raises ``NumberOutOfRange``; ``node_errors``
+    converts it.
     """
-    channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-    return cast(grpc.aio.Channel, _CheckedChannel(channel))
+    return cast(grpc.aio.Channel, _Channel(address, process.current()))
+
+
+def _connection(address: str, security: process.Security) -> grpc.aio.Channel:
+    if not security.has_tls:
+        return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    # Nodes change their addresses: their certificates are valid for one name.
+    options = [*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", SERVER_NAME)]
+    return grpc.aio.secure_channel(address, security.channel_credentials(), options=options)
 
 
 def request_metadata() -> tuple[tuple[str, str], ...]:
@@ -107,11 +128,15 @@ def node_errors(node_id: str) -> Iterator[None]:
         raise RemoteError(node_id, type(error).__name__, "DATA_LOSS", f"its reply: {error}") from error
 
 
-class _CheckedChannel:
-    """A channel whose calls check their replies. No interceptor: see ``request_metadata``."""
+class _Channel:
+    """A channel whose calls are signed, and check their replies. No interceptor: see ``request_metadata``."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self._channel = channel
+    def __init__(self, address: str, security: process.Security) -> None:
+        self._address = address
+        self._security = security
+        self._state = security.state_of_files()
+        self._channel = _connection(address, security)
+        self._closing: set[asyncio.Task[None]] = set()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._channel, name)
@@ -120,15 +145,43 @@ class _CheckedChannel:
         return cast(grpc.aio.Channel, self)
 
     async def __aexit__(self, *_: object) -> None:
-        await self._channel.close(None)
+        await self.close(None)
+
+    async def close(self, grace: float | None = None) -> None:
+        for closing in self._closing:
+            closing.cancel()
+        await self._channel.close(grace)
 
     def unary_unary(self, *args: Any, **options: Any) -> Callable[..., _CheckedCall]:
-        method = self._channel.unary_unary(*args, **options)
-        return lambda *request, **about: _CheckedCall(method(*request, **about))
+        return self._calls("unary_unary", args, options)
 
     def unary_stream(self, *args: Any, **options: Any) -> Callable[..., _CheckedCall]:
-        method = self._channel.unary_stream(*args, **options)
-        return lambda *request, **about: _CheckedCall(method(*request, **about))
+        return self._calls("unary_stream", args, options)
+
+    def _calls(self, kind: str, args: Sequence[Any], options: dict[str, Any]) -> Callable[..., _CheckedCall]:
+        method = _short(str(args[0]))
+        made: tuple[grpc.aio.Channel | None, Any] = (None, None)
+
+        def call(*request: Any, **about: Any) -> _CheckedCall:
+            nonlocal made
+            self._renew()
+            if made[0] is not self._channel:
+                made = (self._channel, getattr(self._channel, kind)(*args, **options))
+            if proof := self._security.metadata(method):
+                about["metadata"] = (*(about.get("metadata") or ()), *proof)
+            return _CheckedCall(made[1](*request, **about))
+
+        return call
+
+    def _renew(self) -> None:
+        """After a change of the certificates: a new connection. Calls on the old one finish."""
+        state = self._security.state_of_files()
+        if state != self._state:
+            self._state, old = state, self._channel
+            self._channel = _connection(self._address, self._security)
+            closing = asyncio.create_task(old.close(_OLD_CALLS_S))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
 
 
 class _CheckedCall:
@@ -162,7 +215,10 @@ def _value(metadata: Any, key: str) -> str:
 
 
 class _Boundary(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Restores the request id and maps errors for every method of a server."""
+    """Admits callers, restores the request id and maps errors for every method of a server."""
+
+    def __init__(self, security: process.Security) -> None:
+        self._security = security
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         handler = await continuation(details)
@@ -170,26 +226,40 @@ class _Boundary(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             return None  # no such method: gRPC answers UNIMPLEMENTED
         about = _value(details.invocation_metadata, _REQUEST_ID)
         parent = _value(details.invocation_metadata, tracing.TRACEPARENT)
+        token = _value(details.invocation_metadata, process.TOKEN)
+
+        def admit(context: Any) -> None:
+            try:
+                who = self._security.admit(_short(details.method), token, context.auth_context)
+            except (Unauthenticated, NotPermitted) as error:
+                _REFUSED.labels(type(error).__name__).inc()
+                log.warning("%s refused a call of %s: %s", _short(details.method), context.peer(), error)
+                raise
+            process.caller.set(who)
+
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(
-                _unary(handler.unary_unary, details.method, about, parent),
+                _unary(handler.unary_unary, details.method, about, parent, admit),
                 handler.request_deserializer,
                 handler.response_serializer,
             )
         if handler.unary_stream is not None:
             return grpc.unary_stream_rpc_method_handler(
-                _stream(handler.unary_stream, details.method, about, parent),
+                _stream(handler.unary_stream, details.method, about, parent, admit),
                 handler.request_deserializer,
                 handler.response_serializer,
             )
         raise NotImplementedError(f"{details.method}: client streams are not used in Moonpool")
 
 
-def _unary(behaviour: Any, method: str, about: str, parent: str) -> Callable[[Any, Any], Any]:
+def _unary(
+    behaviour: Any, method: str, about: str, parent: str, admit: Callable[[Any], None]
+) -> Callable[[Any, Any], Any]:
     async def call(request: Any, context: Any) -> Any:
         request_id.set(about)
         try:
             with tracing.server_span(_short(method), parent), _logged(method, about):
+                admit(context)
                 check_message(request)
                 return await behaviour(request, context)
         except grpc.aio.AbortError:
@@ -200,11 +270,14 @@ def _unary(behaviour: Any, method: str, about: str, parent: str) -> Callable[[An
     return call
 
 
-def _stream(behaviour: Any, method: str, about: str, parent: str) -> Callable[[Any, Any], AsyncIterator[Any]]:
+def _stream(
+    behaviour: Any, method: str, about: str, parent: str, admit: Callable[[Any], None]
+) -> Callable[[Any, Any], AsyncIterator[Any]]:
     async def call(request: Any, context: Any) -> AsyncIterator[Any]:
         request_id.set(about)
         try:
             with tracing.server_span(_short(method), parent), _logged(method, about):
+                admit(context)
                 check_message(request)
                 async for response in behaviour(request, context):
                     yield response

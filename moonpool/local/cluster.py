@@ -21,10 +21,11 @@ from moonpool.local.preflight import check_before_start
 from moonpool.local.preload import PRELOAD
 from moonpool.local.redis_server import RedisServer
 from moonpool.runtime.config.loading import to_toml
-from moonpool.runtime.config.options import Config
+from moonpool.runtime.config.options import Config, SecurityOptions
 from moonpool.runtime.errors import ChildFailed
 from moonpool.runtime.machine.gpus import computes_on_gpus
 from moonpool.runtime.machine.processor import usable_cores
+from moonpool.runtime.security.process import local_key
 from moonpool.runtime.service.child import Child
 from moonpool.runtime.service.fork_server import use_fork_server
 
@@ -163,6 +164,9 @@ class LocalCluster:
         self.config = replace(self.config, index=replace(self.config.index, redis_url=self.redis.url))
 
     def _create_children(self) -> None:
+        if self.config.security == SecurityOptions():
+            key = local_key()
+            self.config = replace(self.config, security=SecurityOptions(cluster_key=key))
         # A file rather than arguments: a secret among the options must not show in the process list.
         file = self.directory / "cluster.toml"
         file.touch(mode=0o600)

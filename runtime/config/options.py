@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from moonpool.runtime.config.engine_options import EngineOptions, ModelOptions, ParallelOptions
 from moonpool.runtime.config.section import section
+from moonpool.runtime.config.security_options import SecurityOptions
 from moonpool.runtime.config.service_options import (
     ClusterOptions,
     ConductorOptions,
@@ -39,6 +40,7 @@ __all__ = [
     "ModelOptions",
     "NodeOptions",
     "ParallelOptions",
+    "SecurityOptions",
     "SsdTierOptions",
     "StoreNodeOptions",
     "StoreOptions",
@@ -64,3 +66,4 @@ class Config:
     health: HealthOptions = section(HealthOptions)
     log: LogOptions = section(LogOptions)
     tracing: TracingOptions = section(TracingOptions)
+    security: SecurityOptions = section(SecurityOptions)

@@ -23,6 +23,8 @@ from moonpool.runtime.config.options import Config
 from moonpool.runtime.errors import ConfigError, MoonpoolError
 from moonpool.runtime.observing.log import setup_logging
 from moonpool.runtime.observing.tracing import setup_tracing
+from moonpool.runtime.security import process
+from moonpool.runtime.security.roles import CONDUCTOR, NODE, Caller
 from moonpool.runtime.service.child import BEAT_S, REPORTS_LOADING
 from moonpool.runtime.service.heartbeat import Heartbeat
 from moonpool.runtime.service.vital import VITAL
@@ -97,6 +99,8 @@ def run_service(
     arguments = parser.parse_args(argv)
     try:
         config = load_config(arguments.config, arguments.set)
+        me = Caller(CONDUCTOR if role == "conductor" else NODE, config.node.id or f"{role}-{os.getpid()}")
+        process.use(process.Security(config.security, me))
     except ConfigError as error:
         print(f"moonpool {role}: {error}", file=sys.stderr)
         return 2
