@@ -73,6 +73,8 @@ PERMITTED: Final = {
     "Store/List": _OBJECTS,
     "Store/Usage": _OBJECTS,
     "Store/Verify": _OBJECTS,
+    "Store/Publish": _OBJECTS,
+    "Store/Reconcile": _OBJECTS,
 }
 
 
