@@ -87,7 +87,8 @@ class GenerationExchange:
                 "cached": usage.cached_tokens,
                 "output": usage.completion_tokens,
             }
-            self._context.metrics.of_tenant(self._client.name, record.status, tokens)
+            failed = isinstance(error, Exception) and not usage.completion_tokens
+            self._context.metrics.of_tenant(self._client.name, record.status, {} if failed else tokens)
         clocks = [run.clock for run in self._runs if run.clock is not None and run.clock.num_tokens]
         if clocks:
             record.ttft_s = min(clock.first_s for clock in clocks) - self._arrived_s

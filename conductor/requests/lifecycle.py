@@ -31,8 +31,9 @@ log = logging.getLogger(__name__)
 NODE_WAIT_S = 2.0
 # A circuit breaker closes by time, so waiting requests check this often.
 _LOOK_AGAIN_S = 0.1
-# The pause before busy nodes are asked again; it grows with each attempt.
+# The first and the longest pause before busy nodes are asked again.
 _REFUSED_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 1.0
 
 _FINISH = {node_pb2.FINISH_STOP: "stop", node_pb2.FINISH_LENGTH: "length"}
 
@@ -67,6 +68,7 @@ class RequestRun:
         )
         self._attempt: Attempt | None = None
         self._num_failures = 0  # of attempts, since the latest token
+        self._num_without_decode = 0  # attempts in a row without a token of their decode node
         self._num_tokens_failed = 0  # streamed before the latest failure
         self._timer: asyncio.TimerHandle | None = None  # None: not begun, or ended
         self._admitted = False
@@ -263,7 +265,10 @@ class RequestRun:
         num_tokens, attempt = len(self._lineage.output_ids), self._placer.num_attempts - 1
         log.warning("attempt %d after %d tokens: %s", attempt, num_tokens, failure.reason)
         self._recorder.retry(failure, attempt, num_tokens)
-        if num_tokens > self._num_tokens_failed:
+        num_new = num_tokens - self._num_tokens_failed
+        # Where only prefills succeed, each placement brings one token, at the price of a prefill.
+        self._num_without_decode = self._num_without_decode + 1 if num_new < 2 else 0
+        if num_new:
             # Failures of a long stream are not counted together.
             self._num_tokens_failed, self._num_failures = num_tokens, 0
             self._placer.avoid.clear()
@@ -273,8 +278,9 @@ class RequestRun:
             if failure.cause == "refused" and not num_tokens:
                 raise RequestRejected(failure.reason, retry_after_s=1.0) from failure
             raise RequestFailed(failure.reason, self._num_failures, num_tokens) from failure
-        if failure.cause == "refused":
-            await asyncio.sleep(_REFUSED_PAUSE_S * (self._num_failures - 1))
+        if failure.cause == "refused" or self._num_without_decode > self._deps.max_attempts:
+            num_pauses = max(self._num_failures, self._num_without_decode) - 1
+            await asyncio.sleep(min(_REFUSED_PAUSE_S * num_pauses, _LONGEST_PAUSE_S))
 
     def _set_timer(self) -> None:
         """Expire at the deadline as it is now."""

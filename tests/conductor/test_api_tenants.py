@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.conductor.admission.tenants import Tenants
+from moonpool.conductor.errors import RequestRejected
 from tests.conductor.conftest import Api
 
 PROMPT = {"model": "tiny", "prompt": "In the", "max_tokens": 2}
@@ -51,6 +52,16 @@ async def test_a_key_decides_the_tenant_its_salt_and_its_class(keyed: Api) -> No
         "moonpool_tenant_requests_total", {"tenant": "acme", "status": "done"}
     )
     assert tokens == 2
+
+
+async def test_a_rejected_request_counts_no_tokens(keyed: Api) -> None:
+    keyed.core.script = lambda request: [RequestRejected("full", 1.0)]
+    status, _ = await keyed.post("/v1/completions", PROMPT, headers={"Authorization": "Bearer sk-1"})
+    assert status == 429
+    sample = keyed.registry.get_sample_value
+    of_tenant = {"tenant": "acme", "status": "RequestRejected"}
+    assert sample("moonpool_tenant_requests_total", of_tenant) == 1
+    assert not sample("moonpool_tenant_tokens_total", {"tenant": "acme", "kind": "prompt"})
 
 
 async def test_an_unknown_tier_is_a_wrong_field(api: Api) -> None:

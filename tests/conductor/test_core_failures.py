@@ -156,6 +156,16 @@ async def test_tokens_renew_the_attempts(url: str) -> None:
         assert cluster.names("r").count("retry") == len(broken) == 6
 
 
+async def test_where_only_prefills_succeed_each_brings_a_token(url: str) -> None:
+    async with running(url, "p0", "d0", namespace="barren", max_attempts=2) as cluster:
+        cluster.nodes["d0"].script = breaks
+        began_s = asyncio.get_running_loop().time()
+        assert await cluster.generate(request()) == continuation(PROMPT, 8)
+        assert cluster.names("r").count("retry") == 7
+        # Not as fast as prefills can be made, for each token is one.
+        assert asyncio.get_running_loop().time() - began_s > 0.5
+
+
 @pytest.mark.parametrize("behind", [1, 2])
 async def test_a_finish_reason_on_a_streamed_token_ends_the_stream(url: str, behind: int) -> None:
     async with running(url, "p0", "d0", namespace=f"finish-{behind}", request_timeout_s=20.0) as cluster:
