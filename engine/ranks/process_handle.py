@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from base64 import b64decode
 from collections.abc import Callable
 from dataclasses import asdict
@@ -15,7 +16,12 @@ from moonpool.engine.ranks.hosts.channel import RankChannel
 from moonpool.kvstore.remote.rank_reader import RankRead
 from moonpool.runtime.config.options import TransferOptions
 from moonpool.runtime.service.load_progress import Progress
+from moonpool.runtime.service.vital import vital
 from moonpool.transfer import TransferError
+
+log = logging.getLogger(__name__)
+
+_SHOWN_NBYTES = 200
 
 
 class RankProcess:
@@ -51,7 +57,7 @@ class RankProcess:
     def start(self, channel: RankChannel) -> None:
         """``channel``: to the started process, which may still be importing."""
         self._channel = channel
-        self._reading = asyncio.create_task(self._read(channel), name=f"rank {self.rank}")
+        self._reading = vital(self._read(channel), f"reports of rank {self.rank}")
 
     async def load(self, assignment: Assignment, progress: Progress | None = None) -> dict[str, str]:
         """Load the assigned part and return the rank's identity. Raises RankLost."""
@@ -131,14 +137,21 @@ class RankProcess:
 
     async def _read(self, channel: RankChannel) -> None:
         async for line in channel.lines():
-            report: dict[str, Any] = json.loads(line)
-            match report["kind"]:
+            try:
+                report: dict[str, Any] = json.loads(line)
+                kind = report["kind"]
+            except (ValueError, TypeError, KeyError):
+                # Libraries print on stdout while they are imported.
+                if text := line[:_SHOWN_NBYTES].decode(errors="replace").strip():
+                    log.warning("rank %d%s printed: %s", self.rank, self.where, text)
+                continue
+            match kind:
                 case "progress":
                     if self._progress is not None:
                         self._progress(report["done"], report["total"], report["name"])
                 case "failed":
                     self._failure = report["error"]
-                case kind:
+                case _:
                     answer = self._waiting.pop((kind, report.get("number", 0)))
                     if not answer.done():  # a late load has been cancelled
                         answer.set_result(report)

@@ -16,7 +16,7 @@ import threading
 import time
 from base64 import b64encode
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
@@ -48,13 +48,23 @@ _MAX_LINE_NBYTES = 64 << 20
 
 
 _reporting = threading.Lock()
+_reports: TextIO = sys.stdout
+
+
+def own_reports() -> None:
+    """Keep stdout for reports alone: what libraries such as NCCL print there goes to stderr from now on."""
+    global _reports
+    sys.stdout.flush()
+    _reports = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    _reports.write("\n")  # ends what was printed until now
+    os.dup2(2, 1)
 
 
 def report(kind: str, **facts: object) -> None:
     """Write one report. From any thread."""
     with _reporting:
-        sys.stdout.write(json.dumps({"kind": kind, **facts}) + "\n")
-        sys.stdout.flush()
+        _reports.write(json.dumps({"kind": kind, **facts}) + "\n")
+        _reports.flush()
 
 
 class LeaderCommands:
@@ -71,7 +81,16 @@ class LeaderCommands:
         self._writable: WriteGrant | None = None
         self._reads: dict[int, asyncio.Task[None]] = {}
         self.assignments: queue.Queue[Assignment] = queue.Queue()
-        threading.Thread(target=lambda: asyncio.run(self._listen()), name="commands", daemon=True).start()
+        threading.Thread(target=self._run, name="commands", daemon=True).start()
+
+    def _run(self) -> None:
+        """A rank that no longer listens must end: the leader would wait for its answers."""
+        try:
+            asyncio.run(self._listen())
+        except BaseException as error:
+            log.exception("this rank failed")
+            report("failed", error=f"{type(error).__name__}: {error}")
+            os._exit(1)
 
     async def _listen(self) -> None:
         reader = asyncio.StreamReader(limit=_MAX_LINE_NBYTES)
@@ -214,6 +233,7 @@ def _expert_load(assignment: Assignment, config: ModelConfig) -> Tensor | None:
 def main() -> int:
     """Return 0 when the leader closed stdin, 1 otherwise."""
     setup_logging(LogOptions(), f"rank {os.environ.get('MOONPOOL_RANK', '?')}")
+    own_reports()
     commands = LeaderCommands()
     while True:
         try:

@@ -180,6 +180,36 @@ async def test_a_rank_lost_in_the_middle_of_steps_ends_all_waiting_in_time(
             raise group.lost or RankLost(0, "by its link")
 
 
+NOISE = """
+import os, sys, threading, time
+def later():
+    # As NCCL does whenever it likes; the interpreter reads its program first.
+    while "moonpool.engine.ranks.worker" not in str(getattr(sys.modules["__main__"], "__spec__", "")):
+        time.sleep(0.01)
+    while getattr(sys.modules["__main__"], "_reports", sys.stdout) is sys.stdout:
+        time.sleep(0.001)
+    while True:
+        os.write(1, b"and la")
+        time.sleep(0.001)
+if "MOONPOOL_RANK" in os.environ:
+    os.write(1, b"NCCL version 2.27\\n[1, 2]\\nhalf a li")  # as a library does at its import
+    threading.Thread(target=later, daemon=True).start()
+"""
+
+
+async def test_what_a_library_prints_in_a_rank_hides_no_report(
+    path, tmp_path, monkeypatch, make_checkpoint, caplog
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(NOISE)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    checkpoint = make_checkpoint("qwen2", **SHAPE)
+    async with serving(path, tp=2) as driver:
+        (result,) = await driver.run(driver.sequence(PROMPT, max_tokens=8))
+        assert result.token_ids == checkpoint.greedy(PROMPT, 8)
+        await driver.engine.refresh_expert_load()
+    assert "rank 1 printed: NCCL version 2.27" in caplog.text
+
+
 async def test_a_rank_lost_while_nothing_runs_is_noticed(path) -> None:
     async with serving(path, tp=2) as driver:
         os.kill(driver.engine.ranks.ranks[0].pid, signal.SIGKILL)
