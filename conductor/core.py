@@ -130,6 +130,7 @@ class Conductor:
             max_attempts=options.max_attempts,
             timeout_s=options.request_timeout_s,
             wait_timeout_s=options.wait_timeout_s,
+            suspects=asyncio.Lock(),
             clock=clock,
             rng=rng,
         )

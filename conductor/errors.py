@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from moonpool.runtime.errors import MoonpoolError
 
 
@@ -80,3 +82,16 @@ class RequestFailed(ConductorError):
         self.cause = cause
         self.attempts = attempts
         self.num_tokens = num_tokens
+
+
+class RequestEndsLives(ConductorError):
+    """Nodes lost a rank or their device each time they computed this request: it is not tried again."""
+
+    code = "ABORTED"
+
+    def __init__(self, ended: Sequence[str]) -> None:
+        """``ended``: how each life ended."""
+        super().__init__(
+            f"the request is refused: {len(ended)} nodes lost a rank or their device in a step with it "
+            f"({'; '.join(ended)})"
+        )

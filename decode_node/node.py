@@ -22,7 +22,7 @@ from moonpool.kvstore.blocks import keys as block_keys
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.config.options import Config
-from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.errors import LifeEnded, MoonpoolError, RemoteError
 from moonpool.runtime.observing import tracing
 
 log = logging.getLogger(__name__)
@@ -136,7 +136,12 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
                 log.exception("%s was not taken over", sequence.request_id)
             self._outbox(request.conductor_id).put(
                 node_pb2.TokenOut(
-                    request_id=key[0], attempt=key[1], finish_reason=node_pb2.FINISH_ERROR, error=reason
+                    request_id=key[0],
+                    attempt=key[1],
+                    finish_reason=node_pb2.FINISH_ERROR,
+                    error=reason,
+                    # The prefill node's.
+                    ended_life=isinstance(error, RemoteError) and error.kind == LifeEnded.__name__,
                 )
             )
             return
@@ -156,7 +161,7 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
             if request is None:
                 continue  # cancelled
             num_tokens += event.token_id >= 0
-            if event.token_id >= 0 or event.finish_reason or event.preempted:
+            if event.token_id >= 0 or event.finish_reason or event.preempted or event.ended_life:
                 batches.setdefault(request.conductor_id, []).append(token_out(event))
             if event.finish_reason:
                 ago_s = time.monotonic() - request.began_s

@@ -23,7 +23,7 @@ from moonpool.engine.checkpoint.fingerprint import fingerprint
 from moonpool.engine.collectives.exchange_clock import ExchangeClock
 from moonpool.engine.device.device import Device
 from moonpool.engine.device.threads import use_threads
-from moonpool.engine.errors import DuplicateSequence, EngineClosed, RankLost
+from moonpool.engine.errors import DeviceLost, DuplicateSequence, EngineClosed, RankLost
 from moonpool.engine.execution.cost_profile import NOT_MEASURED, StepCosts, measure
 from moonpool.engine.execution.runner import ModelRunner
 from moonpool.engine.execution.step_loop import StepLoop
@@ -226,11 +226,15 @@ class Engine:
     async def _run(self, loop: StepLoop) -> None:
         try:
             await loop.run()
-        except RankLost as error:
-            if self.ranks is not None:
+        except (RankLost, DeviceLost) as error:
+            lost: RankLost | DeviceLost = error
+            if self.ranks is not None and isinstance(error, RankLost):
                 lost = await self.ranks.explain(error)
-                if lost is not error:
-                    raise lost from error
+            self._report_step(
+                [StepEvent(sequence, 0, error=str(lost), ended_life=True) for sequence in loop.ended_in]
+            )
+            if lost is not error:
+                raise lost from error
             raise
 
     async def halt(self) -> None:
@@ -255,7 +259,10 @@ class Engine:
         self._reservations.close()
 
     async def wait(self) -> None:
-        """Return when the engine is closed. Raises the error that stopped it, such as RankLost."""
+        """Return when the engine is closed. Raises the error that stopped it, such as RankLost or DeviceLost.
+
+        Before these two, ``on_step`` has got an ``ended_life`` event for each sequence of the step that ended
+        in them."""
         if self._task is not None:
             await asyncio.shield(self._task)
 

@@ -102,6 +102,19 @@ class DuplicateSequence(EngineError):
         super().__init__(f"request {request_id} (attempt {attempt}) is already in the engine")
 
 
+class DeviceLost(EngineError):
+    """The device does nothing more for this process, such as after an illegal address, a failed assertion on
+    the device or an uncorrectable ECC error. Only another process can use it, if any."""
+
+    code = "UNAVAILABLE"
+
+    def __init__(self, error: Exception) -> None:
+        text = (str(error).splitlines() or [""])[0]
+        super().__init__(
+            f"the device is lost to this process ({type(error).__name__}: {text}): the process must end"
+        )
+
+
 class EngineClosed(EngineError):
     """The engine is not started, closed, or stopped by an error."""
 

@@ -38,7 +38,7 @@ class Handover:
         self._sequence: Sequence | None = None
         self._num_tokens = 0
         self._token: node_pb2.TokenOut | None = None
-        self._failure = ""
+        self._failure: MoonpoolError | None = None
         self._news = asyncio.Event()
         self.followed = asyncio.Event()  # a follower has connected
         self.taken = asyncio.Event()  # it has read everything, or disconnected
@@ -53,9 +53,9 @@ class Handover:
         self._token = token
         self.progress(sequence, sequence.num_computed_tokens)
 
-    def fail(self, reason: str) -> None:
-        """End the handover with an error."""
-        self._failure = reason
+    def fail(self, reason: str, kind: type[MoonpoolError] = HandoverFailed) -> None:
+        """End the handover with an error. Only the first call counts."""
+        self._failure = self._failure or kind(reason)
         self._news.set()
 
     def renew(self) -> None:
@@ -66,7 +66,8 @@ class Handover:
     async def chunks(self, follower: str) -> AsyncGenerator[node_pb2.KvChunk]:
         """Yield finished blocks in order, as many as there are in each message, up to the last one.
 
-        Raises HandoverFailed when the prefill fails. The grant of the blocks outlives the iteration.
+        Raises HandoverFailed, or the kind of error given to ``fail``, when the prefill fails. The grant of
+        the blocks outlives the iteration.
         """
         asked_s = self._grants.now_s()
         blocks: list[int] = []
@@ -79,7 +80,7 @@ class Handover:
                 await self._news.wait()
                 self._news.clear()
                 if self._failure:
-                    raise HandoverFailed(self._failure)
+                    raise self._failure
                 chunk = await self._next(blocks, grant)
                 chunk.granted_s = grant.expires_s - asked_s
                 if chunk.blocks.offset or chunk.last:

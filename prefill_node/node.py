@@ -21,11 +21,11 @@ from moonpool.engine.prefix_cache.tier_loader import Loaded
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.eviction.reuse_distance import ReuseDistance
 from moonpool.kvstore.index import metrics as index_metrics
-from moonpool.prefill_node.handover import Handover
+from moonpool.prefill_node.handover import Handover, HandoverFailed
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.config.options import Config
-from moonpool.runtime.errors import MoonpoolError, NodeUnavailable, RemoteError
+from moonpool.runtime.errors import LifeEnded, MoonpoolError, NodeUnavailable, RemoteError
 from moonpool.runtime.observing import tracing
 from moonpool.runtime.service.vital import vital
 from moonpool.transfer import TransferError
@@ -101,7 +101,7 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
                 loaded, fetched, fetch_error = await self._gather(request, sequence)
             event = await self._compute(sequence)
         except BaseException as error:
-            self._abort(sequence, str(error) or type(error).__name__)
+            self._abort(sequence, error)
             raise
         finally:
             self._prefills.discard(sequence.key)
@@ -209,7 +209,9 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
     def _on_step(self, events: list[StepEvent]) -> None:
         for event in events:
             sequence = event.sequence
-            if event.token_id >= 0 or event.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED):
+            if event.ended_life:
+                self._end_life(sequence.key, event.error)
+            elif event.token_id >= 0 or event.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED):
                 first_token = self._first_tokens.get(sequence.key)
                 if first_token is None or first_token.done():
                     continue  # its call was cancelled, and so was the sequence
@@ -220,12 +222,19 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
             elif (handover := self._handovers.get(sequence.key)) is not None and not event.preempted:
                 handover.progress(sequence, event.num_computed_tokens)
 
-    def _abort(self, sequence: Sequence, reason: str) -> None:
+    def _end_life(self, key: Key, error: str) -> None:
+        first_token = self._first_tokens.get(key)
+        if first_token is not None and not first_token.done():
+            first_token.set_exception(LifeEnded(error))
+
+    def _abort(self, sequence: Sequence, error: BaseException) -> None:
         self.engine.cancel(*sequence.key)
         self.engine.release(sequence)
         handover = self._handovers.pop(sequence.key, None)
         if handover is not None:
-            handover.fail(reason)
+            # The conductor may hear of it from the follower first.
+            kind = LifeEnded if isinstance(error, LifeEnded) else HandoverFailed
+            handover.fail(str(error) or type(error).__name__, kind)
 
     def _handover(self, key: Key) -> Handover:
         handover = self._handovers.get(key)

@@ -1209,6 +1209,7 @@ class TokenOut(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     RECEIVED_FIELD_NUMBER: _builtins.int
     PREEMPTED_FIELD_NUMBER: _builtins.int
+    ENDED_LIFE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     index: _builtins.int
@@ -1220,6 +1221,8 @@ class TokenOut(_message.Message):
     error: _builtins.str
     preempted: _builtins.bool
     """its blocks were evicted and are recomputed; no token is lost"""
+    ended_life: _builtins.bool
+    """with FINISH_ERROR: a node lost a rank or its device in a step with it"""
     @_builtins.property
     def logprobs(self) -> Global___TokenLogprobs:
         """if requested"""
@@ -1241,10 +1244,11 @@ class TokenOut(_message.Message):
         error: _builtins.str = ...,
         received: Global___KvReceived | None = ...,
         preempted: _builtins.bool = ...,
+        ended_life: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "received", b"received"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "error", b"error", "finish_reason", b"finish_reason", "has_token", b"has_token", "index", b"index", "logprobs", b"logprobs", "preempted", b"preempted", "received", b"received", "request_id", b"request_id", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "ended_life", b"ended_life", "error", b"error", "finish_reason", b"finish_reason", "has_token", b"has_token", "index", b"index", "logprobs", b"logprobs", "preempted", b"preempted", "received", b"received", "request_id", b"request_id", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -53,6 +53,12 @@ class ChildFailed(MoonpoolError):
         self.tail = tail
 
 
+class LifeEnded(MoonpoolError):
+    """A node lost a rank or its device in a step that computed this request. The node starts again."""
+
+    code = "ABORTED"
+
+
 class NodeUnavailable(MoonpoolError):
     """A node did not answer or disconnected during a call. The call may have had an effect there."""
 

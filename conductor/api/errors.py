@@ -14,6 +14,7 @@ from moonpool.conductor.errors import (
     DeadlineExceeded,
     DuplicateRequest,
     NoNodes,
+    RequestEndsLives,
     RequestFailed,
     RequestInvalid,
     RequestRejected,
@@ -97,6 +98,9 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(409, str(error), code="duplicate_request")
         case DeadlineExceeded():
             return ApiError(504, str(error), kind="timeout_error", code="deadline_exceeded")
+        case RequestEndsLives():
+            # Not 500: clients would send it again.
+            return ApiError(400, str(error), code="request_ends_nodes")
         case RequestFailed():
             return ApiError(500, str(error), kind="server_error", code="request_failed")
         case ChatTemplateError():

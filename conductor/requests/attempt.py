@@ -11,7 +11,7 @@ from moonpool.conductor.fleet.member import Member
 from moonpool.conductor.fleet.node_client import RequestKey
 from moonpool.conductor.placing.placement import Placement
 from moonpool.protos import node_pb2
-from moonpool.runtime.errors import NodeUnavailable, RemoteError
+from moonpool.runtime.errors import LifeEnded, NodeUnavailable, RemoteError
 from moonpool.runtime.observing.log import request_id
 
 # Statuses of a healthy node that cannot serve the request now; and of a request that no node can serve.
@@ -24,7 +24,7 @@ class AttemptFailed(Exception):
 
     def __init__(self, cause: str, reason: str, *nodes: str) -> None:
         super().__init__(reason)
-        self.cause = cause  # one word: lost, refused, error, disorder
+        self.cause = cause  # one word: lost, ended_life, refused, error, disorder
         self.reason = reason
         self.nodes = nodes
 
@@ -189,7 +189,9 @@ class Attempt:
     # ------------------------------------------------------------------ failures
 
     def _on_error(self, error: RemoteError) -> None:
-        if error.status in _INVALID:
+        if error.kind == LifeEnded.__name__:
+            self.abort(AttemptFailed("ended_life", str(error), error.node_id))
+        elif error.status in _INVALID:
             self.abort(AttemptInvalid(str(error)))
         elif error.status in _REFUSALS:
             self.abort(AttemptFailed("refused", str(error), error.node_id))
@@ -202,7 +204,10 @@ class Attempt:
         decode, prefill = self.plan.decode, self.plan.prefill
         assert decode is not None
         reason = f"node {decode.node_id}: {token.error or 'cancelled by the node'}"
-        if self.kv_received:
+        if token.ended_life:
+            ended = decode if self.kv_received else prefill
+            self.abort(AttemptFailed("ended_life", f"node {ended.node_id}: {token.error}", ended.node_id))
+        elif self.kv_received:
             decode.breaker.erred()
             self.abort(AttemptFailed("error", reason, decode.node_id))
         else:

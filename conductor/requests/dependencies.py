@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,5 +47,6 @@ class RequestDependencies:
     max_attempts: int
     timeout_s: float  # a request may run, from its placement
     wait_timeout_s: float  # a request may wait for its turn
+    suspects: asyncio.Lock  # see ``Suspicion``
     clock: Callable[[], float]  # monotonic seconds
     rng: random.Random

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator
 from moonpool.conductor.errors import (
     DeadlineExceeded,
     NoNodes,
+    RequestEndsLives,
     RequestFailed,
     RequestInvalid,
     RequestRejected,
@@ -23,6 +24,7 @@ from moonpool.conductor.requests.dependencies import RequestDependencies
 from moonpool.conductor.requests.lineage import Lineage
 from moonpool.conductor.requests.placer import RequestPlacer
 from moonpool.conductor.requests.recorder import Recorder
+from moonpool.conductor.requests.suspicion import Suspicion
 from moonpool.protos import node_pb2
 
 log = logging.getLogger(__name__)
@@ -66,6 +68,7 @@ class RequestRun:
             started_s=self._started_s,
             started_unix_s=timeline.started_unix_s,
         )
+        self._suspicion = Suspicion(deps.suspects)
         self._attempt: Attempt | None = None
         self._num_failures = 0  # of attempts, since the latest token
         self._num_without_decode = 0  # attempts in a row without a token of their decode node
@@ -82,6 +85,7 @@ class RequestRun:
             await self._enter()
             self._check()
             while True:
+                await self._suspicion.turn(unless=self._aborted)
                 attempt = self._attempt = await self._place()
                 try:
                     reply = await attempt.first()
@@ -234,6 +238,7 @@ class RequestRun:
         due = len(self._lineage.output_ids)
         if token.has_token:
             if token.index == due:
+                self._suspicion.clear()
                 return self._event(token)
             if token.index > due:
                 raise _disorder(token, due, self._recorder.timeline.summary.decode_node)
@@ -274,6 +279,10 @@ class RequestRun:
             self._placer.avoid.clear()
         self._num_failures += 1
         self._placer.avoid.update(failure.nodes)
+        if failure.cause == "ended_life":
+            self._suspicion.add(failure.reason)
+            if self._suspicion.is_proven:
+                raise RequestEndsLives(self._suspicion.ended) from failure
         if self._num_failures >= self._deps.max_attempts:
             if failure.cause == "refused" and not num_tokens:
                 raise RequestRejected(failure.reason, retry_after_s=1.0) from failure
@@ -300,6 +309,7 @@ class RequestRun:
         timer, self._timer = self._timer, None
         if timer is None:
             return
+        self._suspicion.clear()
         timer.cancel()
         if not self._admitted:
             return

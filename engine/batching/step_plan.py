@@ -71,5 +71,6 @@ class StepEvent:
     finish_reason: FinishReason = FinishReason.NONE
     logprobs: TokenLogprobs | None = None  # if requested
     preempted: bool = False  # its blocks were taken and will be computed again
-    error: str = ""  # with FinishReason.ERROR
+    error: str = ""  # with FinishReason.ERROR or ``ended_life``
+    ended_life: bool = False  # the engine ended in a step with this sequence, which has not finished
     prompt_logprobs: list[TokenLogprobs] | None = None  # of tokens 1 … n-1; with the first token

@@ -112,3 +112,10 @@ class CudaDevice:
         peak = torch.cuda.max_memory_reserved(self.torch)
         torch.cuda.empty_cache()
         return peak - before
+
+    def check(self) -> None:
+        # An error that destroys the context is the answer to every later call. Not on the stream of steps: a
+        # step may wait for a rank that is gone.
+        event = torch.cuda.Event()
+        event.record(self._to_host)
+        event.synchronize()

@@ -68,6 +68,10 @@ class Device(Protocol):
     def peak_nbytes(self, step: Callable[[], object]) -> int:
         """Run ``step`` and return the peak of its additional memory; 0 for host memory."""
 
+    def check(self) -> None:
+        """Raise the device's error if this process can use it no more, whatever it asks of it. Does not wait
+        for steps."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Done(Generic[Result]):
@@ -109,3 +113,6 @@ class CpuDevice:
     def peak_nbytes(self, step: Callable[[], object]) -> int:
         step()
         return 0
+
+    def check(self) -> None:
+        """Host memory is not lost."""

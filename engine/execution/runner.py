@@ -17,7 +17,7 @@ from moonpool.engine.collectives.link import Link
 from moonpool.engine.device.device import Device
 from moonpool.engine.device.selection import TORCH_DTYPES, page_dtype
 from moonpool.engine.device.threads import use_threads
-from moonpool.engine.errors import WeightsTooLarge
+from moonpool.engine.errors import DeviceLost, WeightsTooLarge
 from moonpool.engine.execution.decode_graphs import DecodeGraphs
 from moonpool.engine.execution.gpu_memory import choose_num_blocks
 from moonpool.engine.execution.input_builder import InputBuilder
@@ -125,8 +125,17 @@ class ModelRunner:
         """Compute the plan's tokens, writing their KV. After an error their blocks hold undefined bytes.
 
         The device has ended the step when this returns: transfers and copies may read its blocks at once.
+
+        Raises DeviceLost if no step can run any more; after another error the next step may.
         """
-        step = self.device.run(lambda: self._compute(plan)).wait()
+        try:
+            step = self.device.run(lambda: self._compute(plan)).wait()
+        except Exception as error:
+            try:
+                self.device.check()
+            except Exception as lost:
+                raise DeviceLost(lost) from error
+            raise
         token_ids = [] if step.token_ids is None else step.token_ids.tolist()
         return StepOutput(token_ids, step.logprobs, step.prompt_logprobs)
 

@@ -14,7 +14,7 @@ from moonpool.engine.batching.reservations import Reservations
 from moonpool.engine.batching.scheduler import Scheduler
 from moonpool.engine.batching.sequence import FinishReason, Sequence, State
 from moonpool.engine.batching.step_plan import StepEvent, StepOutput, StepPlan
-from moonpool.engine.errors import RankLost
+from moonpool.engine.errors import DeviceLost, RankLost
 from moonpool.engine.execution.cost_profile import StepCosts
 from moonpool.engine.execution.runner import ModelRunner
 
@@ -58,6 +58,7 @@ class StepLoop:
         self.sequences: dict[tuple[str, int], Sequence] = {}
         self.outbox: list[StepEvent] = []  # events that happened between steps
         self.closing = False
+        self.ended_in: list[Sequence] = []  # those of the step in which a rank or the device was lost
         self.num_steps = 0
         self.num_failed_steps = 0
         self.step_s = 0.0
@@ -84,8 +85,8 @@ class StepLoop:
     async def run(self) -> None:
         """Run until ``closing``; then every sequence ends as CANCELLED.
 
-        Raises the exceptions of ``report``, and RankLost. The sequences have not ended then and must be
-        computed elsewhere.
+        Raises RankLost, DeviceLost, and errors of ``report`` and of the bookkeeping, after which it cannot be
+        trusted. The sequences have not ended then and must be computed elsewhere.
         """
         events: list[StepEvent] = []  # of the last step, not reported yet
         while not self.closing:
@@ -153,17 +154,18 @@ class StepLoop:
     def _postprocess(
         self, plan: StepPlan, begun_s: float, predicted_s: float, result: Callable[[], StepOutput]
     ) -> list[StepEvent]:
-        """Postprocess the step's results. A failure ends the sequences of this step only."""
+        """Postprocess the step's results. A failure to compute them ends the sequences of this step only."""
         try:
             output = result()
-            ended_s = self._clock()
-            events = self.scheduler.postprocess(plan, output, ended_s)
-        except RankLost as error:
+        except (RankLost, DeviceLost) as error:
+            self.ended_in = list(plan.sequences())
             raise self._error or error from None
         except Exception as error:
             log.exception("a step failed; requests that end with it: %s", _request_ids(plan))
             self.num_failed_steps += 1
             return self._fail(plan, error)
+        ended_s = self._clock()
+        events = self.scheduler.postprocess(plan, output, ended_s)
         for chunk in plan.chunks:
             chunk.sequence.chunks.append((begun_s, ended_s, chunk.num_tokens))
         self.num_steps += 1

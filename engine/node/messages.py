@@ -39,10 +39,13 @@ def token_out(event: StepEvent) -> node_pb2.TokenOut:
         has_token=event.token_id >= 0,
         index=max(event.index, 0),
         token_id=max(event.token_id, 0),
-        finish_reason=node_pb2.FinishReason.ValueType(event.finish_reason),
+        finish_reason=node_pb2.FINISH_ERROR
+        if event.ended_life
+        else node_pb2.FinishReason.ValueType(event.finish_reason),
         logprobs=None if logprobs is None else token_logprobs(logprobs),
         preempted=event.preempted,
         error=event.error,
+        ended_life=event.ended_life,
     )
 
 

@@ -17,7 +17,7 @@ from moonpool.engine.collectives.board import BoardWord, SharedBoard
 from moonpool.engine.collectives.exchange_clock import ExchangeClock
 from moonpool.engine.collectives.link import Link
 from moonpool.engine.device.device import Device
-from moonpool.engine.errors import RankDiverged, RankLost
+from moonpool.engine.errors import DeviceLost, RankDiverged, RankLost
 from moonpool.engine.execution.logit_rows import logit_rows
 from moonpool.engine.execution.runner import ModelRunner
 from moonpool.engine.experts.load import ExpertLoad
@@ -88,7 +88,7 @@ class ParallelRunner(ModelRunner):
     def execute(self, plan: StepPlan) -> StepOutput:
         """Compute the plan's tokens on all ranks.
 
-        Raises RankLost, also for errors here, or RankDiverged. The group is unusable then.
+        Raises RankLost, also for errors here, RankDiverged or DeviceLost. The group is unusable then.
         """
         began_s = time.perf_counter()
         before = self.clock.num_collectives, self.clock.collective_nbytes
@@ -102,6 +102,9 @@ class ParallelRunner(ModelRunner):
                     raise RankDiverged(rank, self._rank_step.step, digest, self._rank_step.digest)
         except RankLost as error:
             self._board.abort(error.rank)
+            raise
+        except DeviceLost:
+            self._board.abort(0)
             raise
         except Exception as error:
             self._board.abort(0)

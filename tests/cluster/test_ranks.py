@@ -22,6 +22,7 @@ from rich.console import Console
 
 from moonpool.client import Client, Reply
 from moonpool.commands.status import cluster_view
+from moonpool.errors import ApiError
 from moonpool.local.cluster import LocalCluster
 from moonpool.runtime.config.options import Config, ParallelOptions
 from tests.cluster.conftest import eventually, nodes, small_config
@@ -169,6 +170,40 @@ async def test_a_rank_lost_while_prefilling_costs_no_request(
         text = await task
         await eventually(lambda: is_back(client, busy[0]))
         assert await whole(client, prompt, max_tokens=32) == text
+
+
+@pytest.mark.slow
+async def test_a_prompt_that_ends_nodes_is_refused_after_two(tmp_path: Path) -> None:
+    """Ranks are stopped first, so that each is killed in a step with the prompt."""
+    config = config_of(prefill=3, decode=1, plans=("tp=2", "tp=1"))
+    # Ranks that are stopped for a while must not count as lost.
+    engine = replace(config.engine, parallel=replace(config.engine.parallel, timeout_s=60.0))
+    config = replace(config, engine=engine)
+    async with LocalCluster(config, directory=tmp_path) as cluster, Client(cluster.url) as client:
+        expected = await whole(client, "In the beginning ", max_tokens=8)
+        before = await nodes(client)
+        prefills = [name for name in before if name.startswith("prefill")]
+        for name in prefills:
+            os.kill(rank_pid(cluster, name), signal.SIGSTOP)
+        task = asyncio.ensure_future(whole(client, "The words of the preacher. " * 20, max_tokens=32))
+        killed: list[str] = []
+        while not task.done() and len(killed) < 3:
+            busy = [n for n, node in (await nodes(client)).items() if node["load"]["own_prefills"]]
+            for name in set(busy) - set(killed):
+                os.kill(rank_pid(cluster, name), signal.SIGKILL)
+                killed.append(name)
+        with pytest.raises(
+            ApiError, match="2 nodes lost a rank or their device in a step with it"
+        ) as refused:
+            await task
+        assert refused.value.status == 400
+        assert all(name in str(refused.value) for name in killed)
+        assert len(killed) == 2
+        (spared,) = set(prefills) - set(killed)
+        os.kill(rank_pid(cluster, spared), signal.SIGCONT)
+        for name in killed:
+            await eventually(lambda name=name: is_back(client, before[name]))
+        assert await whole(client, "In the beginning ", max_tokens=8) == expected
 
 
 @pytest.mark.slow

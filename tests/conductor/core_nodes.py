@@ -37,7 +37,7 @@ from moonpool.local.redis_server import find_redis
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.config.options import ConductorOptions, IndexOptions
-from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.errors import LifeEnded, MoonpoolError
 from moonpool.runtime.service.tied_command import tied_command
 
 MODEL = ServedModel("tiny", 4096, 50_000, (1,), num_layers=2, num_kv_heads=1, head_dim=8, block_size=16)
@@ -277,6 +277,7 @@ class ScriptedNode(
                         attempt=work.attempt,
                         finish_reason=node_pb2.FINISH_ERROR,
                         error=str(error),
+                        ended_life=isinstance(error, LifeEnded),
                     ),
                 )
                 return

@@ -12,6 +12,7 @@ from moonpool.conductor.errors import (
     ConductorClosed,
     DeadlineExceeded,
     NoNodes,
+    RequestEndsLives,
     RequestFailed,
     RequestInvalid,
     RequestRejected,
@@ -243,6 +244,7 @@ FAILURES = [
     (RequestInvalid("it has more blocks than any node"), 400, "invalid_request"),
     (ConductorClosed(), 503, "draining"),
     (RequestFailed("node d-1 is unavailable", 4, 3), 500, "request_failed"),
+    (RequestEndsLives(["node d-1: rank 1 is lost", "node d-2: rank 1 is lost"]), 400, "request_ends_nodes"),
     (ZeroDivisionError("a bug"), 500, "internal_error"),
 ]
 

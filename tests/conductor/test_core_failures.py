@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from moonpool.conductor.errors import RequestFailed, RequestInvalid, RequestRejected
+from moonpool.conductor.errors import RequestEndsLives, RequestFailed, RequestInvalid, RequestRejected
 from moonpool.conductor.placing.placement import Placement
 from moonpool.protos import node_pb2
 from tests.conductor.core_nodes import (
@@ -22,7 +22,7 @@ from tests.conductor.core_nodes import (
     request,
     running,
 )
-from tests.conductor.faults import breaks, dies, is_busy, once
+from tests.conductor.faults import Lives, breaks, dies, ends, is_busy, once
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +64,39 @@ async def test_a_decode_node_that_fails_is_replaced_without_a_missing_or_repeate
         assert streamed == continuation(PROMPT, len(streamed))
         assert len(streamed) <= index
         assert work.sampling.max_tokens == 8
+
+
+@pytest.mark.parametrize("index", [0, 3], ids=["prefill", "decode"])
+async def test_a_request_that_ends_nodes_is_refused_after_two_and_takes_no_other_with_it(
+    url: str, index: int
+) -> None:
+    names = ("p0", "p1", "d0", "d1")
+    async with running(url, *names, namespace=f"poison-{index}") as cluster:
+        # Warm nodes take several requests at once.
+        for number in range(16):
+            await cluster.generate(request(f"warm-{number}"))
+        lives = Lives("poison", index)
+        for name in names:
+            cluster.nodes[name].script = lives
+        others = [request(f"other-{number}", [number, *PROMPT]) for number in range(3)]
+        running_others = asyncio.gather(*map(cluster.generate, others))
+        with pytest.raises(RequestEndsLives, match="2 nodes lost a rank or their device") as refused:
+            await cluster.generate(request("poison", PROMPT))
+        assert str(refused.value).count("it ended by signal 9") == 2
+        assert await running_others == [continuation([number, *PROMPT], 8) for number in range(3)]
+        assert len(lives.ended) == 2
+        # Others were in the first step, and were computed without it then.
+        assert lives.ended[1] == {"poison"}
+
+
+async def test_a_request_in_such_steps_by_chance_is_served(url: str) -> None:
+    """With a token in between: one that ends every node has none."""
+    async with running(url, "p0", "d0", "d1", namespace="chance") as cluster:
+        for name, index in (("d0", 2), ("d1", 2), ("p0", 4)):
+            cluster.nodes[name].script = once(index, ends)
+        cluster.nodes["d1"].script = cluster.nodes["d0"].script
+        assert await cluster.generate(request()) == continuation(PROMPT, 8)
+        assert "retry" in cluster.names("r")
 
 
 async def test_a_prefill_node_that_dies_before_its_blocks_arrived_takes_the_attempt_with_it(url: str) -> None:

@@ -72,10 +72,13 @@ class LateDevice:
     torch: Any = torch.device("cpu")
     runs_ahead: bool = True
     num_replays: int = 0
+    error: Exception | None = None  # that every call has from now on
 
     def run(self, step: Callable[[], Any]) -> Any:
         def later() -> Any:
             torch.set_num_threads(1)
+            if self.error is not None:
+                raise self.error
             return step()
 
         return self.steps.give(later)
@@ -111,3 +114,7 @@ class LateDevice:
     def peak_nbytes(self, step: Callable[[], object]) -> int:
         self.run(step).wait()
         return 1 << 20
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise self.error

@@ -3,6 +3,9 @@ is as large as what is left. Told by a device that does its work late, on a thre
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from moonpool.engine import State
+from moonpool.engine import Engine, State
+from moonpool.engine.batching.sequence import FinishReason
 from moonpool.engine.device.device import CpuDevice, DeviceMemory
-from moonpool.engine.errors import GpuMemoryShort, WeightsTooLarge
+from moonpool.engine.errors import DeviceLost, EngineClosed, GpuMemoryShort, WeightsTooLarge
 from moonpool.engine.execution import runner
 from moonpool.engine.execution.decode_graphs import padded_sizes
 from moonpool.engine.execution.gpu_memory import CONTEXT_NBYTES, MemoryNeeds, pool_room
+from moonpool.runtime.config.options import EngineOptions, ModelOptions
+from tests.engine.conftest import Driver
 from tests.engine.late_device import LateDevice
 
 GIB = 1 << 30
@@ -91,6 +97,81 @@ async def test_a_step_is_told_while_the_next_one_runs(checkpoint, serve_on) -> N
             device.steps.let(1)
         assert driver.engine.cancel(*sequence.key)
         device.steps.release()
+
+
+def accelerator_error(text: str) -> Exception:
+    """As PyTorch raises it for an error code of CUDA."""
+    return torch.AcceleratorError(f"CUDA error: {text}\nCUDA kernel errors might be reported later")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        accelerator_error("an illegal memory access was encountered"),
+        accelerator_error("device-side assert triggered"),
+        RuntimeError("CUDA error: uncorrectable ECC error encountered"),
+    ],
+    ids=["address", "assertion", "ecc"],
+)
+async def test_an_error_that_every_later_call_has_ends_the_engine(checkpoint, error) -> None:
+    device = LateDevice()
+    options = EngineOptions(block_size=8, pool_nbytes=1 << 20)
+    engine = Engine(checkpoint.path, options, ModelOptions(), device=device)
+    driver = Driver(engine)
+    await engine.start()
+    try:
+        sequence = driver.sequence(prompt(5), max_tokens=1000, ignore_eos=True)
+        engine.add(sequence)
+        await driver.until(lambda: driver.num_steps >= 3)
+        device.error = error
+        with pytest.raises(DeviceLost, match=rf"lost to this process \({type(error).__name__}: CUDA error: "):
+            await asyncio.wait_for(engine.wait(), 60)
+        assert driver.results[sequence.key].events[-1].ended_life
+        # It can be computed elsewhere.
+        assert driver.results[sequence.key].finish_reason is FinishReason.NONE
+        with pytest.raises(EngineClosed):
+            engine.add(driver.sequence([1]))
+    finally:
+        await engine.close()
+
+
+async def test_an_error_that_later_calls_do_not_have_ends_the_step(checkpoint, serve_on, monkeypatch) -> None:
+    async with serve_on(LateDevice(), checkpoint.path) as driver:
+        runner = driver.engine._loop.runner
+        compute, errors = runner._compute, [accelerator_error("invalid argument")]
+
+        def once(plan: Any) -> Any:
+            if errors:
+                raise errors.pop()
+            return compute(plan)
+
+        monkeypatch.setattr(runner, "_compute", once)
+        (failed,) = await driver.run(driver.sequence(prompt(5), max_tokens=4))
+        assert failed.finish_reason is FinishReason.ERROR
+        assert "invalid argument" in failed.events[-1].error
+        (result,) = await driver.run(driver.sequence(prompt(5), max_tokens=4))
+        assert result.token_ids == checkpoint.greedy(prompt(5), 4)
+
+
+@pytest.mark.gpu
+def test_a_failed_assertion_on_a_gpu_is_found_by_its_check() -> None:
+    """In a process of its own, whose GPU is lost then."""
+    program = """
+import torch
+from moonpool.engine.device.selection import choose_device
+device = choose_device("cuda")
+device.check()
+try:
+    device.run(lambda: torch.zeros(4, device="cuda")[torch.tensor([9], device="cuda")]).wait()
+except torch.AcceleratorError as error:
+    print("step:", str(error).splitlines()[0])
+try:
+    device.check()
+except torch.AcceleratorError as error:
+    print("check:", str(error).splitlines()[0])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "check: CUDA error: device-side assert triggered" in done.stdout, done.stdout + done.stderr
 
 
 async def test_a_pool_of_what_fits(checkpoint, serve_on) -> None:

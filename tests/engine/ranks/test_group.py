@@ -171,6 +171,8 @@ async def test_a_rank_lost_in_the_middle_of_steps_ends_all_waiting_in_time(
                     os.kill(pids[rank - 1], signal_number)
             with pytest.raises(RankLost, match=rf"rank {rank}|torch.distributed"):
                 await asyncio.wait_for(driver.engine.wait(), 60)
+            if moment == "exchange":  # and so in a step
+                assert driver.results[request.key].events[-1].ended_life
             # The machine is shared: what takes longer than this is not the bound.
             assert time.monotonic() - began_s < timeout_s + 4
             assert not any(result.finish_reason for result in driver.results.values())
