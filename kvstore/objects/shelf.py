@@ -141,6 +141,8 @@ class ObjectShelf:
             put = self._put(put_id)
             put.writable = None
         put.commit(checksums)
+        if put.grant is not None:
+            self._store.grants.change(put.grant, ())
         try:
             if not put.complete:
                 await self._reserve(put)
