@@ -35,10 +35,11 @@ _LOOK_AGAIN_S = 1.0
 class Security:
     """``options``: of this process, which is ``me``. Raises ``ConfigError`` for wrong keys and missing files.
 
-    Without a key and without certificates, calls are neither signed nor checked.
+    Without a key and without certificates, calls are neither signed nor checked. ``serves``: whether servers
+    of this process check their callers' tokens.
     """
 
-    def __init__(self, options: SecurityOptions, me: Caller) -> None:
+    def __init__(self, options: SecurityOptions, me: Caller, *, serves: bool = True) -> None:
         self._options = options
         self._signer: TokenSigner | None = None
         self._verifier: TokenVerifier | None = None
@@ -46,7 +47,8 @@ class Security:
         self._state: tuple[int, ...] = ()
         if options.cluster_key:
             keys = RoleKeys(options.cluster_key)
-            self._signer, self._verifier = TokenSigner(keys, me), TokenVerifier(keys)
+            self._signer = TokenSigner(keys, me)
+            self._verifier = TokenVerifier(keys) if serves else None
         if options.cert:
             self._pem()  # a missing file is an error now, not at the first call
 
@@ -158,12 +160,10 @@ def use(security: Security) -> None:
 
 def current() -> Security:
     """The identity of the process. Without ``use``: the operator of this user's local clusters."""
-    global _current
-    if _current is None:
-        key = _read_local_key()
-        name = f"user-{os.getuid()}"
-        _current = Security(SecurityOptions(cluster_key=key), Caller(OPERATOR, name)) if key else None
-    return _current or Security(SecurityOptions(), Caller(OPERATOR, ""))
+    if _current is not None:
+        return _current
+    options = SecurityOptions(cluster_key=_read_local_key())
+    return Security(options, Caller(OPERATOR, f"user-{os.getuid()}"), serves=False)
 
 
 def local_key() -> str:

@@ -86,6 +86,21 @@ async def test_a_captured_call_is_refused_when_it_is_sent_again() -> None:
         assert len(node.callers) == 1
 
 
+async def test_a_process_without_an_identity_signs_as_an_operator_and_demands_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    key = process.local_key()
+    monkeypatch.setattr(process, "_current", None)
+    assert process.current().metadata("Node/Drain")
+    assert process.current().admit("Node/Drain", "", dict) is None
+    async with serving(SecurityOptions(cluster_key=key)) as (node, address):
+        monkeypatch.setattr(process, "_current", None)
+        async with rpc.channel(address) as channel:
+            await node_pb2_grpc.NodeStub(channel).Drain(node_pb2.DrainRequest(), timeout=10)
+        assert [caller.role for caller in node.callers if caller] == ["operator"]
+
+
 def issue(directory: Path, role: str, name: str, days: int = 1) -> SecurityOptions:
     file = certificates.issue(directory, Caller(role, name), days=days)
     return SecurityOptions(cert=str(file), key=str(file.with_suffix(".key")), ca=str(directory / "ca.pem"))
