@@ -33,7 +33,7 @@ from moonpool.transfer.copying.peer_memory import LIFELINE_ID
 from moonpool.transfer.paths.ucx.endpoint import Endpoint
 from moonpool.transfer.paths.ucx.rma_path import unpack_worker_address
 from tests.transfer.conftest import StartPeer
-from tests.transfer.faults import Proxy, again, choose, outcome, start_here
+from tests.transfer.faults import Proxy, again, choose, outcome, settled, start_here
 from tests.transfer.peer_process import listen_at
 
 # The files in /dev/shm are everybody's.
@@ -130,6 +130,7 @@ async def test_connecting_to_a_dead_ucx_worker_leaves_no_socket(
             while not endpoint.failed:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
             await worker.run(endpoint.close)
+            await settled(agent)
             if turn == 0:
                 # The first one opens what the worker keeps.
                 before = resources()

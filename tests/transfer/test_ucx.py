@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+import signal
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 
 from moonpool.runtime.config.options import TransferOptions
-from moonpool.transfer import PathFailed, Peer, Region, RegionError, Span, TransferAgent
+from moonpool.transfer import DeadlineExceeded, PathFailed, Peer, Region, RegionError, Span, TransferAgent
 from moonpool.transfer.connections.wire import Op
 from moonpool.transfer.copying.attempt import Attempt
 from moonpool.transfer.native.ucx import load_ucx
+from moonpool.transfer.paths.ucx import rma_read
 from moonpool.transfer.paths.ucx.rma_path import UcxPath
+from moonpool.transfer.paths.ucx.rma_read import Read
 from moonpool.transfer.peers.dialer import Dialer
+from tests.transfer.conftest import RemotePeer, StartPeer
+from tests.transfer.faults import choose, outcome, settled, start_here
 from tests.transfer.peer_process import pattern
 
 NBYTES = 4 << 20
@@ -117,3 +122,108 @@ async def test_where_the_target_cannot_reach_us_the_bytes_are_sent(
     assert pair.write_op is Op.WRITE
     assert not pair.peer.lost
     await pair.write(pair.ours)
+
+
+@dataclass
+class Stuck:
+    """Requests that libucp says are not complete, though they may be, while ``held``. The rest is real."""
+
+    agent: TransferAgent
+    held: bool = True
+    requests: set[int] = field(default_factory=set)
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        library = load_ucx()
+        assert library is not None
+        real: Callable[[int], int] = library.quick.ucp_request_check_status
+
+        def check(request: int) -> int:
+            return 1 if self.held and request in self.requests else real(request)
+
+        monkeypatch.setattr(library.quick, "ucp_request_check_status", check)
+
+    async def take(self) -> None:
+        """Wait for a read with posted requests, and hold these."""
+        assert self.agent.memory.ucx is not None
+        worker = self.agent.memory.ucx.worker
+
+        def posted() -> set[int]:
+            reads = [task for task in worker._tasks if isinstance(task, Read)]
+            found = [each for read in reads for each in read._in_flight if each.flush]
+            return {request for each in found for request in (*each.gets, each.flush)}
+
+        while not self.requests:
+            self.requests = await worker.run(posted)
+
+
+async def stopped_read(
+    agent: TransferAgent, theirs: RemotePeer, deadline_s: float
+) -> tuple[Peer, Region, asyncio.Future[Any], Callable[[], Any]]:
+    """A read from a peer that is stopped: the peer, our region, the batch, and the same read once more."""
+    remote = (await theirs.do("allocate", nbytes=NBYTES, seed=1))["region"]
+    peer, memory = await agent.connect(theirs.descriptor), agent.allocate(NBYTES, "memory")
+    size = 1 << 16
+    ours, spans = ([Span(each, at, size) for at in range(0, NBYTES, size)] for each in (memory.id, remote))
+    await peer.read(ours, spans, deadline_s=20)
+    theirs.signal(signal.SIGSTOP)
+    batch = peer.read(ours, spans, deadline_s=deadline_s)
+    return peer, memory, asyncio.ensure_future(batch), lambda: peer.read(ours, spans, deadline_s=20)
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+async def test_spans_are_given_back_when_their_requests_are_complete(
+    start_peer: StartPeer, monkeypatch: pytest.MonkeyPatch, cancelled: bool
+) -> None:
+    choose("ucx-tcp", monkeypatch)
+    theirs, other = start_peer("ucx"), start_peer("ucx")
+    async with await start_here("ucx") as agent:
+        stuck = Stuck(agent)
+        stuck.install(monkeypatch)
+        peer, memory, batch, again = await stopped_read(agent, theirs, 60 if cancelled else 0.1)
+        await stuck.take()
+        if cancelled:
+            batch.cancel()
+        (path,) = [path for path in peer.paths if isinstance(path, UcxPath)]
+        while path._endpoint is None or not path._endpoint.closed:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        # Others are read meanwhile: their thread does not wait.
+        remote = (await other.do("allocate", nbytes=8, seed=1))["region"]
+        another = await agent.connect(other.descriptor)
+        with agent.allocate(8, "eight bytes") as eight:
+            await another.read([Span(eight.id, 0, 8)], [Span(remote, 0, 8)], deadline_s=20)
+        assert not batch.done()
+        stuck.held = False
+        result, _ = await outcome(batch)
+        assert isinstance(result, asyncio.CancelledError if cancelled else DeadlineExceeded)
+        memory.array[:] = 9
+        theirs.signal(signal.SIGCONT)
+        await settled(agent)
+        await theirs.do("drained", num_streams=0)
+        assert (memory.array == 9).all()
+        await again()
+        assert np.array_equal(memory.array, pattern(NBYTES, 1))
+
+
+async def test_requests_that_never_end_cost_the_worker_and_no_byte(
+    start_peer: StartPeer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    choose("ucx-tcp", monkeypatch)
+    monkeypatch.setattr(rma_read, "_GIVE_UP_S", 0.2)
+    theirs = start_peer("ucx,tcp")
+    async with await start_here("ucx,tcp") as agent:
+        stuck = Stuck(agent)
+        stuck.install(monkeypatch)
+        _, memory, batch, again = await stopped_read(agent, theirs, 0.1)
+        await stuck.take()
+        result, _ = await outcome(batch)
+        assert isinstance(result, DeadlineExceeded)
+        memory.array[:] = 9
+        assert agent.memory.ucx is not None
+        assert agent.memory.ucx.worker.stopped
+        assert "UCX is not used any more" in caplog.text
+        theirs.signal(signal.SIGCONT)
+        await theirs.do("drained", num_streams=0)
+        assert (memory.array == 9).all()
+        report = await again()
+        assert report.transport == "tcp"
+        assert np.array_equal(memory.array, pattern(NBYTES, 1))

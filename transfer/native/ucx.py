@@ -94,7 +94,7 @@ ERROR_MODE_PEER = 1
 MAP_PARAM_ADDRESS, MAP_PARAM_LENGTH = 0x1, 0x2
 OP_FLAGS, OP_MEMORY_HANDLE = 0x10, 0x100
 CLOSE_FORCE = 1
-OK, IN_PROGRESS = 0, 1
+OK, IN_PROGRESS, ERR_CANCELED = 0, 1, -16
 ErrorCallback = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
 
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import time
 from collections import deque
 from collections.abc import Sequence
 from itertools import repeat
@@ -13,7 +12,6 @@ from moonpool.transfer.paths.ucx.worker import UcxError, UcxWorker
 
 # Pointers from here on are negative statuses.
 _FIRST_ERROR = (1 << 64) - 100
-_CLOSE_S = 1.0
 
 
 def status_of(pointer: int | None) -> tuple[int, int]:
@@ -26,13 +24,22 @@ def status_of(pointer: int | None) -> tuple[int, int]:
 
 
 class Endpoint:
-    """failed: the status with which the connection broke, or 0."""
+    """failed: the status with which the connection broke, or 0. num_reads: those that use it; a key is kept
+    as long as one may.
+
+    After ``close`` it is a ``Task`` of the worker until nothing of it is left.
+    """
 
     def __init__(self, worker: UcxWorker, address: bytes) -> None:
         """Raises UcxError."""
+        if worker.stopped:
+            raise UcxError("ucp_ep_create", lib.ERR_CANCELED)
         self._worker = worker
         self._ucx = worker.ucx
         self._keys: dict[int, ctypes.c_void_p] = {}
+        self._forgotten: list[ctypes.c_void_p] = []  # keys to destroy
+        self._closing = 0  # the request
+        self.num_reads = 0
         self.failed = 0
         self.closed = False
         # UCX may call it during the endpoint's life.
@@ -69,8 +76,19 @@ class Endpoint:
 
     def forget(self, region_id: int) -> None:
         key = self._keys.pop(region_id, None)
-        if key is not None and not self.closed:
-            self._ucx.call.ucp_rkey_destroy(key)
+        if key is not None:
+            self._forgotten.append(key)
+            self._destroy_keys()
+
+    def read_ended(self) -> None:
+        self.num_reads -= 1
+        self._destroy_keys()
+
+    def _destroy_keys(self) -> None:
+        if not self.num_reads and not self._worker.stopped:
+            for key in self._forgotten:
+                self._ucx.call.ucp_rkey_destroy(key)
+            self._forgotten.clear()
 
     def get(
         self,
@@ -110,26 +128,28 @@ class Endpoint:
         """Free complete requests."""
         deque(map(self._ucx.quick.ucp_request_free, requests), maxlen=0)
 
-    def wait(self, requests: list[int], seconds: float) -> bool:
-        """Progress until all are complete, and free them. False: some are not after ``seconds``."""
-        until = time.monotonic() + seconds
-        while requests:
-            self._ucx.call.ucp_worker_progress(self._worker.worker)
-            while requests and self._ucx.quick.ucp_request_check_status(requests[-1]) != lib.IN_PROGRESS:
-                self._ucx.quick.ucp_request_free(requests.pop())
-            if requests and time.monotonic() > until:
-                return False
-        return True
+    def are_complete(self, requests: list[int]) -> bool:
+        """Whether all are. Those that are complete are freed and removed."""
+        while requests and self._ucx.quick.ucp_request_check_status(requests[-1]) != lib.IN_PROGRESS:
+            self._ucx.quick.ucp_request_free(requests.pop())
+        return not requests
 
     def close(self) -> None:
-        """Close the connection by force; posted requests fail. Idempotent."""
-        if self.closed:
+        """Close the connection by force, without waiting: posted requests are over when they are complete.
+        Idempotent."""
+        if self.closed or self._worker.stopped:
             return
         self.closed = True
-        for key in self._keys.values():
-            self._ucx.call.ucp_rkey_destroy(key)
+        self._forgotten += self._keys.values()
         self._keys.clear()
         params = lib.RequestParams(op_attr_mask=lib.OP_FLAGS, flags=lib.CLOSE_FORCE)
-        status, request = status_of(self._ucx.call.ucp_ep_close_nbx(self._handle, ctypes.byref(params)))
-        if status == lib.IN_PROGRESS:
-            self.wait([request], _CLOSE_S)
+        _, self._closing = status_of(self._ucx.call.ucp_ep_close_nbx(self._handle, ctypes.byref(params)))
+        self._worker.start(self)
+
+    def step(self) -> bool:
+        if not self._worker.stopped:
+            if self._closing and self.check(self._closing) == lib.IN_PROGRESS:
+                return False
+            self._closing = 0
+            self._destroy_keys()
+        return self._worker.stopped or not self._forgotten

@@ -83,13 +83,14 @@ class UcxPath(Path):
     def _ready(self, region_ids: Sequence[int]) -> bool:
         """Whether a read could start now. Saves a hop to the progress thread; the read checks again there."""
         endpoint = self._endpoint
-        if endpoint is None or endpoint.closed or endpoint.failed:
+        if endpoint is None or endpoint.closed or endpoint.failed or self._worker.stopped:
             return False
         return all(map(endpoint.knows, region_ids))
 
     def _learn(self, address: bytes, keys: list[tuple[int, bytes]], infos: list[RegionInfo]) -> None:
-        if self._endpoint is not None and (self._endpoint.closed or self._endpoint.failed):
-            self._endpoint.close()
+        endpoint = self._endpoint
+        if endpoint is not None and (endpoint.closed or endpoint.failed or self._worker.stopped):
+            endpoint.close()
             self._endpoint = None
         if self._endpoint is None:
             self._endpoint = Endpoint(self._worker, address)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ from moonpool.transfer.paths.ucx.worker import UcxWorker
 
 _CHUNKS_IN_FLIGHT = 4
 _DRAIN_S = 0.03
-
-_log = logging.getLogger(__name__)
+# UCX completes all requests of a closed connection within milliseconds. It has an error if it does not.
+_GIVE_UP_S = 2.0
 
 
 @dataclass(slots=True)
@@ -59,6 +59,9 @@ class Read:
         parts = lifeline_parts(ids)
         self._lifeline = np.zeros(sum(nbytes for _, nbytes in parts), np.uint8)
         self._interrupted = False
+        self._failure: Exception | None = None
+        self._failed_s = 0.0
+        self._unfinished: list[int] = []  # requests
 
     def _interrupt(self) -> None:
         self._interrupted = True
@@ -68,8 +71,10 @@ class Read:
         if self._endpoint is None and not self._begin():
             return True
         assert self._endpoint is not None
+        if self._failure is not None:
+            return self._wind_down(self._failure)
         try:
-            if self._interrupted or self._endpoint.failed or self._endpoint.closed:
+            if self._interrupted or self._worker.stopped or self._endpoint.failed or self._endpoint.closed:
                 return self._broken(self._endpoint.failed)
             return self._post(self._endpoint) or self._collect(self._endpoint)
         except Exception as error:
@@ -81,7 +86,10 @@ class Read:
         if self._endpoint is None or not all(map(self._endpoint.knows, (LIFELINE_ID, *self._ids))):
             self._attempt.stop(PathFailed("ucx", "its connection broke", interrupted=True))
             return False
-        return self._attempt.enter(self._interrupt)
+        if not self._attempt.enter(self._interrupt):
+            return False
+        self._endpoint.num_reads += 1
+        return True
 
     def _post(self, endpoint: Endpoint) -> bool:
         """Request chunks, and the lifeline after the last one. True: the attempt failed."""
@@ -136,7 +144,7 @@ class Read:
             chunk = posted.chunk
             if chunk == len(self._attempt.plan.chunks):
                 check_lifeline(self._lifeline.tobytes(), self._peer, self._ids)
-                self._attempt.leave(self._interrupt, chunks=chunk)
+                self._leave(chunk, None)
                 return True
             self._attempt.verify_arrival(self._attempt.arrived(chunk))
         return False
@@ -146,16 +154,29 @@ class Read:
         return self._abandon(PathFailed("ucx", reason, interrupted=status == 0))
 
     def _abandon(self, error: Exception) -> bool:
-        """Leave when no request can touch the spans any more."""
-        assert self._endpoint is not None
-        requests = [
+        self._failure, self._failed_s = error, time.monotonic()
+        self._unfinished = [
             request for posted in self._in_flight for request in (*posted.gets, posted.flush) if request
         ]
         self._in_flight.clear()
-        # Other reads share the connection, so it is closed only if the requests take long to complete.
-        if not self._endpoint.wait(requests, 0 if self._endpoint.failed else _DRAIN_S):
-            self._endpoint.close()
-            if not self._endpoint.wait(requests, _DRAIN_S):
-                _log.error("UCX does not complete %d requests of a broken connection", len(requests))
-        self._attempt.leave(self._interrupt, error=error)
+        return self._wind_down(error)
+
+    def _wind_down(self, error: Exception) -> bool:
+        """Leave when no request can touch the spans any more; until then they are not the caller's."""
+        assert self._endpoint is not None
+        if not self._worker.stopped and not self._endpoint.are_complete(self._unfinished):
+            waited_s = time.monotonic() - self._failed_s
+            # Other reads share the connection, so it is closed only if the requests take long to complete.
+            if self._endpoint.failed or waited_s > _DRAIN_S:
+                self._endpoint.close()
+            if waited_s < _GIVE_UP_S:
+                return False
+            count = len(self._unfinished)
+            self._worker.give_up(f"{count} requests of a closed connection are not complete")
+        self._leave(0, error)
         return True
+
+    def _leave(self, chunks: int, error: Exception | None) -> None:
+        assert self._endpoint is not None
+        self._endpoint.read_ended()
+        self._attempt.leave(self._interrupt, chunks, error)

@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import ctypes
 import logging
+import math
 import os
 import queue
 import select
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -38,6 +40,10 @@ _CONFIG = {
 }
 # Idle rounds before the thread sleeps: about 20 µs, less than waking up takes.
 _SPINS = 20
+# Longest sleep while there are tasks: some wait for a time.
+_TASK_SLEEP_MS = 20
+# Longest that closing waits for endpoints that are being closed.
+_CLOSE_S = 1.0
 
 
 class UcxError(TransferError):
@@ -66,7 +72,10 @@ class Mapping:
 
 
 class UcxWorker:
-    """``submit`` and ``start`` may be called from any thread; ``worker`` belongs to the progress thread."""
+    """``submit`` and ``start`` may be called from any thread; ``worker`` belongs to the progress thread.
+
+    ``stopped``: it, its endpoints and their requests must not be used any more (see ``give_up``).
+    """
 
     def __init__(self, ucx: Ucx) -> None:
         """Raises UcxError when no transport works here."""
@@ -76,13 +85,15 @@ class UcxWorker:
         self.address = self._own_address()
         event_fd = ctypes.c_int()
         self._check("ucp_worker_get_efd", ucx.call.ucp_worker_get_efd(self.worker, ctypes.byref(event_fd)))
+        self._event_fd = event_fd.value
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()
-        for fd in (event_fd.value, self._wake_fd):
+        for fd in (self._event_fd, self._wake_fd):
             self._poll.register(fd, select.POLLIN)
+        self.stopped = False
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._tasks: list[Task] = []
-        self._closing = False
+        self._closing_s = math.inf
         self._thread = threading.Thread(target=self._run, name="moonpool ucx", daemon=True)
         self._thread.start()
 
@@ -188,25 +199,37 @@ class UcxWorker:
         self.submit(lambda: self._tasks.append(task))
 
     def close(self) -> None:
-        """End the thread and the worker. All tasks have ended."""
+        """End the thread and the worker. All reads have ended."""
         self.submit(self._stop)
         self._thread.join()
         os.close(self._wake_fd)
 
     def cleanup(self) -> None:
         """Release the library. After ``close`` and the last ``unmap``."""
-        self.ucx.call.ucp_cleanup(self._context)
+        if not self.stopped:
+            self.ucx.call.ucp_cleanup(self._context)
 
     # ------------------------------------------------------------------ the progress thread
 
+    def give_up(self, reason: str) -> None:
+        """Stop for good: without progress UCX copies nothing, and a device writes nothing for a closed
+        connection. Reads of this process take other paths, those of peers from here do when they stall.
+
+        The worker is not destroyed: a peer that is about to answer would abort (UCX 1.21).
+        """
+        if not self.stopped:
+            _log.error("UCX is not used any more until this process restarts: %s", reason)
+            self.stopped = True
+            self._poll.unregister(self._event_fd)
+
     def _stop(self) -> None:
-        self._closing = True
+        self._closing_s = time.monotonic()
 
     def _run(self) -> None:
         progress = self.ucx.call.ucp_worker_progress
         idle = 0
-        while not self._closing:
-            moved = progress(self.worker)
+        while time.monotonic() < self._closing_s + (_CLOSE_S if self._tasks else 0):
+            moved = 0 if self.stopped else progress(self.worker)
             while not self._commands.empty():
                 self._commands.get()()
                 moved = 1
@@ -216,13 +239,16 @@ class UcxWorker:
             if idle > (_SPINS if self._tasks else 0):
                 self._sleep()
                 idle = 0
-        self.ucx.call.ucp_worker_destroy(self.worker)
+        if not self.stopped:
+            self.ucx.call.ucp_worker_destroy(self.worker)
 
     def _sleep(self) -> None:
         # The worker signals later events only if nothing is left to progress.
-        if self.ucx.call.ucp_worker_arm(self.worker) != lib.OK or not self._commands.empty():
+        if not self.stopped and self.ucx.call.ucp_worker_arm(self.worker) != lib.OK:
             return
-        self._poll.poll()
+        if not self._commands.empty():
+            return
+        self._poll.poll(_TASK_SLEEP_MS if self._tasks else None)
         # The worker's own descriptor may have caused the wake-up.
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
