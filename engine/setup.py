@@ -44,13 +44,15 @@ class EngineSetup:
         """
         config = model if isinstance(model, ModelConfig) else ModelConfig.from_checkpoint(model)
         device = choose_device(chosen.device) if device is None else device
+        max_len = min(chosen.max_model_len or config.max_position, config.max_position)
+        config = config.for_length(max_len)
         return cls(
             config,
             options,
             device,
             dtype=choose_dtype(chosen.dtype, config, device),
             plan=ParallelPlan.from_options(options.parallel, config, device.torch),
-            max_len=min(chosen.max_model_len or config.max_position, config.max_position),
+            max_len=max_len,
         )
 
     def layout(self, shard: Shard) -> KVLayout:
@@ -111,6 +113,7 @@ class EngineSetup:
             device=self.device.torch.type,
             link=choose_link(parallel.link, self.device.torch, parallel.hosts),
             options=self.options,
+            model_len=self.max_len,
             num_blocks=num_blocks,
             max_len=min(self.max_len, num_blocks * self.options.block_size),
             first_device=self.device.torch.index or 0,

@@ -13,7 +13,7 @@ from moonpool.bench.kernels.clock import Work
 from moonpool.bench.kernels.contest import contest
 from moonpool.bench.kernels.device_limits import Machine, name_of
 from moonpool.engine.experts.mixture import Experts, MixtureOfExperts, Router
-from moonpool.kernels import PackedExperts, PackedLinear
+from moonpool.kernels import PackedExperts, PackedLinear, silu_mul
 from moonpool.runtime.reports.report import Row
 
 
@@ -56,7 +56,7 @@ class Weights:
     def layer(self) -> MixtureOfExperts:
         return MixtureOfExperts(
             Router(PackedLinear(self.gate), self.top_k, renormalize=True),
-            Experts(PackedExperts(self.gate_up), PackedExperts(self.down)),
+            Experts(PackedExperts(self.gate_up), PackedExperts(self.down), silu_mul),
             shared=None,
             load=torch.zeros(len(self.gate), dtype=torch.int64, device=self.gate.device),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
@@ -39,6 +39,7 @@ class MoeConfig:
     shared_inter: int  # of the shared expert; 0: none
     block: str  # the mixture's module name in the checkpoint
     projections: tuple[str, str, str]  # names of an expert's gate, up and down matrices
+    bias: bool = False  # of the router and the experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +68,24 @@ class ModelConfig:
     qk_norm: Literal["", "head", "all"] = ""  # of queries and keys: of each head, or of all heads as one row
     norms: Norms = Norms()
     norm_offset: float = 0.0  # added to the stored weights of norms
-    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the MLPs' gates
+    activation: Literal["silu", "gelu_tanh", "clamped"] = "silu"  # of the MLPs' gates
     scale: float = 0.0  # of attention scores; 0: head_dim ** -0.5
     soft_cap: float = 0.0  # of attention scores, cap * tanh(score / cap); 0: none
     logit_soft_cap: float = 0.0
     embedding_scale: float = 1.0
+    sinks: bool = False  # a logit of each head that takes part in the softmax and has no value
     moe: MoeConfig | None = None  # None: every layer is dense
     # Tensors that the checkpoint stores in another form than Llama's; None: it stores all of them so.
     derived: Callable[[ModelConfig], dict[str, Derived]] | None = None
+
+    def for_length(self, max_len: int) -> ModelConfig:
+        """Return the model with the rotary frequencies for sequences of up to ``max_len`` tokens. Other
+        lengths may have others: their KV differs."""
+        ropes = (replace(rope, is_long=max_len > rope.original_max_position) for rope in self.ropes)
+        return replace(
+            self,
+            ropes=tuple(n if n.kind == "longrope" else o for n, o in zip(ropes, self.ropes, strict=True)),
+        )
 
     @classmethod
     def from_checkpoint(cls, path: Path | str) -> ModelConfig:

@@ -26,15 +26,18 @@ class ConfigWords:
         self.path = path
         self.raw = {**defaults, **raw}
 
-    def decoder(self, activation: str = "hidden_act", *, partial_rotary: bool = False) -> ModelConfig:
+    def decoder(
+        self, activation: str = "hidden_act", *, partial_rotary: bool = False, quantized: str = ""
+    ) -> ModelConfig:
         """Return the model as Llama's layers would compute it: without biases, windows and experts.
 
         ``activation``: the field that names it. ``partial_rotary``: partial_rotary_factor has a meaning.
+        ``quantized``: the quant_method that the family reads, if any.
 
         Raises CheckpointError or UnsupportedModel, which name the field.
         """
         path, raw = self.path, self.raw
-        if "quantization_config" in raw:
+        if "quantization_config" in raw and not self.is_quantized(quantized):
             raise UnsupportedModel(path, "quantized weights (quantization_config)")
         if (gate := raw.get(activation, "silu")) not in _ACTIVATIONS:
             known = ", ".join(_ACTIVATIONS)
@@ -86,6 +89,11 @@ class ConfigWords:
     def flag(self, name: str, default: bool = False) -> bool:
         return bool(self.raw.get(name, default))
 
+    def is_quantized(self, method: str) -> bool:
+        """Return whether quantization_config names ``method``."""
+        found = self.raw.get("quantization_config")
+        return isinstance(found, dict) and found.get("quant_method") == method
+
     @property
     def window(self) -> int:
         """The sliding window of the layers that have one; 0: none has."""
@@ -108,6 +116,7 @@ class ConfigWords:
         inter: str = "moe_intermediate_size",
         shared_inter: int = 0,
         renormalize: bool | None = None,
+        bias: bool = False,
         block: str = "mlp",
         projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> MoeConfig:
@@ -138,6 +147,7 @@ class ConfigWords:
             shared_inter=shared_inter,
             block=block,
             projections=projections,
+            bias=bias,
         )
 
     def _stored_dtype(self) -> str:

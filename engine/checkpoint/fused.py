@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from moonpool.engine.checkpoint.weights import Derived
@@ -36,3 +37,22 @@ def _half_split(rows: Tensor, head_dim: int, rotary_dim: int) -> Tensor:
     pairs = heads[:, :rotary_dim].reshape(len(heads), rotary_dim // 2, 2, *rows.shape[1:])
     heads[:, :rotary_dim] = pairs.transpose(1, 2).flatten(1, 2)
     return heads.view(rows.shape)
+
+
+def same(source: str, shape: tuple[int, ...]) -> Derived:
+    """A tensor of another name."""
+    return Derived({source: shape}, lambda stored: stored)
+
+
+def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return a matrix of 4-bit floats as bfloat16, which is exact.
+
+    blocks: uint8 [rows, groups, 16], of 32 values, the even ones in the low bits; scales: uint8 [rows,
+    groups], exponents of two plus 127.
+    """
+    values = torch.tensor(_FP4, dtype=torch.float32)
+    pairs = torch.stack((values[(blocks & 15).long()], values[(blocks >> 4).long()]), dim=-1)
+    return torch.ldexp(pairs.flatten(-2), scales.int()[..., None] - 127).flatten(-2).bfloat16()
+
+
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)

@@ -28,6 +28,9 @@ class RopeConfig:
     beta_slow: float = 1.0
     attention_factor: float = 1.0  # multiplies cos and sin
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()  # by frequency, of longrope
+    long_factors: tuple[float, ...] = ()
+    is_long: bool = False  # longrope: sequences may be longer than original_max_position
     rotary_factor: float = 1.0  # the fraction of a head that is rotated
     is_rounded: bool = True  # cos and sin have the dtype of computation, as in most models of transformers
 
@@ -55,10 +58,9 @@ class RopeConfig:
             or max_position
         )
         factor = words.get("factor")
-        if factor is None and kind == "yarn":
+        if factor is None and kind in ("yarn", "longrope"):
             factor = max_position / original
-        needed = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ()
-        missing = [name for name in needed if name not in words]
+        missing = [name for name in _NEEDED.get(kind, ()) if name not in words]
         if factor is None and kind != "default":
             missing.append("factor")
         if missing:
@@ -72,7 +74,9 @@ class RopeConfig:
             high_freq_factor=float(words.get("high_freq_factor", 4.0)),
             beta_fast=float(words.get("beta_fast") or 32.0),
             beta_slow=float(words.get("beta_slow") or 1.0),
-            attention_factor=_attention_factor(words, float(factor or 1.0)) if kind == "yarn" else 1.0,
+            attention_factor=_attention_factor(kind, words, float(factor or 1.0), original),
+            short_factors=tuple(words.get("short_factor", ())),
+            long_factors=tuple(words.get("long_factor", ())),
             truncate=bool(words.get("truncate", True)),
             rotary_factor=rotary_factor,
         )
@@ -135,17 +139,34 @@ def _yarn(rope: RopeConfig, head_dim: int) -> Tensor:
     return (1.0 / (rope.factor * (1.0 / frequencies))) * (1 - kept) + frequencies * kept
 
 
-def _attention_factor(words: Mapping[str, Any], factor: float) -> float:
-    """Return YaRN's attention factor: of the checkpoint, or the paper's default."""
+def _longrope(rope: RopeConfig, head_dim: int) -> Tensor:
+    factors = torch.tensor(rope.long_factors if rope.is_long else rope.short_factors)
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    return 1.0 / (factors * rope.theta**exponents)
+
+
+def _attention_factor(kind: str, words: Mapping[str, Any], factor: float, original: int) -> float:
+    """Return the attention factor of YaRN and LongRoPE: of the checkpoint, or the papers' defaults."""
+    if kind not in ("yarn", "longrope"):
+        return 1.0
 
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     if words.get("attention_factor") is not None:
         return float(words["attention_factor"])
+    if kind == "longrope":
+        return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     if words.get("mscale") and words.get("mscale_all_dim"):
         return mscale(float(words["mscale"])) / mscale(float(words["mscale_all_dim"]))
     return mscale(1.0)
 
 
-_FREQUENCIES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+_FREQUENCIES = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
+_NEEDED = {"llama3": ("low_freq_factor", "high_freq_factor"), "longrope": ("short_factor", "long_factor")}

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 Part = tuple[slice, ...]
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+_PACKED = {"U8": torch.uint8}  # only sources of derived tensors, which become bfloat16
 _MAX_HEADER_NBYTES = 100 << 20
 
 
@@ -100,7 +101,7 @@ class Checkpoint:
                     f"tensor {name} in {entry.file.name} has shape {list(entry.shape)}, "
                     f"config.json implies {list(shape)}",
                 )
-            if entry.dtype not in _DTYPES:
+            if entry.dtype not in _DTYPES and (name in expected or entry.dtype not in _PACKED):
                 raise UnsupportedModel(self.path, f"tensor {name} is stored as {entry.dtype}")
         self._unread = set(expected)
         self._uses = Counter(self._sources(expected))
@@ -132,13 +133,13 @@ class Checkpoint:
             with entry.file.open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             self._maps[entry.file] = mapped
-        dtype = _DTYPES[entry.dtype]
+        dtype = _DTYPES.get(entry.dtype) or _PACKED[entry.dtype]
         tensor = torch.frombuffer(mapped, dtype=dtype, count=prod(entry.shape), offset=entry.start)
         return tensor.view(entry.shape)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the stored dtype."""
-        return _DTYPES[self._entries[self._sources([name])[0]].dtype]
+        """Return the stored dtype; of a tensor made from packed ones bfloat16."""
+        return _DTYPES.get(self._entries[self._sources([name])[0]].dtype, torch.bfloat16)
 
     def drop_pages(self) -> None:
         """Unmap the pages read so far. Views stay valid, but read their pages again."""

@@ -15,7 +15,6 @@ from moonpool.kernels import (
     group_by_expert,
     group_rows,
     route_experts,
-    silu_mul,
 )
 
 
@@ -42,9 +41,21 @@ class Experts:
 
     gate_up: PackedExperts
     down: PackedExperts
+    activate: Callable[[Tensor], Tensor]
+    gate_up_bias: Tensor | None = None  # [num_experts, 2 × inter]
+    down_bias: Tensor | None = None  # [num_experts, hidden]
 
     def __call__(self, rows: Tensor, offsets: Tensor) -> Tensor:
-        return self.down(silu_mul(self.gate_up(rows, offsets)), offsets)
+        gate_up = _add_bias(self.gate_up(rows, offsets), self.gate_up_bias, offsets)
+        return _add_bias(self.down(self.activate(gate_up), offsets), self.down_bias, offsets)
+
+
+def _add_bias(rows: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
+    """Add to each row its expert's bias, in place."""
+    if bias is None:
+        return rows
+    row = torch.arange(len(rows), dtype=offsets.dtype, device=rows.device)
+    return rows.add_(bias[torch.searchsorted(offsets[1:], row, right=True)])
 
 
 @dataclass(slots=True)

@@ -17,4 +17,11 @@ def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh").mul_(up)
 
 
-ACTIVATIONS: dict[str, Activation] = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
+def clamped_mul(gate_up: Tensor) -> Tensor:
+    """gpt-oss: gate · σ(1.702 gate) · (up + 1), of values clamped at 7."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (gate * (gate * 1.702).sigmoid_()).mul_(up.add_(1.0))
+
+
+ACTIVATIONS: dict[str, Activation] = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul, "clamped": clamped_mul}

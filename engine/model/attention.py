@@ -82,7 +82,7 @@ class Attention:
 
         if not inputs.others:
             q = write(qkv, inputs, num_heads)
-            return _attend(q, inputs, pool, i, **rules).view(len(qkv), -1)
+            return _attend(q, inputs, pool, i, layer.sinks, **rules).view(len(qkv), -1)
         assert self._link is not None
         take = self._link.exchange_cp(qkv[:, num_heads * head_dim :], inputs.cp_token_counts)
         q = write(qkv, inputs, num_heads)
@@ -90,11 +90,11 @@ class Attention:
         def receive(other: RemoteTokens) -> None:
             write(take(other.cp_rank), other, 0)
 
-        if layer.window:
-            # A window is defined by positions in the whole block table.
+        if layer.window or layer.sinks is not None:
+            # A window is defined by positions in the whole block table, a sink by the whole softmax.
             for other in inputs.others:
                 receive(other)
-            attended = _attend(q, inputs, pool, i, **rules)
+            attended = _attend(q, inputs, pool, i, layer.sinks, **rules)
         else:
             attended = _attend_in_parts(q, inputs, receive, pool, i, **rules)
         return attended.view(len(qkv), -1)
@@ -118,22 +118,35 @@ class Attention:
             part.copy_(part.float() * scale[:, None] * weight.float())
 
 
-def _attend(q: Tensor, inputs: StepInputs, pool: Tensor, layer: int, **rules: Any) -> Tensor:
+def _attend(
+    q: Tensor, inputs: StepInputs, pool: Tensor, layer: int, sinks: Tensor | None, **rules: Any
+) -> Tensor:
     """q: [num_tokens, num_heads, head_dim]; returns the same shape."""
-    n = inputs.num_decodes
+    n, out = inputs.num_decodes, torch.empty_like(q)
+    lse = None if sinks is None else q.new_empty(q.shape[:2], dtype=torch.float32)
     if inputs.chunk_table is None:
-        return paged_decode_attention(q, pool, layer, inputs.decode_table, inputs.decode_lens, **rules)
+        paged_decode_attention(
+            q, pool, layer, inputs.decode_table, inputs.decode_lens, out=out, lse=lse, **rules
+        )
+        return _with_sinks(out, lse, sinks)
     assert inputs.chunk_starts is not None
     assert inputs.chunk_lens is not None
-    out = torch.empty_like(q)
     if n:
-        paged_decode_attention(
-            q[:n], pool, layer, inputs.decode_table, inputs.decode_lens, out=out[:n], **rules
-        )
+        rules |= {"out": out[:n], "lse": None if lse is None else lse[:n]}
+        paged_decode_attention(q[:n], pool, layer, inputs.decode_table, inputs.decode_lens, **rules)
+    rules |= {"out": out[n:], "lse": None if lse is None else lse[n:]}
     paged_prefill_attention(
-        q[n:], pool, layer, inputs.chunk_table, inputs.chunk_starts, inputs.chunk_lens, out=out[n:], **rules
+        q[n:], pool, layer, inputs.chunk_table, inputs.chunk_starts, inputs.chunk_lens, **rules
     )
-    return out
+    return _with_sinks(out, lse, sinks)
+
+
+def _with_sinks(out: Tensor, lse: Tensor | None, sinks: Tensor | None) -> Tensor:
+    """Scale, in place, attention by a softmax without sinks to one with exp(sink) added to its sum, exp(lse).
+
+    out: [n, num_heads, head_dim]; lse: float32 [n, num_heads]; sinks: float32 [num_heads], None: none.
+    """
+    return out if lse is None or sinks is None else out.mul_(torch.sigmoid(lse - sinks)[..., None])
 
 
 def _attend_in_parts(

@@ -43,6 +43,7 @@ class Layer:
     mlp: Callable[[Tensor], Tensor]
     mlp_out: Tensor | None
     window: int
+    sinks: Tensor | None  # float32 [heads]
     k_scale: float = 1.0  # of float8 pages, if the checkpoint has them
     v_scale: float = 1.0
 
@@ -103,6 +104,7 @@ class Loader:
             mlp=self._mixture(i) if sparse else self._mlp(f"{layer}.mlp", bias=config.mlp_bias),
             mlp_out=self.norm(layer, norms.mlp_out),
             window=config.windows[i],
+            sinks=self._stacked([f"{attention}.sinks"], torch.float32) if config.sinks else None,
             k_scale=self._scale(attention, "k"),
             v_scale=self._scale(attention, "v"),
         )
@@ -121,11 +123,18 @@ class Loader:
         name = f"model.layers.{i}.{moe.block}"
         gate, up, down = moe.projections
         ids = [f"{name}.experts.{e}" for e in self._shard.experts(i)]
-        router = Router(self._linear([f"{name}.gate"], bias=False), moe.top_k, moe.renormalize)
+        router = Router(self._linear([f"{name}.gate"], bias=moe.bias), moe.top_k, moe.renormalize)
+        gates_ups, downs = [[f"{e}.{gate}", f"{e}.{up}"] for e in ids], [[f"{e}.{down}"] for e in ids]
         experts = Experts(
-            gate_up=self._packed_experts([[f"{e}.{gate}", f"{e}.{up}"] for e in ids]),
-            down=self._packed_experts([[f"{e}.{down}"] for e in ids]),
+            gate_up=self._packed_experts(gates_ups),
+            down=self._packed_experts(downs),
+            activate=ACTIVATIONS[self._config.activation],
         )
+        if moe.bias:
+            experts.gate_up_bias = self._expert_biases(gates_ups)
+            # Once to the sum over the ranks that split the columns of these experts.
+            if self._shard.tp_rank % (self._shard.tp // self._shard.ep) == 0:
+                experts.down_bias = self._expert_biases(downs)
         load = self._expert_load[i]
         if self._shard.ep == 1:
             shared = self._shared_expert(name) if moe.shared_inter else None
@@ -162,6 +171,10 @@ class Loader:
         """Load one matrix per expert, fused from those with the same input."""
         rows = self.matrix(*(f"{name}.weight" for some in names for name in some))
         return PackedExperts(rows.view(len(names), -1, rows.shape[1]), self._dtype)
+
+    def _expert_biases(self, names: list[list[str]]) -> Tensor:
+        """Load one bias per expert: [num_experts, out]."""
+        return self.tensor(*(f"{name}.bias" for some in names for name in some)).view(len(names), -1)
 
     def _scale(self, attention: str, which: str) -> float:
         """Read a scale by vLLM's names; default 1."""

@@ -38,6 +38,7 @@ class Assignment:
     device: str
     link: str
     options: EngineOptions
+    model_len: int  # longest sequence of the model and its options; max_len: also of the pool
     num_blocks: int
     max_len: int
     first_device: int = 0  # of the node's GPUs on each machine

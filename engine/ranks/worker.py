@@ -176,7 +176,7 @@ def serve(assignment: Assignment, commands: LeaderCommands) -> None:
 
 def _run(assignment: Assignment, board: SharedBoard, commands: LeaderCommands) -> None:
     options = assignment.options
-    config = ModelConfig.from_checkpoint(Path(assignment.model))
+    config = ModelConfig.from_checkpoint(Path(assignment.model)).for_length(assignment.model_len)
     shard, device = assignment.shard(config), assignment.torch_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)

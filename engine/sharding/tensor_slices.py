@@ -32,6 +32,7 @@ class TensorSlices:
         }
         if config.qk_norm == "all":
             self._rows |= {"q_norm": heads, "k_norm": kv_heads}
+        self._sinks = _scaled(shard.heads, 1)
         self._columns = {"o_proj": heads}
         # By the module that contains the MLP.
         self._inter = {
@@ -45,6 +46,8 @@ class TensorSlices:
         if self._whole:
             return ()
         *path, module, kind = name.split(".")
+        if kind == "sinks":
+            return (self._sinks,)
         if module in _MLP_ROWS or module in _MLP_COLUMNS:
             inter = self._inter[next(part for part in reversed(path) if part in self._inter)]
             if module in _MLP_ROWS:
@@ -98,6 +101,8 @@ def expected_tensors(config: ModelConfig, shard: Shard | None = None) -> dict[st
                 tensors[f"model.layers.{i}.{name}.bias"] = (out_features,)
         for name, size in norms.items():
             tensors[f"model.layers.{i}.{name}.weight"] = (size,)
+        if config.sinks:
+            tensors[f"model.layers.{i}.self_attn.sinks"] = (config.num_heads,)
     if shard.is_last:
         tensors["model.norm.weight"] = (hidden,)
     if shard.is_last and not tied:
@@ -109,13 +114,13 @@ def _mixture_linears(config: ModelConfig, experts: tuple[int, ...]) -> dict[str,
     """Return the matrices of a mixture with these experts: (out, in, has bias)."""
     moe, hidden = config.moe, config.hidden_size
     assert moe is not None
-    linears = {f"{moe.block}.gate": (moe.num_experts, hidden, False)}
+    linears = {f"{moe.block}.gate": (moe.num_experts, hidden, moe.bias)}
     gate, up, down = moe.projections
     mlps = [(f"{moe.block}.experts.{e}", moe.expert_inter) for e in experts]
     if moe.shared_inter:
         linears[f"{moe.block}.shared_expert_gate"] = (1, hidden, False)
         mlps.append((f"{moe.block}.shared_expert", moe.shared_inter))
     for name, inter in mlps:
-        linears[f"{name}.{gate}"] = linears[f"{name}.{up}"] = (inter, hidden, False)
-        linears[f"{name}.{down}"] = (hidden, inter, False)
+        linears[f"{name}.{gate}"] = linears[f"{name}.{up}"] = (inter, hidden, moe.bias)
+        linears[f"{name}.{down}"] = (hidden, inter, moe.bias)
     return linears

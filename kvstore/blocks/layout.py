@@ -41,6 +41,7 @@ class KVLayout:
     block_size: int
     head_dim: int
     dtype: str
+    variant: str = ""  # what else the values depend on, of settings that keys do not contain
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "block_size", "head_dim"):
@@ -66,13 +67,14 @@ class KVLayout:
     def __str__(self) -> str:
         return (
             f"{self.num_layers} layers × {self.num_kv_heads} KV heads × {self.head_dim}, "
-            f"{self.block_size} tokens a block, {self.dtype}"
+            f"{self.block_size} tokens a block, {self.dtype}{self.variant and f', {self.variant}'}"
         )
 
     @property
     def fingerprint(self) -> bytes:
         """16 bytes; nodes exchange blocks only when theirs are equal."""
         text = f"{FORMAT_VERSION}:{','.join(map(str, self.shape))}:{self.dtype}"
+        text += f":{self.variant}" if self.variant else ""
         return blake2b(text.encode(), digest_size=16, person=b"moonpool-layout").digest()
 
 

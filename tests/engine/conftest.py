@@ -45,6 +45,7 @@ _FAMILY_SHAPES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 5},
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 40},
     "qwen3_moe": _EXPERTS,
+    "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "glm4": {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
 }
 
@@ -88,7 +89,7 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., R
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     # Fresh biases are 0 and norms 1: a model that forgot them would pass.
-                    if name.endswith("bias"):
+                    if name.endswith(("bias", "sinks")):
                         parameter.normal_(std=0.3)
                     elif "norm" in name:
                         parameter.normal_(mean=1.0, std=0.2)

@@ -122,7 +122,7 @@ def test_end_of_sequence_tokens_come_from_both_configs(copy) -> None:
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not one of .*llama, .*qwen2_moe, qwen3"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
+        ({"rope_parameters": {"rope_type": "proportional"}}, "rope type 'proportional'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn"),
         ({"quantization_config": {"bits": 4}}, "quantized weights"),
@@ -150,6 +150,7 @@ def test_what_is_not_computed_is_refused_by_name(copy, words, sentence) -> None:
             {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
             "needs low_freq_factor, high_freq_factor",
         ),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "needs short_factor, long_factor"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

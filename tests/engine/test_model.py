@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import shutil
+
 import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from moonpool.runtime.config.options import ModelOptions
 
@@ -69,6 +74,12 @@ FAMILIES = {
         },
     ),
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.3, 1.6],
+    "long_factor": [1.5, 3.0, 4.0, 5.0],
+}
 FAMILIES |= {
     "olmo2": ("olmo2", {}),
     "olmo2-biases": ("olmo2", {"attention_bias": True, "tie_word_embeddings": True}),
@@ -97,8 +108,25 @@ FAMILIES |= {
         },
     ),
     "phi3": ("phi3", {"head_dim": 8, "sliding_window": 12}),
+    "phi3-short": (
+        "phi3",
+        {"head_dim": 8, "rope_parameters": LONGROPE | {"original_max_position_embeddings": 256}},
+    ),
     "phi4": ("phi3", {"head_dim": 8, "partial_rotary_factor": 0.75, "tie_word_embeddings": True}),
     "glm4": ("glm4", {}),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            "sliding_window": 12,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
 }
 # With blocks of 8: shorter than, equal to and across block borders.
 LENGTHS = (1, 5, 8, 9, 16, 23, 40)
@@ -194,6 +222,45 @@ async def test_prompt_logprobs_equal_transformers(make_checkpoint, serve):
     assert sequence.num_cached_tokens == 0, "every prompt token has to be computed"
     torch.testing.assert_close(torch.tensor([r.logprob for r in reported]), expected, atol=1e-4, rtol=1e-4)
     assert all(len(row.top_ids) == 2 and row.top_logprobs[0] >= row.logprob for row in reported)
+
+
+@pytest.mark.parametrize("max_model_len", [None, 64])
+async def test_longrope_by_the_longest_sequence(make_checkpoint, serve, max_model_len) -> None:
+    """As transformers, for texts within the original length and for longer ones; their blocks are not
+    exchanged."""
+    rope = LONGROPE | {"original_max_position_embeddings": 64, "partial_rotary_factor": 0.5}
+    rope |= {name: rope[name][:2] for name in ("short_factor", "long_factor")}
+    reference = make_checkpoint("phi3", head_dim=8, rope_parameters=rope, original_max_position_embeddings=64)
+    prompt = np.random.default_rng(0).integers(0, 160, 30 if max_model_len else 70).tolist()
+    options = {"max_model_len": max_model_len} if max_model_len else {}
+    async with serve(reference.path, max_batch_tokens=24, **options) as driver:
+        (result,) = await driver.run(driver.sequence(prompt, max_tokens=20))
+        assert ("long rotary" in str(driver.engine.layout)) == (max_model_len is None)
+    assert result.token_ids == reference.greedy(prompt, 20)
+
+
+async def test_mxfp4_weights_give_the_tokens_of_their_values(make_checkpoint, serve, tmp_path) -> None:
+    from transformers.integrations.mxfp4 import _convert_moe_packed_tensors as values_of
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    reference = make_checkpoint("gpt_oss", **FAMILIES["gpt-oss"][1], **sizes)
+    path = tmp_path / "packed"
+    shutil.copytree(reference.path, path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    tensors = load_file(path / "model.safetensors")
+    model = copy.deepcopy(reference.model)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        count, columns, rows = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (count, rows, columns // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(121, 126, blocks.shape[:3], dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        with torch.no_grad():
+            model.get_parameter(name).copy_(values_of(blocks, scales, dtype=torch.float32))
+    save_file(tensors, path / "model.safetensors")
+    async with serve(path) as driver:
+        (result,) = await driver.run(driver.sequence(prompts()[-1], max_tokens=20))
+    assert result.token_ids == type(reference)(path, model).greedy(prompts()[-1], 20)
 
 
 DEMO = ModelOptions().directory

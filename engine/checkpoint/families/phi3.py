@@ -14,6 +14,11 @@ from moonpool.engine.checkpoint.weights import Derived
 
 
 def read(path: Path, raw: Mapping[str, Any]) -> ModelConfig:
+    rope = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
+    kind = rope.pop("type", None) or rope.get("rope_type", "default")
+    # The first files had other names for it.
+    rope["rope_type"] = "longrope" if kind in ("su", "yarn") else kind
+    raw = {**raw, "rope_scaling": None, "rope_parameters": rope}
     words = ConfigWords(path, raw, max_position_embeddings=4096, rms_norm_eps=1e-5)
     return replace(words.decoder(partial_rotary=True), windows=words.windows(), derived=_derived)
 

@@ -32,11 +32,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", {"sliding_window": 12, "sliding_window_pattern": 2, "layer_types": None}),
     "phi3": ("phi3", {}),
     "glm4": ("glm4", {}),
+    "gpt-oss": ("gpt_oss", {"sliding_window": 12, "num_local_experts": 4}),
 }
 # With blocks of 8: shorter than, equal to and across block borders.
 LENGTHS = (1, 8, 9, 23, 40)
 NUM_TOKENS = 16
 MIXTURES = {name: model for name, model in MODELS.items() if name in ("mixtral", "qwen2-moe", "qwen3-moe")}
+MIXTURES["gpt-oss"] = FAMILIES["gpt-oss"]
 PLANS = [
     {"tp": 2, "pp": 2},
     *(
@@ -136,7 +138,7 @@ async def test_wherever_a_plan_puts_experts_and_their_copies_they_are_exact(
         assert max(len(ranks) for layer in experts.layers for ranks in layer) > 1
         path = tmp_path / f"{name}.json"
         path.write_text(experts.to_json())
-        await are_exact({**plan, "expert_plan_path": str(path)}, make_checkpoint, {name: MODELS[name]})
+        await are_exact({**plan, "expert_plan_path": str(path)}, make_checkpoint, {name: MIXTURES[name]})
 
 
 async def are_exact(plan, make_checkpoint, models) -> None:

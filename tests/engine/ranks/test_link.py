@@ -48,6 +48,7 @@ def linked(
         link=choose_link(link, CPU, hosts),
         options=EngineOptions(block_size=8, max_batch_tokens=link_rank.MAX_TOKENS, parallel=parallel),
         max_len=link_rank.MAX_TOKENS,
+        model_len=link_rank.MAX_TOKENS,
         store=f"127.0.0.1:{store.port}",
     )
     nbytes = plan.world_size * exchange_shape(assignment, config).rank_nbytes

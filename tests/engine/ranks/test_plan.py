@@ -90,6 +90,7 @@ def test_ranks_have_the_gpus_of_their_machine_from_the_nodes_first_on(config) ->
         options=EngineOptions(parallel=far),
         num_blocks=1,
         max_len=1,
+        model_len=1,
         first_device=4,
     )
     devices = [replace(leader, rank=rank).torch_device() for rank in range(4)]
