@@ -69,7 +69,9 @@ EndpointParams = _structure(
     error_callback=_pointer,
     error_argument=_pointer,
 )
-MapParams = _structure("MapParams", 64, field_mask=_u64, address=_pointer, length=_size)
+MapParams = _structure(
+    "MapParams", 64, field_mask=_u64, address=_pointer, length=_size, flags=_u32, prot=_u32
+)
 RequestParams = _structure(
     "RequestParams",
     64,
@@ -91,7 +93,8 @@ FEATURE_RMA, FEATURE_WAKEUP = 0x2, 0x10
 WORKER_PARAM_THREAD_MODE, THREAD_MODE_SERIALIZED = 0x1, 1
 EP_PARAM_ADDRESS, EP_PARAM_ERROR_MODE, EP_PARAM_ERROR_HANDLER = 0x1, 0x2, 0x4
 ERROR_MODE_PEER = 1
-MAP_PARAM_ADDRESS, MAP_PARAM_LENGTH = 0x1, 0x2
+MAP_PARAM_ADDRESS, MAP_PARAM_LENGTH, MAP_PARAM_PROT = 0x1, 0x2, 0x8
+PROT_LOCAL, PROT_REMOTE_READ = 0x3, 0x100
 OP_FLAGS, OP_MEMORY_HANDLE = 0x10, 0x100
 CLOSE_FORCE = 1
 OK, IN_PROGRESS, ERR_CANCELED = 0, 1, -16

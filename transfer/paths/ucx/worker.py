@@ -155,8 +155,12 @@ class UcxWorker:
         """Raises UcxError."""
         call = self.ucx.call
         handle, key, key_nbytes = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
+        # Peers get a key to read. Nobody writes by UCX, see ``WriteGrants``.
         params = lib.MapParams(
-            field_mask=lib.MAP_PARAM_ADDRESS | lib.MAP_PARAM_LENGTH, address=address, length=nbytes
+            field_mask=lib.MAP_PARAM_ADDRESS | lib.MAP_PARAM_LENGTH | lib.MAP_PARAM_PROT,
+            address=address,
+            length=nbytes,
+            prot=lib.PROT_LOCAL | lib.PROT_REMOTE_READ,
         )
         status = call.ucp_mem_map(self._context, ctypes.byref(params), ctypes.byref(handle))
         self._check("ucp_mem_map", status)
