@@ -44,13 +44,18 @@ class Copier:
         return await self.run(work)
 
     async def run(self, work: Callable[[], Result]) -> Result:
-        """Run on a thread. A cancelled call first lets it end."""
+        """Run on a thread. A cancelled call first lets it end, however often it is cancelled."""
         copying = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        try:
-            return await asyncio.shield(copying)
-        except asyncio.CancelledError:
-            await asyncio.wait((copying,))
-            raise
+        cancelled: asyncio.CancelledError | None = None
+        while not copying.done():
+            try:
+                await asyncio.wait((copying,))
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            copying.exception()  # retrieved: nobody else asks for it
+            raise cancelled
+        return copying.result()
 
     async def close(self) -> None:
         """Wait for running copies without blocking the loop, which some of them need."""

@@ -69,7 +69,11 @@ class Demoter:
             return False
         demotion = _Demotion(key, parent, slot, block)
         if self._task is None and self._copies_inline():
-            (checksum,) = self._copy([demotion])
+            try:
+                (checksum,) = self._copy([demotion])
+            except BaseException:
+                self._host.abandon(slot)
+                raise
             self._host.fill(slot, key, parent, checksum)
             return True
         self.demoting.add(key, demotion)
@@ -122,8 +126,16 @@ class Demoter:
                 demotions = [self._waiting.popleft() for _ in range(num_blocks)]
                 try:
                     checksums = await self._copier.run(partial(self._copy, demotions))
-                except MoonpoolError as error:
-                    _log.warning("%d blocks of the pool were not kept in host memory: %s", num_blocks, error)
+                except Exception as error:
+                    # Whoever waits for these blocks must go on, the writer to disk too.
+                    expected = isinstance(error, MoonpoolError)
+                    _log.log(
+                        logging.WARNING if expected else logging.ERROR,
+                        "%d blocks of the pool were not kept in host memory: %s",
+                        num_blocks,
+                        error,
+                        exc_info=not expected,
+                    )
                     for demotion in demotions:
                         self._abandon(demotion)
                     continue
