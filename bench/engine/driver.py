@@ -87,13 +87,13 @@ class Session:
 async def session(
     config: ModelConfig, options: EngineOptions, device: str, dtype: str
 ) -> AsyncIterator[Session]:
-    """An engine with random weights, warm."""
+    """An engine, warm; on a GPU with random weights."""
     engine = Engine(config, options, ModelOptions(device=device, dtype=dtype))
     await engine.start()
     try:
         assert engine._loop is not None
-        randomize(engine._loop.runner.model)
         if engine.device.torch.type == "cuda":
+            randomize(engine._loop.runner.model)
             torch.cuda.synchronize()
         yield Session(engine)
     finally:

@@ -1,9 +1,8 @@
-"""Models of a known shape with random weights, and the least time of their steps."""
+"""Models of a known shape for the engine alone."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -113,9 +112,9 @@ def write_mixture(directory: Path) -> None:
 
 @torch.inference_mode()
 def randomize(model: Model) -> None:
-    """Fill a GPU's weights with random values in place: products of zeros are faster.
+    """Fill a GPU's weights with random values in place: products of zeros are faster there, not on a CPU.
 
-    A CPU's are packed and stay 0, which takes as long; so do experts, which are not measured on a GPU yet.
+    Experts stay 0: they are not measured on a GPU yet.
     """
     matrices = [model.embedding, model.head.weight]
     norms = [model.norm]
@@ -130,37 +129,3 @@ def randomize(model: Model) -> None:
         norm.fill_(1)
     for matrix in matrices:
         matrix.normal_(0, 0.02)
-
-
-@dataclass(frozen=True)
-class Floor:
-    """The least time on one machine, from its measured limits."""
-
-    config: ModelConfig
-    nbytes_per_s: float  # of a large copy, bytes read and bytes written both counted
-    flops_per_s: float  # of a large product
-
-    def num_layer_weights(self, num_tokens: int = 1) -> float:
-        """The weights that a step of so many tokens reads: of experts, those expected to be chosen."""
-        config, moe = self.config, self.config.moe
-        attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        mlps = 3.0 * config.intermediate_size * config.num_layers
-        if moe is not None:
-            chosen = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** num_tokens)
-            sparse = moe.num_experts + 3 * (chosen * moe.expert_inter + moe.shared_inter)
-            mlps += len(moe.layers) * (sparse - 3 * config.intermediate_size)
-        return config.hidden_size * (config.num_layers * attention + mlps)
-
-    def decode_s(self, batch: int, context: float, itemsize: int = 2) -> float:
-        """Every weight that is used and every cached K and V read once."""
-        config = self.config
-        weights = self.num_layer_weights(batch) + config.vocab_size * config.hidden_size
-        kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim * batch * context
-        return (weights + kv) * itemsize / self.nbytes_per_s
-
-    def prefill_s(self, num_tokens: int) -> float:
-        """Every product of the layers, half of the attention square, one row of logits."""
-        config = self.config
-        products = 2 * num_tokens * self.num_layer_weights() + 2 * config.vocab_size * config.hidden_size
-        attention = 2 * num_tokens**2 * config.num_layers * config.num_heads * config.head_dim
-        return (products + attention) / self.flops_per_s

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.device.device import CpuDevice, Device
+from moonpool.engine.sharding.tensor_slices import expected_tensors
 from moonpool.runtime.config.options import EngineOptions
 from moonpool.runtime.errors import ConfigError
 
@@ -15,6 +18,10 @@ TORCH_DTYPES = {
     "float16": torch.float16,
     "float8_e4m3fn": torch.float8_e4m3fn,  # KV pages only
 }
+
+
+# Below this many weights a model on a CPU computes in float32 by default.
+SMALL_NUM_WEIGHTS = 100_000_000
 
 
 def choose_device(option: str) -> Device:
@@ -34,13 +41,15 @@ def choose_device(option: str) -> Device:
 
 
 def choose_dtype(option: str, config: ModelConfig, device: Device) -> str:
-    """Return the dtype; ``auto``: on a GPU that of the checkpoint, on a CPU float32.
+    """Return the dtype; ``auto``: that of the checkpoint, and on a CPU float32 for small models, whose
+    time is not in their products.
 
     It must not depend on a measurement: nodes with different dtypes cannot exchange blocks.
     """
     if option != "auto":
         return option
-    return "float32" if device.torch.type == "cpu" else config.stored_dtype
+    is_small = sum(prod(shape) for shape in expected_tensors(config).values()) < SMALL_NUM_WEIGHTS
+    return "float32" if device.torch.type == "cpu" and is_small else config.stored_dtype
 
 
 def page_dtype(options: EngineOptions, dtype: str) -> str:

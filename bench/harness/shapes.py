@@ -1,0 +1,83 @@
+"""Checkpoints of the shapes that people run, with seeded random weights.
+
+They are made once, below the user's cache directory, in the format that every engine reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.engine.sharding.tensor_slices import expected_tensors
+from moonpool.runtime.config.options import ModelOptions
+from moonpool.runtime.machine.compiled_library import cache_folder
+
+_QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "torch_dtype": "bfloat16",
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 32000,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+SHAPES = {
+    "qwen3-0.6b": {**_QWEN3, "hidden_size": 1024, "intermediate_size": 3072},
+    "qwen3-1.7b": {**_QWEN3, "hidden_size": 2048, "intermediate_size": 6144},
+}
+_SEED = 0
+
+
+def shape_directory(name: str) -> Path:
+    """The checkpoint of ``SHAPES[name]`` in bfloat16 with a tokenizer; made if it is absent."""
+    words = SHAPES[name]
+    digest = hashlib.sha256(json.dumps([words, _SEED]).encode()).hexdigest()[:8]
+    target = cache_folder() / "shapes" / f"{name}-{digest}"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=target.parent))
+        try:
+            write_checkpoint(scratch, words)
+            scratch.rename(target)
+        except BaseException:
+            shutil.rmtree(scratch)
+            if not target.exists():  # else another process was faster
+                raise
+    return target
+
+
+def write_checkpoint(directory: Path, words: dict[str, Any]) -> None:
+    """Random weights of the standard deviation 0.02, and the shipped tokenizer with words added."""
+    (directory / "config.json").write_text(json.dumps(words))
+    shipped = ModelOptions().directory
+    generator = torch.Generator().manual_seed(_SEED)
+    tensors = {}
+    for name, shape in expected_tensors(ModelConfig.from_checkpoint(directory)).items():
+        weight = torch.empty(tuple(shape), dtype=torch.bfloat16)
+        tensors[name] = weight.fill_(1) if "norm" in name else weight.normal_(0, 0.02, generator=generator)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    tokenizer = json.loads((shipped / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    known = {*vocabulary.values(), *(token["id"] for token in tokenizer["added_tokens"])}
+    vocabulary |= {f"Ġword{i}": i for i in range(words["vocab_size"]) if i not in known}
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    shutil.copy(shipped / "tokenizer_config.json", directory)
+    eos = {"bos_token_id": words["bos_token_id"], "eos_token_id": words["eos_token_id"]}
+    (directory / "generation_config.json").write_text(json.dumps(eos))
