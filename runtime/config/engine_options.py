@@ -20,7 +20,7 @@ class ModelOptions(Section, name="model"):
     dtype: str = option(
         "auto",
         "name",
-        "dtype of weights and computation; auto: the checkpoint's, on a CPU float32 below 100 million weights",
+        "dtype of weights and computation; auto: the checkpoint's, on a CPU float32 below 100 M weights",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     device: str = option("auto", "name", "auto, cpu, cuda or cuda:0, cuda:1 …; auto: the first GPU, if any")
