@@ -733,16 +733,25 @@ Global___RemoveRequest: _TypeAlias = RemoveRequest  # noqa: Y015
 class RemoveReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    NUM_REMOVED_FIELD_NUMBER: _builtins.int
-    num_removed: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    STORAGE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
+        """of each object: its record named this storage, and is removed"""
+
+    @_builtins.property
+    def storage(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """else what it names now; 0: there is none"""
+
     def __init__(
         self,
         *,
-        num_removed: _builtins.int = ...,
+        removed: _abc.Iterable[_builtins.bool] | None = ...,
+        storage: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_removed", b"num_removed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["removed", b"removed", "storage", b"storage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

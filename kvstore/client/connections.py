@@ -96,6 +96,7 @@ class StoreNodes:
         self._by_id: dict[str, RemoteStore] = {}
         self._looked_s = float("-inf")
         self._looking = asyncio.Lock()
+        self._closing: set[asyncio.Task[None]] = set()
 
     async def current(self, *, doubted: bool = False) -> Mapping[str, RemoteStore]:
         """``doubted``: something has changed; look up the nodes again, unless that was just done.
@@ -129,8 +130,21 @@ class StoreNodes:
             self._nodes[address].healthy = address.healthy
             self._nodes[address].host_id = address.host_id or address.node_id
         self._by_id = {address.node_id: node for address, node in self._nodes.items()}
-        await asyncio.gather(*(node.close() for node in gone))
+        for node in gone:
+            closing = asyncio.create_task(self._close_later(node))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+    async def _close_later(self, node: RemoteStore) -> None:
+        """Calls to it may be under way, which would end as if their caller had been cancelled."""
+        try:
+            await asyncio.sleep(2 * self._deadline_s)
+        finally:
+            await node.close()
 
     async def close(self) -> None:
         nodes, self._nodes, self._by_id = self._nodes, {}, {}
+        for closing in self._closing:
+            closing.cancel()
         await asyncio.gather(*(node.close() for node in nodes.values()))
+        await asyncio.gather(*self._closing, return_exceptions=True)

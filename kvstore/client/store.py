@@ -229,23 +229,31 @@ class StoreClient:
 
     async def batch_remove(self, names: Sequence[str]) -> int:
         """Returns how many of the objects existed."""
-        # Removed by their storage: a repetition cannot remove what was put meanwhile.
         found = await self._find([self.tenant.key(name) for name in names])
-        if not found:
-            return 0
-        objects = [
-            store_pb2.OpenObject(key=record.info.key, storage=record.info.storage)
-            for record in found.values()
-        ]
-        request = store_pb2.RemoveRequest(owner=self.tenant.owner, objects=objects)
-        nodes, key, refusals = await self._nodes.current(), objects[0].key, Refusals()
-        try:
-            await ask_any(nodes, key, "Remove", request, refusals)
-        except (NoRecords, NoNodeAnswered, RemoteError) as error:
-            if refusals.silent or isinstance(error, RemoteError):
-                raise OutcomeUnknown(f"{len(objects)} objects were removed", str(error)) from error
-            raise
-        return len(found)
+        # Removed by their storage: a repetition cannot remove what was put meanwhile.
+        left = {key: record.info.storage for key, record in found.items()}
+        num_removed = 0
+        while left:
+            objects = [store_pb2.OpenObject(key=key, storage=storage) for key, storage in left.items()]
+            request = store_pb2.RemoveRequest(owner=self.tenant.owner, objects=objects)
+            nodes, refusals = await self._nodes.current(), Refusals()
+            try:
+                reply: store_pb2.RemoveReply = await ask_any(
+                    nodes, objects[0].key, "Remove", request, refusals
+                )
+            except (NoRecords, NoNodeAnswered, RemoteError) as error:
+                if refusals.silent or isinstance(error, RemoteError):
+                    raise OutcomeUnknown(f"{len(objects)} objects were removed", str(error)) from error
+                raise
+            if refusals.silent and not all(reply.removed):
+                # Gone: by a node that did not answer, or by others.
+                reason = f"{', '.join(refusals.silent)} did not answer"
+                raise OutcomeUnknown(f"{len(objects)} objects were removed", reason)
+            num_removed += sum(reply.removed)
+            # Those replaced since they were looked up are still there.
+            now = zip(left, reply.removed, reply.storage, strict=True)
+            left = {key: storage for key, removed, storage in now if not removed and storage}
+        return num_removed
 
     # ------------------------------------------------------------------ the nodes
 

@@ -82,21 +82,25 @@ return reply
 """
 )
 
-# ARGV (field storage)…   Deletes those that name this storage. Replies with the deleted values.
+# ARGV (field storage)…   Deletes those that name this storage. Replies with each deleted value, and with the
+# storage that one that is left names.
 remove = Script(
     _PRELUDE
     + """
 for i = 3, #ARGV, 2 do
   local value = redis.call('HGET', KEYS[1], ARGV[i])
-  local gone = ''
+  local gone, left = '', ''
   if value then
-    local _, _, storage = header(value)
+    local _, expires, storage = header(value)
     if storage == ARGV[i + 1] then
       redis.call('HDEL', KEYS[1], ARGV[i])
       gone = value
+    elseif expires == 0 or expires > now_ms then
+      left = storage
     end
   end
   reply[#reply + 1] = gone
+  reply[#reply + 1] = left
 end
 return reply
 """

@@ -155,18 +155,19 @@ class Records:
             done.append((record, _record(former)))
         return done
 
-    async def remove(self, objects: Sequence[tuple[Name, int]]) -> list[Record | None]:
-        """Delete the records that name this storage; returns them. Repeating it is harmless."""
+    async def remove(self, objects: Sequence[tuple[Name, int]]) -> list[tuple[Record | None, int]]:
+        """Delete the records that name this storage; returns them, and what the others name now (0: there is
+        none). Repeating it is harmless."""
         found = await self._each(
             objects,
             "remove",
             scripts.remove,
             lambda each: [_field(each[0]), _hex(each[1])],
-            1,
+            2,
             ChangeUnknown,
             lambda each: each[0],
         )
-        return [_record(value) for (value,) in found]
+        return [(_record(value), int(left or b"0", 16)) for value, left in found]
 
     async def swap(
         self, former: Record, places: Iterable[str], copies: int | None = None, *, restoring: bool = False

@@ -82,12 +82,13 @@ class RecordKeeper:
         self._shelf.check_pin(stored, wanted.pin)
         return stored
 
-    async def remove(self, objects: Sequence[tuple[Name, int]]) -> int:
-        """Remove the records that name this storage. Returns how many there were."""
-        removed = [each for each in await self.records.remove(objects) if each is not None]
-        for former in removed:
+    async def remove(self, objects: Sequence[tuple[Name, int]]) -> list[tuple[bool, int]]:
+        """Remove the records that name this storage. Returns whether it did, and what the others name now (0:
+        there is none)."""
+        done = await self.records.remove(objects)
+        for former, _ in done:
             self._superseded(former)
-        return len(removed)
+        return [(former is not None, left) for former, left in done]
 
     async def join(self, stored: store_pb2.StoredObject) -> None:
         """Add this node, which has the bytes, to the places of the record. Raises ``PutBroken``: the record

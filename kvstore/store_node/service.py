@@ -299,7 +299,8 @@ class StoreService(store_pb2_grpc.StoreServicer):
     async def Remove(self, request: store_pb2.RemoveRequest, context: Context) -> store_pb2.RemoveReply:
         owner = _key(request.owner, "owner")
         objects = [((owner, _key(each.key, "key")), each.storage) for each in request.objects]
-        return store_pb2.RemoveReply(num_removed=await self._keeper.remove(objects))
+        done = await self._keeper.remove(objects)
+        return store_pb2.RemoveReply(removed=[each for each, _ in done], storage=[left for _, left in done])
 
     async def Reconcile(
         self, request: store_pb2.ReconcileRequest, context: Context
