@@ -79,7 +79,12 @@ class Getter:
         for look in range(_MOST_LOOKS):
             nodes = await self._nodes.current(doubted=look > 0)
             before = [each.storage for each in waiting]
-            await self._look(nodes, waiting)
+            try:
+                await self._look(nodes, waiting)
+            except NoNodeAnswered:
+                if look:
+                    raise
+                continue  # they may have started again, at other addresses
             await self._read_places(nodes, waiting)
             # A place that fails to answer may have been replaced by another in the record: look twice.
             again = [

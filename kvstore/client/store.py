@@ -205,7 +205,11 @@ class StoreClient:
         return found
 
     async def _find(self, keys: Sequence[bytes]) -> dict[bytes, store_pb2.ObjectRecord]:
-        return await find(await self._nodes.current(), self.tenant.owner, keys)
+        try:
+            return await find(await self._nodes.current(), self.tenant.owner, keys)
+        except NoNodeAnswered:
+            # They may have started again, at other addresses.
+            return await find(await self._nodes.current(doubted=True), self.tenant.owner, keys)
 
     async def ls(self, prefix: str = "", *, stale: set[str] | None = None) -> list[ObjectStat]:
         """This tenant's objects with names that begin with ``prefix``, by name."""

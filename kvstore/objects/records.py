@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from secrets import token_hex
 from typing import Any
 
+from redis.exceptions import ConnectionError
+
 from moonpool.kvstore.errors import IndexUnavailable
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.lua_scripts import Script
@@ -286,6 +288,8 @@ class Records:
                 f"{what} of objects' records", script, [bucket.key], [known, token_hex(8), *args]
             )
         except IndexUnavailable as error:
+            if _was_refused(error):
+                raise RecordsUnavailable(str(error)) from error
             raise failure(str(error)) from error
         self._answered_s = self._clock()
         if reply[0] == b"LOST":
@@ -300,6 +304,12 @@ class Records:
 
 def bucket_of(key: bytes) -> int:
     return key[0] % scripts.NUM_BUCKETS
+
+
+def _was_refused(error: IndexUnavailable) -> bool:
+    """Whether nothing was sent: there was nobody to connect to."""
+    # redis-py connects before it sends, and does not try again. It says so in the text alone.
+    return isinstance(error.__cause__, ConnectionError) and " connecting to " in str(error.__cause__)
 
 
 def _unavailable(reason: str) -> Exception:

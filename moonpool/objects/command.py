@@ -78,17 +78,32 @@ def store() -> None:
 @store.command("put")
 @click.argument("path", metavar="FILE|-")
 @click.option("--name", metavar="NAME", help="Its name in the store (default: the file's).")
-@click.option("--copies", default=1, show_default=True, type=click.IntRange(min=1), help="On how many nodes.")
+@click.option("--copies", default=1, show_default=True, type=click.IntRange(min=1), help="On how many hosts.")
 @click.option("--node", default="", metavar="ID", help="The node of the first copy.")
+@click.option("--ttl", "ttl_s", type=float, metavar="SECONDS", help="Remove it after this time.")
+@click.option(
+    "--pin",
+    default="",
+    type=click.Choice(["", "soft", "hard"]),
+    help="hard: never evict it; soft: evict it after what is not pinned.",
+)
 @_with_client
-async def put_command(client: StoreClient, path: str, name: str | None, copies: int, node: str) -> None:
+async def put_command(
+    client: StoreClient,
+    path: str,
+    name: str | None,
+    copies: int,
+    node: str,
+    ttl_s: float | None,
+    pin: str,
+) -> None:
     """Store the bytes of FILE; - reads standard input."""
     if path == "-" and name is None:
         raise click.UsageError("standard input has no name: give it one with --name")
     stored_as = name if name is not None else Path(path).name
     data = _read(path)
     began_s = time.perf_counter()
-    await client.put(stored_as, data, copies=copies, node=node)
+    await client.put(stored_as, data, copies=copies, node=node, ttl_s=ttl_s, pin=pin)
     seconds = time.perf_counter() - began_s
     stat = await client.stat(stored_as)
     holders = ", ".join(stat.nodes) if stat is not None else "no node any more"
@@ -107,9 +122,18 @@ async def get_command(client: StoreClient, name: str, path: str) -> None:
         raise click.UsageError("standard output is a terminal: name a file for the object's bytes")
     if path != "-" and not Path(path).parent.is_dir():
         raise click.UsageError(f"{path} cannot be written: there is no directory {Path(path).parent}")
-    stat = await client.stat_existing(name)
-    data = np.empty(stat.nbytes, np.uint8)
-    await client.get_into(name, data, required=True)
+    stale: set[str] = set()
+    while True:
+        stat = await client.stat_existing(name, stale=stale)
+        data = np.empty(stat.nbytes, np.uint8)
+        try:
+            await client.get_into(name, data, required=True, stale=stale)
+            break
+        except BadObject:
+            # It may have been replaced by one of another size meanwhile.
+            if (await client.stat_existing(name, stale=stale)).nbytes == stat.nbytes:
+                raise
+    _say_stale(stale)
     if path == "-":
         sys.stdout.buffer.write(data.data)
         return
@@ -128,7 +152,9 @@ async def get_command(client: StoreClient, name: str, path: str) -> None:
 @_with_client
 async def ls_command(client: StoreClient, prefix: str, as_json: bool) -> None:
     """List the objects with names that begin with PREFIX."""
-    objects = await client.ls(prefix)
+    stale: set[str] = set()
+    objects = await client.ls(prefix, stale=stale)
+    _say_stale(stale)
     _show([_plain(each) for each in objects], _objects_table(objects), as_json)
 
 
@@ -142,7 +168,9 @@ async def stat_command(client: StoreClient, name: str | None, as_json: bool) -> 
         rows = _usage_rows(await client.usage())
         _show(rows, _usage_table(rows), as_json)
     else:
-        found = await client.stat_existing(name)
+        stale: set[str] = set()
+        found = await client.stat_existing(name, stale=stale)
+        _say_stale(stale)
         _show(_plain(found), _objects_table([found]), as_json)
 
 
@@ -172,6 +200,15 @@ async def verify_command(client: StoreClient) -> int:
     return await verify_nodes(await client.nodes(), messages)
 
 
+def _say_stale(stale: set[str]) -> None:
+    if stale:
+        messages.print(
+            "stale: Redis does not answer; this is what the store nodes last knew, "
+            "and may be replaced or removed",
+            style="yellow",
+        )
+
+
 def _show(plain: Any, table: Table, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(plain, indent=2))
@@ -197,12 +234,24 @@ def _plain(stat: ObjectStat) -> dict[str, Any]:
 
 
 def _objects_table(objects: list[ObjectStat]) -> Table:
-    table = plain_table(("name", "dtype", "shape", "put", "on"), right=("size",))
+    table = plain_table(("name", "dtype", "shape", "put", "on", "pin", "expires"), right=("size",))
     for each in objects:
-        put_at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.version / 1e6))
         shape = "×".join(map(str, each.shape)) or "scalar"
-        table.add_row(each.name, each.dtype, shape, put_at, ", ".join(each.nodes), size(each.nbytes))
+        table.add_row(
+            each.name,
+            each.dtype,
+            shape,
+            _date(each.version / 1e6),
+            ", ".join(each.nodes),
+            each.pin,
+            _date(each.expires_s) if each.expires_s else "",
+            size(each.nbytes),
+        )
     return table
+
+
+def _date(unix_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
 
 
 def _usage_rows(usage: dict[str, Any]) -> list[dict[str, Any]]:

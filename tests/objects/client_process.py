@@ -11,6 +11,7 @@ import json
 import random
 import sys
 import time
+from types import SimpleNamespace
 
 OFFSET_S = float(sys.argv[2])
 _time, _time_ns = time.time, time.time_ns
@@ -18,12 +19,16 @@ _time, _time_ns = time.time, time.time_ns
 time.time = lambda: _time() + OFFSET_S
 time.time_ns = lambda: _time_ns() + int(OFFSET_S * 1e9)
 
+import grpc.aio._utils  # noqa: E402
 import numpy as np  # noqa: E402
 
 import moonpool  # noqa: E402
 from moonpool.kvstore.client import StoreClient  # noqa: E402
 from moonpool.kvstore.client.errors import OutcomeUnknown, StoreClientError  # noqa: E402
 from moonpool.kvstore.errors import IndexUnavailable  # noqa: E402
+
+# Deadlines are compared with the machine's own clock, in C.
+grpc.aio._utils.time = SimpleNamespace(time=_time)
 
 NUM_OPERATIONS = 9
 NUM_KEYS = 2

@@ -156,7 +156,7 @@ class Play:
         self, rng: random.Random, faults: Sequence[Callable[[random.Random], Awaitable[None]]]
     ) -> None:
         while True:
-            await asyncio.sleep(rng.uniform(0.05, 0.3))
+            await asyncio.sleep(rng.uniform(0.1, 1.0))
             await rng.choice(faults)(rng)
 
     async def kill(self, rng: random.Random) -> None:
@@ -194,7 +194,7 @@ class Play:
         self.faults.append("stop redis")
         assert self.redis.process is not None
         self.redis.process.send_signal(signal.SIGSTOP)
-        await asyncio.sleep(rng.uniform(0.1, 1.0))
+        await asyncio.sleep(rng.uniform(0.1, 0.6))
         self.redis.process.send_signal(signal.SIGCONT)
 
 

@@ -29,6 +29,7 @@ class StoreCluster:
 
     def __init__(self, directory: Path, redis: Server) -> None:
         self.directory = directory
+        self.redis = redis
         self.url = redis.url
         self.nodes: dict[str, Child] = {}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from pathlib import Path
 
 from tests.store_node.conftest import StoreCluster
@@ -32,7 +33,8 @@ async def test_objects_come_and_go_by_hand(cluster: StoreCluster, tmp_path: Path
     file, back = tmp_path / "weights.bin", tmp_path / "back.bin"
     file.write_bytes(bytes(range(256)) * 1000)
     puts = await asyncio.gather(
-        store("put", str(file), "--copies", "2"), store("put", "-", "--name", "said", stdin=b"hello")
+        store("put", str(file), "--copies", "2", "--ttl", "1000", "--pin", "hard"),
+        store("put", "-", "--name", "said", stdin=b"hello"),
     )
     assert [code for code, _ in puts] == [0, 0], puts
     got, said, listed, described, nodes, checked = await asyncio.gather(
@@ -48,7 +50,10 @@ async def test_objects_come_and_go_by_hand(cluster: StoreCluster, tmp_path: Path
     assert said == (0, "hello")
     assert "weights.bin" in listed[1]
     assert "said" not in listed[1]
-    assert json.loads(described[1])["nodes"] == ["a", "b"]
+    stat = json.loads(described[1])
+    assert (stat["nodes"], stat["copies"], stat["pin"]) == (["a", "b"], 2, "hard")
+    assert 0 < stat["expires_s"] - time.time() < 1000
+    assert "hard" in listed[1]
     assert {row["node"] for row in json.loads(nodes[1])} == {"a", "b"}
     assert (checked[0], "0 damaged" in checked[1]) == (0, True), checked
     assert await store("evict", "said") == (0, "1 of 1 objects dropped\n")
