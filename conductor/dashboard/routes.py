@@ -75,8 +75,14 @@ class LiveFeed:
         while self._viewers:
             await asyncio.sleep(EVERY_S)
             waiting, self._latest = self._latest, None
-            if waiting is not None:
+            if waiting is None:
+                continue
+            try:
                 waiting.set_result(self.event())
+            except Exception as error:
+                # To the viewers, whose connections end: without it they would wait for ever.
+                waiting.set_exception(error)
+                waiting.exception()  # retrieved, should all have left
         self._task = None
 
 

@@ -182,8 +182,8 @@ async def test_a_prompt_that_ends_nodes_is_refused_after_two(tmp_path: Path) -> 
     async with LocalCluster(config, directory=tmp_path) as cluster, Client(cluster.url) as client:
         expected = await whole(client, "In the beginning ", max_tokens=8)
         before = await nodes(client)
-        prefills = [name for name in before if name.startswith("prefill")]
-        for name in prefills:
+        ranked = [name for name in before if name.startswith("prefill")]
+        for name in ranked:
             os.kill(rank_pid(cluster, name), signal.SIGSTOP)
         task = asyncio.ensure_future(whole(client, "The words of the preacher. " * 20, max_tokens=32))
         killed: list[str] = []
@@ -199,7 +199,7 @@ async def test_a_prompt_that_ends_nodes_is_refused_after_two(tmp_path: Path) -> 
         assert refused.value.status == 400
         assert all(name in str(refused.value) for name in killed)
         assert len(killed) == 2
-        (spared,) = set(prefills) - set(killed)
+        (spared,) = set(ranked) - set(killed)
         os.kill(rank_pid(cluster, spared), signal.SIGCONT)
         for name in killed:
             await eventually(lambda name=name: is_back(client, before[name]))

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from moonpool.conductor.dashboard import routes
+
 TEXT = "Hello, world."
 PROMPT = "In the"
 
@@ -282,3 +284,25 @@ async def test_each_answer_has_a_request_id(api: Any) -> None:
         timeline = await response.json()
     assert timeline["request_id"] == api.core.requests[-1].request_id
     assert timeline["api"]["output_tokens"] > 0
+
+
+async def test_a_snapshot_that_fails_ends_its_viewers_and_no_later_ones(
+    api: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "EVERY_S", 0.01)
+    feed = routes.LiveFeed(api.context)
+    snapshots = [KeyError("metrics_url"), b"data: {}"]
+
+    def event() -> bytes:
+        found = snapshots.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(feed, "event", event)
+    with feed.watching():
+        with pytest.raises(KeyError):
+            await asyncio.wait_for(feed.next(), 60)
+        assert await asyncio.wait_for(feed.next(), 60) == b"data: {}"
+    assert feed._task is not None
+    await feed._task

@@ -5,8 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 
+from moonpool.decode_node.node import DecodeNode, _Request
 from moonpool.decode_node.outbox import INTERVAL_S, Outbox
+from moonpool.engine.batching.sampling import Sampling
+from moonpool.engine.batching.sequence import Sequence
+from moonpool.engine.batching.step_plan import StepEvent
 from moonpool.protos import node_pb2
+from moonpool.runtime.config.options import Config
+from moonpool.runtime.observing import tracing
 
 
 def step(index: int, *, finish: bool = False) -> list[node_pb2.TokenOut]:
@@ -99,3 +105,16 @@ async def test_a_new_reader_ends_the_one_before_and_goes_on_where_it_was() -> No
     assert outbox.unread_s == 0
     await new.aclose()
     assert outbox.unread_s >= 0
+
+
+async def test_what_was_in_the_step_that_ended_the_node_is_told_at_once() -> None:
+    node, outbox = DecodeNode(Config()), new_outbox()
+    node._outboxes["conductor"] = outbox
+    sequence = Sequence("r", 2, [1, 2], 2, sampling=Sampling(), root_key=bytes(16))
+    done = asyncio.get_running_loop().create_future()
+    node._requests[sequence.key] = _Request("conductor", sequence, done, 0.0, tracing.current_context())
+    node._on_step([StepEvent(sequence, 0, error="rank 1 is lost", ended_life=True)])
+    (token,) = (await anext(outbox.messages())).tokens
+    assert (token.request_id, token.attempt, token.error) == ("r", 2, "rank 1 is lost")
+    assert token.ended_life
+    assert token.finish_reason == node_pb2.FINISH_ERROR
