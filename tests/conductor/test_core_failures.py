@@ -193,10 +193,10 @@ async def test_where_only_prefills_succeed_each_brings_a_token(url: str) -> None
     async with running(url, "p0", "d0", namespace="barren", max_attempts=2) as cluster:
         cluster.nodes["d0"].script = breaks
         began_s = asyncio.get_running_loop().time()
-        assert await cluster.generate(request()) == continuation(PROMPT, 8)
-        assert cluster.names("r").count("retry") == 7
+        assert await cluster.generate(request(max_tokens=5)) == continuation(PROMPT, 5)
+        assert cluster.names("r").count("retry") == 4
         # Not as fast as prefills can be made, for each token is one.
-        assert asyncio.get_running_loop().time() - began_s > 0.5
+        assert asyncio.get_running_loop().time() - began_s > 0.2
 
 
 @pytest.mark.parametrize("behind", [1, 2])
