@@ -12,12 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 import pytest_asyncio
 
 from moonpool.client import Client
 from moonpool.local.cluster import LocalCluster
+from moonpool.runtime import rpc
 from moonpool.runtime.config.options import Config
+from moonpool.runtime.security import process
+from moonpool.runtime.security.process import Security
+from moonpool.runtime.security.roles import Caller
 from moonpool.runtime.service.child import Child
 
 
@@ -67,6 +72,16 @@ def another(cluster: LocalCluster, name: str, module: str, *options: str) -> Chi
     for option in (*own, "node.metrics_port=0", *options):
         command += ["--set", option]
     return Child(name, command, cluster.directory / f"{name}.log", sends_json=True)
+
+
+def channel_as(role: str, cluster: LocalCluster, address: str) -> grpc.aio.Channel:
+    """A channel to a process of ``cluster``, of a caller of that role."""
+    before = process.current()
+    process.use(Security(cluster.config.security, Caller(role, "a test"), serves=False))
+    try:
+        return rpc.channel(address)
+    finally:
+        process.use(before)
 
 
 @asynccontextmanager

@@ -23,7 +23,7 @@ from moonpool.local.cluster import LocalCluster
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.config.options import Config
-from tests.cluster.conftest import eventually, kill, small_config
+from tests.cluster.conftest import channel_as, eventually, kill, small_config
 from tests.cluster.test_serving import BLOCK_SIZE, greedy, prompt_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -128,7 +128,7 @@ async def test_what_is_on_disk_comes_to_host_memory_while_its_prompt_waits_for_r
             n["rpc_address"] for n in (await client.cluster())["nodes"] if n["node_id"] == "prefill-0"
         )
 
-    async with rpc.channel(await address()) as channel:
+    async with channel_as("conductor", cluster, await address()) as channel:
         first = await node_pb2_grpc.PrefillNodeStub(channel).Prefill(prefill_of("first", prompt))
     # It writes what only memory holds, and has it on disk when it is back.
     before = await address()
@@ -139,8 +139,12 @@ async def test_what_is_on_disk_comes_to_host_memory_while_its_prompt_waits_for_r
         return await address() != before
 
     await eventually(back)
-    async with rpc.channel(await address()) as channel:
-        node, prefill = node_pb2_grpc.NodeStub(channel), node_pb2_grpc.PrefillNodeStub(channel)
+    async with (
+        rpc.channel(await address()) as channel,
+        channel_as("conductor", cluster, await address()) as conductor,
+        channel_as("node", cluster, await address()) as follower,
+    ):
+        node, prefill = node_pb2_grpc.NodeStub(channel), node_pb2_grpc.PrefillNodeStub(conductor)
 
         async def tiers() -> set[Tier]:
             held = replay([part.changes async for part in node.ListBlocks(node_pb2.ListBlocksRequest())])
@@ -155,7 +159,7 @@ async def test_what_is_on_disk_comes_to_host_memory_while_its_prompt_waits_for_r
         waiting = asyncio.ensure_future(prefill.Prefill(prefill_of("again", prompt)))
         await eventually(in_host_memory)
         assert not waiting.done()
-        follow = prefill.Follow(node_pb2.FollowRequest(request_id="holder"))
+        follow = node_pb2_grpc.PrefillNodeStub(follower).Follow(node_pb2.FollowRequest(request_id="holder"))
         chunk = await anext(aiter(follow))
         follow.cancel()
         await node.Release(node_pb2.ReleaseRequest(lease_id=chunk.lease_id))
