@@ -2,21 +2,27 @@
 //
 // For one kv head, query rows (tokens x the heads that share the kv head) are computed in blocks, keys in tiles
 // aligned to 64 positions. A tile of K is transposed to float32 with keys in lanes, a tile of V is converted to
-// float32, and both products use the loop of tile.h. A row's result does not depend on the other rows, nor on
-// the chunks of a prompt.
+// float32, and both products use the loop of tile.h; bf16 has a form of its own where there is an instruction
+// for it. A row's result does not depend on the other rows, nor on the chunks of a prompt.
 
 #include <algorithm>
 #include <vector>
 
-#include "pool.h"
+#include "query_block.h"
 #include "softmax.h"
 #include "threads.h"
 #include "tile.h"
+#include "prefill_bf16.h"
 
 namespace {
 
 constexpr int64_t TILE = 64;        // keys
 constexpr int64_t BLOCK_ROWS = 96;  // query rows
+#if defined(MP_BF16_DOT)
+constexpr int64_t BF16_ROWS = bf16_prefill::ROWS;
+#else
+constexpr int64_t BF16_ROWS = 0;
+#endif
 constexpr double ATTEND_NS = 0.02;  // nanoseconds of one thread for a row, key and dimension, roughly
 
 // Scratch of one block of rows. dim is head_dim rounded up to whole vectors; the padding is zero.
@@ -98,27 +104,11 @@ MP_INLINE void hide(float* scores, int64_t tile, int64_t position, int64_t conte
     std::fill(scores + end, scores + TILE, -INF);
 }
 
-// Tokens first … end - 1 of a sequence and the heads of one kv head: at most BLOCK_ROWS rows.
-template <class Q>
-struct Block {
-    const Q* q;         // of the first token and head
-    Q* out;
-    float* lse;         // or null
-    int64_t num_heads;  // from a token's lse to the next's
-    int64_t stride;     // elements from a token to the next
-    int64_t group;      // heads
-    int64_t position;   // of the first token
-    int64_t tokens;
-    int64_t context;    // number of keys
-    int64_t head;       // kv head
-    const int32_t* table;
-};
-
 template <class Q, class T>
-void attend(Scratch& s, const Block<Q>& block, const Pool& pool, int64_t layer, const Rules& rules) {
+void attend(Scratch& s, const QueryBlock<Q>& block, const Pool& pool, int64_t layer, const Rules& rules) {
     const int64_t head_dim = pool.head_dim, dim = (head_dim + W - 1) / W * W, rows = block.tokens * block.group;
     for (int64_t row = 0; row < rows; row++) {
-        const Q* q = block.q + row / block.group * block.stride + row % block.group * head_dim;
+        const Q* q = block.query(row, head_dim);
         float* to = s.queries.data() + row * dim;
         for_vectors(head_dim, [&](int64_t d, int n) { store_some(to + d, load_some(q + d, n) * rules.scale, n); });
     }
@@ -145,27 +135,33 @@ void attend(Scratch& s, const Block<Q>& block, const Pool& pool, int64_t layer, 
         gather(s, rows, dim);
     }
     for (int64_t row = 0; row < rows; row++) {
-        const int64_t token = row / block.group, member = row % block.group;
-        Q* out = block.out + token * block.stride + member * head_dim;
+        Q* out = block.output(row, head_dim);
         const float* sums = s.sums.data() + row * dim;
         const Softmax& state = s.states[row];
         // The sums of a query that sees no key are zero.
         const float total = state.total == 0.0f ? 1.0f : state.total / rules.v_scale;
         for_vectors(head_dim, [&](int64_t d, int n) { store_some(out + d, load_some(sums + d, n) / total, n); });
-        if (block.lse) block.lse[token * block.num_heads + member] = log_sum(state);
+        if (block.lse) *block.log_sum(row) = log_sum(state);
     }
+}
+
+// Whether the bf16 dot product is used.
+template <class Q, class T>
+constexpr bool dots(int64_t head_dim) {
+    return BF16_ROWS > 0 && std::is_same_v<Q, bf16> && std::is_same_v<T, bf16> && head_dim % 32 == 0;
 }
 
 template <class Q, class T>
 void prefill(const Pool& pool, int64_t layer, const Q* q, Q* out, float* lse, const int32_t* tables,
              int64_t table_stride, const int32_t* starts, const int32_t* positions, const int32_t* contexts,
              int64_t batch, int64_t num_heads, const Rules& rules) {
-    static thread_local std::vector<Block<Q>> blocks;
+    static thread_local std::vector<QueryBlock<Q>> blocks;
     blocks.clear();
     double keys = 0;
     const int64_t group = num_heads / pool.num_kv_heads, stride = num_heads * pool.head_dim;
     // A kv head with more query heads than a block has rows is split.
-    const int64_t part = std::min(group, BLOCK_ROWS), step = std::max<int64_t>(1, BLOCK_ROWS / part);
+    const int64_t most = dots<Q, T>(pool.head_dim) ? BF16_ROWS : BLOCK_ROWS;
+    const int64_t part = std::min(group, most), step = std::max<int64_t>(1, most / part);
     for (int64_t i = 0; i < batch; i++) {
         const int64_t tokens = starts[i + 1] - starts[i];
         const int64_t first = positions ? positions[i] : contexts[i] - tokens;
@@ -189,10 +185,19 @@ void prefill(const Pool& pool, int64_t layer, const Q* q, Q* out, float* lse, co
                 }
     }
     if (blocks.empty()) return;
-    const Block<Q>* all = blocks.data();
-    const double ns = keys / (double)blocks.size() * (double)(std::min<int64_t>(BLOCK_ROWS, step * part) + 16) *
+    const QueryBlock<Q>* all = blocks.data();
+    const double ns = keys / (double)blocks.size() * (double)(step * part + 16) *
                       (double)pool.head_dim * ATTEND_NS;
     parallel_ranges((int64_t)blocks.size(), ns, [=, &pool, &rules](int64_t begin, int64_t end) {
+#if defined(MP_BF16_DOT)
+        if constexpr (std::is_same_v<Q, bf16> && std::is_same_v<T, bf16>) {
+            static thread_local bf16_prefill::Scratch pairs;
+            if (dots<Q, T>(pool.head_dim)) {
+                for (int64_t i = begin; i < end; i++) bf16_prefill::attend(pairs, all[i], pool, layer, rules);
+                return;
+            }
+        }
+#endif
         static thread_local Scratch scratch;
         scratch.fit((pool.head_dim + W - 1) / W * W);
         for (int64_t i = begin; i < end; i++) attend<Q, T>(scratch, all[i], pool, layer, rules);
