@@ -142,7 +142,7 @@ class StoreNode(node_pb2_grpc.NodeServicer):
         sweeper = vital(self._sweep(), "sweep")
         stack.callback(sweeper.cancel)
         if self._reconciler is not None:
-            reconciling = asyncio.create_task(self._reconciler.run(), name="reconcile")
+            reconciling = vital(self._reconciler.run(), "reconcile")
             stack.callback(reconciling.cancel)
 
     async def _start_objects(self, stack: AsyncExitStack, maker: ShelfFactory) -> Region | None:

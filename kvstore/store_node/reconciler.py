@@ -26,6 +26,8 @@ EVERY_S = 1.0
 _SLICE = 512
 # A node that is away for longer is replaced as a place; most come back sooner, with what was on disk.
 _AWAY_S = 15.0
+# Looking through all objects for lost copies takes at most this part of the time.
+_IDLE_PER_BUSY = 50
 # Copies made in each turn.
 _MOST_REPAIRS = 16
 
@@ -56,6 +58,7 @@ class Reconciler:
         self._scanned = False  # the records that name this node were compared with what it has
         self._to_compare: list[int] = []  # storage ids of what is here, the next one last
         self._away_since_s: dict[str, float] = {}
+        self._repair_s = float("-inf")  # when to look for lost copies next
 
     async def run(self) -> None:
         while True:
@@ -79,7 +82,10 @@ class Reconciler:
             if not self._scanned:
                 await self._scan()
             await self._compare()
-        await self._repair()
+        if self._clock() >= self._repair_s:
+            began_s = self._clock()
+            await self._repair()
+            self._repair_s = self._clock() + _IDLE_PER_BUSY * (self._clock() - began_s)
 
     async def _scan(self) -> None:
         """Leave the records that name this node though its bytes are gone: they were only in memory."""

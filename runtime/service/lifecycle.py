@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
@@ -100,8 +99,7 @@ def run_service(
     arguments = parser.parse_args(argv)
     try:
         config = load_config(arguments.config, arguments.set)
-        name = config.node.id or f"{role}@{socket.gethostname()}-{os.getpid()}"
-        me = Caller(CONDUCTOR if role == "conductor" else NODE, name)
+        me = Caller(CONDUCTOR if role == "conductor" else NODE, config.node.id or f"{role}-{os.getpid()}")
         process.use(process.Security(config.security, me))
     except ConfigError as error:
         print(f"moonpool {role}: {error}", file=sys.stderr)

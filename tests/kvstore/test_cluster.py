@@ -8,6 +8,8 @@ from pathlib import Path
 from moonpool.kvstore.index.mirror import IndexMirror
 from moonpool.kvstore.index.redis.client import connect
 from moonpool.kvstore.index.redis.kv_index import KVIndex
+from moonpool.kvstore.objects.records import Records
+from moonpool.protos import store_pb2
 from tests.kvstore.nodes import FakeNode, chain
 from tests.kvstore.redis_servers import Server, free_ports, until
 
@@ -45,6 +47,22 @@ async def test_an_index_on_two_shards_of_a_cluster_works(directory: Path) -> Non
             assert mirror.nodes == {}
             await mirror.close()
         assert all([await shard.dbsize() for shard in shards])
+        # Records of objects are spread over the shards.
+        records = Records(KVIndex(client, "one"), restoring_s=1.0)
+        infos = [store_pb2.ObjectInfo(key=bytes([n]) * 16, storage=n + 1, name=str(n)) for n in range(40)]
+        put = [store_pb2.ObjectRecord(info=info, owner=bytes(16), places=["a"]) for info in infos]
+        await records.put([(record, 0) for record in put])
+        found = await records.read([(bytes(16), info.key) for info in infos])
+        assert [record.storage for record in found if record is not None] == list(range(1, 41))
+        cursor, listed = 0, set[int]()
+        while True:
+            page, cursor = await records.scan(cursor, bytes(16))
+            listed |= {record.storage for record in page}
+            if not cursor:
+                break
+        assert listed == set(range(1, 41))
+        removed = await records.remove([((bytes(16), info.key), info.storage) for info in infos])
+        assert all(record is not None for record, _ in removed)
         await client.aclose()
     finally:
         await asyncio.gather(*(shard.aclose() for shard in shards), *(server.kill() for server in servers))
