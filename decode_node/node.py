@@ -24,6 +24,8 @@ from moonpool.runtime import rpc
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.errors import LifeEnded, MoonpoolError, RemoteError
 from moonpool.runtime.observing import tracing
+from moonpool.runtime.security import process
+from moonpool.runtime.security.roles import Caller, NotPermitted
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
         super().__init__(config)
         self._requests: dict[Key, _Request] = {}
         self._outboxes: dict[str, Outbox] = {}
+        self._owners: dict[str, Caller] = {}  # of the outboxes, where callers prove who they are
 
     def servicers(self) -> list[rpc.Servicer]:
         self.engine.on_step = self._on_step
@@ -62,6 +65,7 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
         super().restart()
         # Unsent messages belong to the last start.
         self._outboxes.clear()
+        self._owners.clear()
 
     def cancel(self, key: Key) -> None:
         request = self._requests.pop(key, None)
@@ -82,9 +86,11 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
             for key in orphans:
                 self.cancel(key)
             del self._outboxes[conductor_id]
+            self._owners.pop(conductor_id, None)
 
     async def Decode(self, request: node_pb2.DecodeRequest, context: RpcContext) -> node_pb2.DecodeReply:
         self.check_takes_work()
+        self._check_owner(request.conductor_id)
         work = request.work
         sequence = sequence_of(work, arrived_s=time.monotonic())
         self.tenants.charge(work, sequence.keys, self.store.tiers)
@@ -100,6 +106,7 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
     async def Tokens(
         self, request: node_pb2.TokensRequest, context: RpcContext
     ) -> AsyncIterator[node_pb2.StepTokens]:
+        self._check_owner(request.conductor_id)
         async for message in self._outbox(request.conductor_id).messages():
             yield message
 
@@ -177,6 +184,13 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
         message.num_waiting = stats.num_waiting
         message.num_context_tokens = stats.num_context_tokens
         message.num_free_blocks = stats.num_available_blocks
+
+    def _check_owner(self, conductor_id: str) -> None:
+        """The first caller that uses an id owns it. Raises ``NotPermitted`` for others: they would take its
+        users' tokens."""
+        who = process.caller.get()
+        if who is not None and self._owners.setdefault(conductor_id, who) != who:
+            raise NotPermitted(f"{who.name} is not {conductor_id}: the id belongs to another conductor")
 
     def _outbox(self, conductor_id: str) -> Outbox:
         outbox = self._outboxes.get(conductor_id)

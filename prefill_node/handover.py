@@ -110,7 +110,7 @@ class Handover:
         if not self._grants.renew(grant.id, self._ttl_s):
             pool.release(blocks)
             raise HandoverFailed("the follower's grant has ended")
-        self._grants.change(grant, [(Tier.POOL, block) for block in sent])
+        self._grants.extend(grant, [(Tier.POOL, block) for block in blocks])
         return node_pb2.KvChunk(
             first_block=num_sent,
             blocks=await self._memory.describe(blocks),

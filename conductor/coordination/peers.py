@@ -254,9 +254,10 @@ class Peers(conductor_pb2_grpc.ConductorPeerServicer):
                 with rpc.node_errors(peer.conductor_id):
                     report = await peer.stub.Share(ours, timeout=_BEAT_TIMEOUT_S)
                 # Another process may have its address by now.
-                if report.conductor_id == peer.conductor_id:
+                is_it = report.conductor_id == peer.conductor_id
+                peer.prompt = is_it and clock() - began_s <= ANSWER_S
+                if is_it:
                     self._hear(peer, report)
-                    peer.prompt = clock() - began_s <= ANSWER_S
             except MoonpoolError as error:
                 peer.prompt = False
                 log.debug("%s at %s does not share its load: %s", peer.conductor_id, peer.address, error)
@@ -292,7 +293,8 @@ class Peers(conductor_pb2_grpc.ConductorPeerServicer):
         if peer.beats is not None:
             peer.beats.cancel()
             await asyncio.wait((peer.beats,))
-        await peer.channel.close(None)
+        # Without grace, a booking in flight would be cancelled, and its request with it.
+        await peer.channel.close(_BEAT_TIMEOUT_S)
 
 
 def _use(use: conductor_pb2.TenantUse) -> TenantUse:

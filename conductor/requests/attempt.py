@@ -175,8 +175,14 @@ class Attempt:
         await member.decode_client.decode(self.plan.decode_request, self.plan.timeout_s)
 
     def _call_done(self, call: asyncio.Task[None]) -> None:
-        error = None if call.cancelled() else call.exception()
-        match error:
+        if call.cancelled():
+            if not self._closed:
+                # grpc.aio cancels the calls of a channel that is closed: the node restarted elsewhere.
+                member = self.plan.prefill if call is self._calls[0] else self.plan.decode
+                assert member is not None
+                self.fail(NodeUnavailable(member.node_id, "its connection was closed"))
+            return
+        match error := call.exception():
             case None:
                 pass
             case NodeUnavailable():

@@ -18,7 +18,7 @@ class Grant:
 
     id: int
     owner: str  # for messages
-    slots: Sequence[Slot]
+    slots: list[Slot]
     generations: list[int]  # of the slots
     granted_s: float  # as granted last
     expires_s: float
@@ -47,14 +47,20 @@ class GrantTable:
         """Grant slots that the caller keeps as they are until ``end``, for ``ttl_s`` at most."""
         granted_s = min(ttl_s, self._longest_s)
         grant_id = self._rng.getrandbits(63) | 1
-        grant = Grant(grant_id, owner, (), [], granted_s, self._clock() + granted_s, end)
+        grant = Grant(grant_id, owner, [], [], granted_s, self._clock() + granted_s, end)
         self._grants[grant_id] = grant
-        self.change(grant, slots)
+        self.extend(grant, slots)
         return grant
+
+    def extend(self, grant: Grant, slots: Sequence[Slot]) -> None:
+        """The grant is also of these slots from now on."""
+        grant.slots += slots
+        grant.generations += map(self._generation, slots)
 
     def change(self, grant: Grant, slots: Sequence[Slot]) -> None:
         """The grant is of these slots from now on."""
-        grant.slots, grant.generations = slots, [self._generation(slot) for slot in slots]
+        grant.slots, grant.generations = [], []
+        self.extend(grant, slots)
 
     def now_s(self) -> float:
         """By the clock of ``Grant.expires_s``."""

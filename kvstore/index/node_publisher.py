@@ -149,10 +149,6 @@ class IndexPublisher:
                 if not isinstance(error, NodeUnknown):
                     await asyncio.sleep(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
                     attempt += 1
-            except Exception:
-                _log.exception("index publisher stopped; this node's lease will end")
-                self._set_connected(False)
-                raise
 
     async def _register(self) -> None:
         self._held = dict(self._held_fn())

@@ -29,7 +29,8 @@ local now_ms = math.floor(now_us / 1000)
 local function whole(number) return string.format('%.0f', number) end
 local function header(value)
   local version, expires, storage = string.match(value, '^(%d+) (%d+) (%x+) ')
-  return tonumber(version), tonumber(expires), storage
+  -- A value that cannot be read is older than any: a put replaces it.
+  return tonumber(version or 0), tonumber(expires or 0), storage or ''
 end
 local function value_of(version, expires, storage, payload)
   return whole(version) .. ' ' .. whole(expires) .. ' ' .. storage .. ' ' .. payload

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -10,14 +11,20 @@ from dataclasses import dataclass
 from secrets import token_hex
 from typing import Any
 
+from google.protobuf.message import DecodeError
 from redis.exceptions import ConnectionError
 
+from moonpool.kvstore.blocks.keys import KEY_NBYTES
 from moonpool.kvstore.errors import IndexUnavailable
+from moonpool.kvstore.index.metrics import corrupt_entries
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.lua_scripts import Script
 from moonpool.kvstore.objects import record_scripts as scripts
 from moonpool.kvstore.objects.errors import ChangeUnknown, RecordsLost, RecordsUnavailable
 from moonpool.protos import store_pb2
+from moonpool.runtime.number_checks import NumberOutOfRange, check_message
+
+log = logging.getLogger(__name__)
 
 # An answer of Redis within this time is taken as a sign that it answers.
 _FRESH_S = 1.0
@@ -334,9 +341,18 @@ def _payload(record: store_pb2.ObjectRecord) -> bytes:
 
 
 def _record(value: bytes) -> Record | None:
+    """None: there is none, or it cannot be read, which is logged and counted; the next put replaces it."""
     if not value:
         return None
-    version, expires_ms, _, payload = value.split(b" ", 3)
-    body = store_pb2.ObjectRecord.FromString(payload)
-    body.version, body.expires_ms = int(version), int(expires_ms)
+    try:
+        version, expires_ms, _, payload = value.split(b" ", 3)
+        body = store_pb2.ObjectRecord.FromString(payload)
+        body.version, body.expires_ms = int(version), int(expires_ms)
+        if len(body.info.key) != KEY_NBYTES:
+            raise ValueError(f"its key has {len(body.info.key)} bytes, not {KEY_NBYTES}")
+        check_message(body)
+    except (ValueError, DecodeError, NumberOutOfRange) as error:
+        corrupt_entries.inc()
+        log.error("the record of an object in Redis was skipped: %s: %.200r", error, value)
+        return None
     return Record(body, value)

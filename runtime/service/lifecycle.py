@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
@@ -99,7 +100,8 @@ def run_service(
     arguments = parser.parse_args(argv)
     try:
         config = load_config(arguments.config, arguments.set)
-        me = Caller(CONDUCTOR if role == "conductor" else NODE, config.node.id or f"{role}-{os.getpid()}")
+        name = config.node.id or f"{role}@{socket.gethostname()}-{os.getpid()}"
+        me = Caller(CONDUCTOR if role == "conductor" else NODE, name)
         process.use(process.Security(config.security, me))
     except ConfigError as error:
         print(f"moonpool {role}: {error}", file=sys.stderr)

@@ -20,9 +20,11 @@ from moonpool.runtime.config.options import ConductorOptions, IndexOptions
 from tests.conductor.core_nodes import (
     LEASE_TTL_S,
     MODEL,
+    PROMPT,
     Cluster,
     RedisProcess,
     ScriptedNode,
+    continuation,
     redis_process,
     request,
     running,
@@ -242,3 +244,29 @@ async def test_conductors_that_cannot_talk_serve_as_one_alone_does(
         await cluster.until(lambda: all(c.cluster()["num_other_conductors"] == 1 for c in every))
         await cluster.until(lambda: theirs._foreign == Load())
         assert not any("does not answer" in sentence for sentence in every[0].ready()[1])
+
+
+async def test_an_arbiter_that_leaves_during_a_booking_takes_no_request_along(
+    stoppable: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "ANSWER_S", 30.0)
+    asked = asyncio.Event()
+
+    async def never(*_: object) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Peers, "Book", never)
+    async with (
+        running(stoppable.url, "p0", "d0", namespace="leaves") as cluster,
+        two(cluster, stoppable.url) as every,
+    ):
+        first, second = sorted(every, key=lambda conductor: conductor._deps.conductor_id)
+        await cluster.until(lambda: second._deps.arbitration.peers._arbiter() is not None)
+        stream = second.generate(request())
+        token = asyncio.create_task(anext(stream))
+        await asked.wait()
+        await first._deps.arbitration.peers.close()
+        async with asyncio.timeout(10):
+            assert (await token).token_id == continuation(PROMPT, 1)[0]
+        await stream.aclose()

@@ -22,7 +22,7 @@ from tests.conductor.core_nodes import (
     request,
     running,
 )
-from tests.conductor.faults import Lives, breaks, dies, ends, is_busy, once
+from tests.conductor.faults import Lives, breaks, dies, ends, hangs, is_busy, once
 
 
 @pytest.fixture(scope="module")
@@ -255,3 +255,18 @@ async def test_what_a_node_finds_wrong_is_not_tried_again(url: str) -> None:
         with pytest.raises(RequestInvalid, match="bad bias"):
             await cluster.generate(request())
         assert "retry" not in cluster.names("r")
+
+
+async def test_a_node_that_restarts_elsewhere_takes_no_prefill_along(url: str) -> None:
+    """Its former process is cut off, not dead: the connection stands, and is closed by the conductor."""
+    async with running(url, "p0", "d0", namespace="elsewhere") as cluster:
+        former = cluster.nodes["p0"]
+        former.script = hangs
+        stream = cluster.conductor.generate(request(max_tokens=1))
+        token = asyncio.create_task(anext(stream))
+        await cluster.until(lambda: former.works)
+        await cluster.add("p0")
+        async with asyncio.timeout(10):
+            assert (await token).token_id == continuation(PROMPT, 1)[0]
+        await stream.aclose()
+        await former.die()

@@ -19,6 +19,8 @@ from moonpool.kvstore.index.redis.changes import encode
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.node_record import NodeLoad, NodeRecord, RecordCorrupt
 from moonpool.kvstore.index.verification import verify
+from moonpool.kvstore.objects.records import Records
+from moonpool.protos import store_pb2
 from tests.kvstore.nodes import FakeNode, chain
 from tests.kvstore.redis_servers import until
 
@@ -217,3 +219,27 @@ def test_any_bytes_are_a_record_or_refused(data: st.DataObject) -> None:
     except RecordCorrupt:
         return
     assert NodeRecord.from_json(record.to_json()) == record
+
+
+@pytest.mark.parametrize("value", [b"", b"x", b"1 2", b"1 0 ff \xff\xff", b"x y z w", b"1 0 ff "])
+async def test_a_corrupt_record_of_an_object(index: KVIndex, redis: Any, value: bytes) -> None:
+    """It is no object, others are found, and a put replaces it."""
+    records = Records(index, restoring_s=1.0)
+    good, bad = bytes(16), bytes(15) + b"\x01"  # of one bucket
+
+    def record(key: bytes) -> tuple[store_pb2.ObjectRecord, int]:
+        info = store_pb2.ObjectInfo(key=key, name="an object", storage=7)
+        return store_pb2.ObjectRecord(info=info, owner=bytes(16), places=["a"], copies=1), 0
+
+    await records.put([record(good), record(bad)])
+    bucket = records._buckets[0].key
+    (field,) = [name for name in await redis.hkeys(bucket) if name.endswith(bad)]
+    await redis.hset(bucket, field, value)
+    before = num_skipped()
+    found = await records.read([(bytes(16), good), (bytes(16), bad)])
+    assert [each is None for each in found] == [False, True]
+    assert len((await records.scan(0))[0]) == 1
+    assert num_skipped() > before or not value
+    ((_, former),) = await records.put([record(bad)])
+    assert former is None
+    assert None not in await records.read([(bytes(16), good), (bytes(16), bad)])

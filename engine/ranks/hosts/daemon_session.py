@@ -27,6 +27,7 @@ from moonpool.engine.ranks.hosts.frames import (
     unpack_step,
 )
 from moonpool.runtime.config.options import TransferOptions
+from moonpool.runtime.service.vital import vital
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ class DaemonSession:
             channel = await PipeChannel.start(frame.rank, json.loads(frame.payload)["threads"])
             self._channels[frame.rank] = channel
             self._connection.post(Frame(FrameKind.STARTED, frame.rank, str(channel.pid).encode()))
-            self._reading.append(asyncio.create_task(self._read(frame.rank, channel)))
+            self._reading.append(vital(self._read(frame.rank, channel), f"reports of rank {frame.rank}"))
         elif frame.kind is FrameKind.OPEN:
             self._open(**json.loads(frame.payload))
         elif frame.kind is FrameKind.LINE and frame.rank in self._channels:
