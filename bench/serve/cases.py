@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 
+import torch
+
 from moonpool.bench.harness.command import Run
+from moonpool.bench.harness.floor import Floor, measure_device
 from moonpool.bench.harness.services import local_cluster
 from moonpool.bench.harness.turns import spread, turns
 from moonpool.bench.serve.client import load
@@ -23,21 +26,27 @@ from moonpool.bench.serve.figures import Slo, latencies, load_rows, output_rate
 from moonpool.bench.serve.path_cost import ModelClock, PathCost, path_cost
 from moonpool.bench.serve.peers.contestants import DTYPES, Contestant, ServerContestant, transformers_peer
 from moonpool.bench.serve.peers.vllm import vllm_server
+from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.runtime.machine.processor import usable_cores
 from moonpool.runtime.reports.report import Row, versus
 
 PROMPT_TOKENS, OUTPUT_TOKENS, CONCURRENT = 128, 128, 8
 PREFIX_TOKENS, TURN_TOKENS, TURN_OUTPUT_TOKENS = 2048, 32, 16
 TOGETHER = f"{CONCURRENT} concurrent, {PROMPT_TOKENS} + {OUTPUT_TOKENS} tokens, greedy"
 ALONE = f"1 concurrent, {PROMPT_TOKENS} + {OUTPUT_TOKENS} tokens, greedy"
+PROMPT = f"prompt of {PREFIX_TOKENS} tokens"
 SECOND_TURN = f"second turn, {PREFIX_TOKENS} tokens shared"
-# By family of peers: our throughput at least, our TPOT at most so many times the peer's.
+# By family of peers: our throughput at least, our TPOT and TTFT at most so many times the peer's.
 FAMILY_GOALS = {"transformers": (2.0, 1.0), "vllm-cpu": (1.2, 1.0)}
 _CPU = re.compile(r"^process_cpu_seconds_total (\S+)", re.MULTILINE)
 
 
 @dataclass
 class Settings:
-    """``url`` empty: a local cluster with the options ``sets``. Server and peers start when first needed."""
+    """``url`` empty: a local cluster with the options ``sets``. Server and peers start when first needed.
+
+    limits: show the least time that this machine allows the model beside our figures.
+    """
 
     url: str
     model: str
@@ -49,6 +58,9 @@ class Settings:
     slo: Slo
     sets: Sequence[str]
     against_sets: Sequence[str]
+    peer_threads: int
+    limits: bool
+    _floor: Floor | None = None
     _server: Server | None = None
     _peers: list[Contestant] = field(default_factory=list)
 
@@ -70,12 +82,25 @@ class Settings:
                 run.say(f"starting {name}")
                 if name == "transformers":
                     for dtype in DTYPES:
-                        peer = transformers_peer(self.model_dir, dtype)
+                        peer = transformers_peer(self.model_dir, dtype, self.peer_threads)
                         self._peers.append(await run.stack.enter_async_context(peer))
                 else:
-                    vllm = vllm_server(self.model_dir, eager=name.endswith("eager"))
+                    vllm = vllm_server(
+                        self.model_dir, eager=name.endswith("eager"), threads=self.peer_threads
+                    )
                     self._peers.append(await run.stack.enter_async_context(vllm))
         return {one.name: one for one in (ServerContestant(server), *self._peers)}
+
+    def limit_rows(self, row: Row, limit: Callable[[Floor], float]) -> list[Row]:
+        """``row`` beside the limit of this machine's cores, in the row's unit."""
+        if not self.limits:
+            return []
+        if self._floor is None:
+            limits = measure_device(torch.device("cpu"), usable_cores())
+            self._floor = Floor(ModelConfig.from_checkpoint(self.model_dir), *limits)
+        read, product = self._floor.nbytes_per_s / 1e9, self._floor.flops_per_s / 1e9
+        name = f"limit of {usable_cores()} cores ({read:.0f} GB/s read, {product:.0f} GFLOP/s bfloat16)"
+        return [versus(row, name, limit(self._floor))]
 
 
 async def together_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
@@ -89,8 +114,15 @@ async def together_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
 
     calls = {name: partial(one.together, drawn, OUTPUT_TOKENS) for name, one in contestants.items()}
     rates = await turns(calls, run.rounds, before=draw)
-    for row in peer_rows(TOGETHER, "output throughput", "tokens/s", rates):
+    rows = peer_rows(TOGETHER, "output throughput", "tokens/s", rates)
+    for row in (*rows, *settings.limit_rows(rows[0], _together_limit)):
         yield row
+
+
+def _together_limit(floor: Floor) -> float:
+    """Tokens a second: the prompts' products, then steps of all sequences."""
+    steps_s = OUTPUT_TOKENS * floor.decode_s(CONCURRENT, PROMPT_TOKENS + OUTPUT_TOKENS / 2)
+    return CONCURRENT * OUTPUT_TOKENS / (CONCURRENT * floor.prefill_s(PROMPT_TOKENS) + steps_s)
 
 
 async def alone_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
@@ -104,7 +136,27 @@ async def alone_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
 
     calls = {name: partial(one.alone, drawn, OUTPUT_TOKENS) for name, one in contestants.items()}
     seconds = await turns(calls, run.rounds, before=draw)
-    for row in peer_rows(ALONE, "TPOT", "ms", {name: [1e3 * s for s in of] for name, of in seconds.items()}):
+    rows = peer_rows(ALONE, "TPOT", "ms", {name: [1e3 * s for s in of] for name, of in seconds.items()})
+    limits = settings.limit_rows(
+        rows[0], lambda floor: 1e3 * floor.decode_s(1, PROMPT_TOKENS + OUTPUT_TOKENS / 2)
+    )
+    for row in (*rows, *limits):
+        yield row
+
+
+async def prompt_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    """Milliseconds to the first token of a long prompt."""
+    contestants = await settings.contestants(run)
+    prompts = Prompts(settings.seed, "prompt")
+    drawn: list[int] = []
+
+    def draw(number: int) -> None:
+        drawn[:] = prompts.draw(PREFIX_TOKENS)
+
+    calls = {name: partial(one.first_token, drawn) for name, one in contestants.items()}
+    seconds = await turns(calls, run.rounds, before=draw)
+    rows = peer_rows(PROMPT, "TTFT", "ms", {name: [1e3 * s for s in of] for name, of in seconds.items()})
+    for row in (*rows, *settings.limit_rows(rows[0], lambda floor: 1e3 * floor.prefill_s(PREFIX_TOKENS))):
         yield row
 
 
@@ -113,13 +165,13 @@ def peer_rows(case: str, metric: str, unit: str, values: Mapping[str, Sequence[f
     (_, own), *others = values.items()
     row = spread(case, metric, own, unit)
     rows = [versus(row, name, median(theirs)) for name, theirs in others]
-    at_least = metric != "TPOT"
-    for family, (throughput, tpot) in FAMILY_GOALS.items():
+    at_least = metric not in ("TPOT", "TTFT")
+    for family, (throughput, latency) in FAMILY_GOALS.items():
         of_family = [i for i, found in enumerate(rows) if (found.peer or "").split(" ")[0] == family]
         if of_family:
-            # The smallest ratio of throughputs, or the largest of TPOTs, is the best peer.
+            # The smallest ratio of throughputs, or the largest of latencies, is the best peer.
             best = (min if at_least else max)(of_family, key=lambda i: rows[i].ratio or 0.0)
-            limit, bound = ("at least", throughput) if at_least else ("at most", tpot)
+            limit, bound = ("at least", throughput) if at_least else ("at most", latency)
             rows[best] = replace(rows[best], limit=limit, limit_value=bound)
     return [row, *rows]
 

@@ -11,11 +11,13 @@ import click
 
 from moonpool.bench.harness.command import Run, benchmark
 from moonpool.bench.harness.peers import python_of
+from moonpool.bench.harness.shapes import SHAPES, shape_directory
 from moonpool.bench.serve import cases
 from moonpool.bench.serve.client.workload import Workload
 from moonpool.bench.serve.figures import Slo
 from moonpool.runtime.config.loading import load_config
 from moonpool.runtime.errors import ConfigError
+from moonpool.runtime.machine.processor import usable_cores
 
 _QUICK = {"requests": 8, "output_tokens": 16}
 
@@ -27,6 +29,7 @@ _QUICK = {"requests": 8, "output_tokens": 16}
         "second-turn": cases.second_turn_rows,
         "load": cases.workload_rows,
         "against": cases.against_rows,
+        "prompt": cases.prompt_rows,
         "together": cases.together_rows,
         "alone": cases.alone_rows,
     },
@@ -46,6 +49,16 @@ _QUICK = {"requests": 8, "output_tokens": 16}
     "--model-dir",
     type=click.Path(path_type=Path),
     help="Checkpoint the peers load; without it the cluster's.",
+)
+@click.option(
+    "--shape",
+    type=click.Choice(list(SHAPES)),
+    help="A model with random weights for the local cluster and the peers; the machine's limits are shown.",
+)
+@click.option(
+    "--peer-threads",
+    default=0,
+    help="Threads of each peer; without it one, with --shape as many as there are cores.",
 )
 @click.option("--api-key", envvar="OPENAI_API_KEY", default="", help="Sent as a bearer token.")
 @click.option("--plain", is_flag=True, help="Send text and no fields but OpenAI's own.")
@@ -82,15 +95,23 @@ def serve(run: Run, **given: Any) -> cases.Settings:
         run.say(f"seed {given['seed']}")
     if run.quick:
         given |= {name: min(given[name], most) for name, most in _QUICK.items()}
+    sets, model_dir, cores = given["sets"], given["model_dir"], usable_cores()
+    if given["shape"]:
+        if not run.named:
+            run.parts = ["prompt", "together", "alone"]
+        model_dir = model_dir or shape_directory(given["shape"])
+        sets = (f"model.path={model_dir}", "engine.pool_nbytes=1GiB", *sets)
     return cases.Settings(
         url=given["url"],
         model=given["model"],
-        model_dir=given["model_dir"] or load_config(None, given["sets"]).model.directory,
+        model_dir=model_dir or load_config(None, sets).model.directory,
         api_key=given["api_key"],
         plain=given["plain"],
         seed=given["seed"],
         workload=Workload(**{name: given[name] for name in Workload.__dataclass_fields__}),
         slo=Slo(given["slo_ttft"], given["slo_tpot"]),
-        sets=given["sets"],
+        sets=sets,
         against_sets=given["against_sets"],
+        peer_threads=given["peer_threads"] or (cores if given["shape"] else 1),
+        limits=bool(given["shape"]),
     )

