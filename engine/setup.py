@@ -46,6 +46,12 @@ class EngineSetup:
         device = choose_device(chosen.device) if device is None else device
         max_len = min(chosen.max_model_len or config.max_position, config.max_position)
         config = config.for_length(max_len)
+        if config.latent is not None and device.torch.type == "cuda":
+            raise ConfigError(
+                f"model.device: {config.family} attends over latents of {config.head_dim} elements, for "
+                "which there is no GPU kernel yet: set model.device to cpu",
+                "model.device",
+            )
         return cls(
             config,
             options,

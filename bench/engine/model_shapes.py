@@ -13,6 +13,7 @@ from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.model.transformer import Model
 from moonpool.engine.model.weight_loader import Mlp
 from moonpool.engine.sharding.tensor_slices import expected_tensors
+from moonpool.kernels import PackedLinear
 
 _LLAMA_8B: dict[str, object] = {
     "hidden_size": 4096,
@@ -119,7 +120,7 @@ def randomize(model: Model) -> None:
     matrices = [model.embedding, model.head.weight]
     norms = [model.norm]
     for layer in model.layers:
-        parts = [layer.qkv, layer.o]
+        parts = [part for part in (layer.qkv, layer.o) if isinstance(part, PackedLinear)]
         if isinstance(layer.mlp, Mlp):
             parts += [layer.mlp.gate_up, layer.mlp.down]
         matrices += [part.weight for part in parts]

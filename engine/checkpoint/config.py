@@ -28,6 +28,28 @@ class Norms:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Multi-head latent attention: all heads attend to one vector a token, its rotated key and its latent."""
+
+    q_rank: int  # of the queries' projection in two steps; 0: in one
+    kv_rank: int  # elements of a latent
+    nope_dim: int  # elements of a head's query and key that are not rotated
+    rope_dim: int  # and that are
+    v_dim: int
+    is_interleaved: bool  # adjacent elements are rotated, not halves
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How DeepSeek chooses experts: of the best groups, weighted by ``factor``."""
+
+    scoring: Literal["softmax", "sigmoid"]  # sigmoid: with a correction for each expert, only of the choice
+    num_groups: int
+    top_groups: int
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
 class MoeConfig:
     """The mixture-of-experts part of a model."""
 
@@ -40,6 +62,8 @@ class MoeConfig:
     block: str  # the mixture's module name in the checkpoint
     projections: tuple[str, str, str]  # names of an expert's gate, up and down matrices
     bias: bool = False  # of the router and the experts
+    routing: Routing | None = None  # None: softmax over all experts
+    shared: str = "shared_expert"  # its module's name; without a gate unless it is this
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +78,7 @@ class ModelConfig:
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of keys as the pool has them
     max_position: int
     rms_norm_eps: float
     ropes: tuple[RopeConfig, ...]  # per layer
@@ -73,6 +97,7 @@ class ModelConfig:
     soft_cap: float = 0.0  # of attention scores, cap * tanh(score / cap); 0: none
     logit_soft_cap: float = 0.0
     embedding_scale: float = 1.0
+    latent: LatentConfig | None = None  # None: keys and values of heads
     sinks: bool = False  # a logit of each head that takes part in the softmax and has no value
     moe: MoeConfig | None = None  # None: every layer is dense
     # Tensors that the checkpoint stores in another form than Llama's; None: it stores all of them so.

@@ -150,16 +150,18 @@ def _attention_factor(kind: str, words: Mapping[str, Any], factor: float, origin
     if kind not in ("yarn", "longrope"):
         return 1.0
 
-    def mscale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
     if words.get("attention_factor") is not None:
         return float(words["attention_factor"])
     if kind == "longrope":
         return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     if words.get("mscale") and words.get("mscale_all_dim"):
-        return mscale(float(words["mscale"])) / mscale(float(words["mscale_all_dim"]))
-    return mscale(1.0)
+        return mscale(factor, float(words["mscale"])) / mscale(factor, float(words["mscale_all_dim"]))
+    return mscale(factor, 1.0)
+
+
+def mscale(factor: float, weight: float) -> float:
+    """Return YaRN's growth of attention scores with the stretch ``factor``."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 _FREQUENCIES = {

@@ -103,7 +103,7 @@ def largest_step(model: Model, device: Device, options: EngineOptions, layout: K
     Writes no KV: every token has slot -1 and attends to one block of zeros.
     """
     n, size = options.max_batch_tokens, options.block_size
-    shape = (1, layout.num_layers, 2, layout.num_kv_heads, size, layout.head_dim)
+    shape = (1, *layout.shape)
 
     def ints(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return device.upload(torch.tensor(values, dtype=dtype))

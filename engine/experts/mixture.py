@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moonpool.engine.experts.group_router import GroupRouter
 from moonpool.kernels import (
     PackedExperts,
     PackedLinear,
@@ -60,20 +61,20 @@ def _add_bias(rows: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class SharedExpert:
-    """The gated MLP for all tokens: [n, hidden] → [n, hidden]."""
+    """The MLP for all tokens, with a gate or without: [n, hidden] → [n, hidden]."""
 
     mlp: Callable[[Tensor], Tensor]
-    gate: PackedLinear  # one output per token
+    gate: PackedLinear | None  # one output per token
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.mlp(x).mul_(torch.sigmoid(self.gate(x)))
+        return self.mlp(x) if self.gate is None else self.mlp(x).mul_(torch.sigmoid(self.gate(x)))
 
 
 @dataclass(slots=True)
 class MixtureOfExperts:
     """x: [n, hidden] → [n, hidden], with tp a summand."""
 
-    router: Router
+    router: Router | GroupRouter
     experts: Callable[[Tensor, Tensor], Tensor]  # as Experts
     shared: SharedExpert | None
     load: Tensor  # int64 [num_experts]: rows of each expert

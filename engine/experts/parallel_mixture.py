@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.collectives.link import Link
+from moonpool.engine.experts.group_router import GroupRouter
 from moonpool.engine.experts.mixture import Router, SharedExpert
 from moonpool.engine.sharding.parallel_plan import Shard
 from moonpool.kernels import combine_experts, group_by_expert
@@ -35,7 +36,7 @@ class ExpertParallelMixture:
 
     def __init__(
         self,
-        router: Router,
+        router: Router | GroupRouter,
         experts: Callable[[Tensor, Tensor], Tensor],
         shared_parts: Sequence[SharedExpert],
         load: Tensor,

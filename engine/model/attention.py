@@ -19,7 +19,9 @@ from moonpool.kernels import (
     paged_decode_attention,
     paged_prefill_attention,
     rotate_and_write,
+    write_kv,
 )
+from moonpool.kernels.reference.kv import rotate
 
 
 class Attention:
@@ -43,15 +45,16 @@ class Attention:
         self._scale = config.scale or config.head_dim**-0.5
         tables: dict[RopeConfig, tuple[Tensor, Tensor]] = {}
         for rope in dict.fromkeys(config.ropes):
-            cos, sin = rope_tables(rope, config.head_dim, max_len, dtype)
+            rotated = config.head_dim if config.latent is None else config.latent.rope_dim
+            cos, sin = rope_tables(rope, rotated, max_len, dtype)
             tables[rope] = cos.to(device), sin.to(device)
         self._cos_sin = [tables[config.ropes[i]] for i in shard.layers]
 
     def __call__(self, qkv: Tensor, inputs: StepInputs, pool: Tensor, i: int, layer: Layer) -> Tensor:
         """Write K and V of all cp ranks' tokens to layer ``i`` of ``pool``, and attend.
 
-        qkv: [num_tokens, (heads + 2 × kv_heads of the shard) × head_dim]. Returns [num_tokens, heads ×
-        head_dim].
+        qkv: [num_tokens, (heads + 2 × kv_heads of the shard) × head_dim], of latents [num_tokens, (heads + 1)
+        × head_dim]. Returns [num_tokens, heads × head_dim].
         """
         # Only float8 pages have scales.
         scales: dict[str, Any] = {}
@@ -64,6 +67,9 @@ class Attention:
             self._norm_all(qkv, layer)
 
         def write(qkv: Tensor, tokens: StepInputs | RemoteTokens, num_heads: int) -> Tensor:
+            if self._config.latent is not None:
+                heads = qkv.view(len(qkv), num_heads + 1, head_dim)
+                return _write_latents(heads, *self._cos_sin[i], tokens, pool, i, **scales)
             return rotate_and_write(
                 qkv,
                 tokens.positions,
@@ -116,6 +122,29 @@ class Attention:
         ):
             scale = torch.rsqrt(square / size + config.rms_norm_eps)
             part.copy_(part.float() * scale[:, None] * weight.float())
+
+
+def _write_latents(
+    heads: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    tokens: StepInputs | RemoteTokens,
+    pool: Tensor,
+    layer: int,
+    *,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> Tensor:
+    """Rotate the queries and the latent of each token, and write the latent. Return the queries.
+
+    heads: [n, num_heads + 1, head_dim], the latent last; pool: K and V are the same memory, so that they have
+    one scale.
+    """
+    positions = tokens.positions
+    rotated = rotate(heads.float(), cos[positions], sin[positions]).to(heads.dtype)
+    latent = rotated[:, -1:].contiguous()
+    write_kv(latent, latent, pool, layer, tokens.slots, k_scale=k_scale, v_scale=v_scale)
+    return rotated[:, :-1].contiguous()
 
 
 def _attend(

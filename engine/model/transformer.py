@@ -61,6 +61,9 @@ class Model:
         ``hidden``: the result of the stage before; None on the first.
         """
         shard = self.shard
+        if self.config.latent is not None:
+            # A latent is the key and, from its rotated part on, the value.
+            pool = pool.expand(-1, -1, 2, -1, -1, -1)
         hidden = self.embed(inputs.token_ids) if hidden is None else hidden
         residual: Tensor | None = None
         for i, layer in enumerate(self.layers):

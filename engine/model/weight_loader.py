@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.engine.checkpoint.config import LatentConfig, ModelConfig, MoeConfig
 from moonpool.engine.checkpoint.weights import Checkpoint
 from moonpool.engine.collectives.link import Link
+from moonpool.engine.experts.group_router import GroupRouter
 from moonpool.engine.experts.mixture import Experts, MixtureOfExperts, Router, SharedExpert
 from moonpool.engine.experts.parallel_mixture import ExpertParallelMixture
 from moonpool.engine.model.activations import ACTIVATIONS, Activation
+from moonpool.engine.model.latent import LatentInput, LatentOutput
 from moonpool.engine.sharding.parallel_plan import Shard, run_of
 from moonpool.engine.sharding.tensor_slices import expected_tensors
 from moonpool.kernels import PackedExperts, PackedLinear
@@ -34,10 +36,10 @@ class Mlp:
 @dataclass(slots=True)
 class Layer:
     attention_in: Tensor | None  # norms, see ``Norms``
-    qkv: PackedLinear
+    qkv: PackedLinear | LatentInput
     q_norm: Tensor | None
     k_norm: Tensor | None
-    o: PackedLinear
+    o: PackedLinear | LatentOutput
     attention_out: Tensor | None
     mlp_in: Tensor | None
     mlp: Callable[[Tensor], Tensor]
@@ -93,21 +95,52 @@ class Loader:
         config = self._config
         layer, attention, norms = f"model.layers.{i}", f"model.layers.{i}.self_attn", config.norms
         sparse = config.moe is not None and i in config.moe.layers
+        o = self._linear([f"{attention}.o_proj"], bias=config.o_bias and self._adds_bias)
+        k_scale = self._scale(attention, "k")
         return Layer(
             attention_in=self.norm(layer, norms.attention_in),
-            qkv=self._linear([f"{attention}.{part}_proj" for part in "qkv"], bias=config.qkv_bias),
+            qkv=self._latent_input(attention)
+            if config.latent
+            else self._linear([f"{attention}.{part}_proj" for part in "qkv"], bias=config.qkv_bias),
             q_norm=self.norm(attention, "q_norm" if config.qk_norm else ""),
             k_norm=self.norm(attention, "k_norm" if config.qk_norm else ""),
-            o=self._linear([f"{attention}.o_proj"], bias=config.o_bias and self._adds_bias),
+            o=self._latent_output(attention, o) if config.latent else o,
             attention_out=self.norm(layer, norms.attention_out),
             mlp_in=self.norm(layer, norms.mlp_in),
             mlp=self._mixture(i) if sparse else self._mlp(f"{layer}.mlp", bias=config.mlp_bias),
             mlp_out=self.norm(layer, norms.mlp_out),
             window=config.windows[i],
             sinks=self._stacked([f"{attention}.sinks"], torch.float32) if config.sinks else None,
-            k_scale=self._scale(attention, "k"),
-            v_scale=self._scale(attention, "v"),
+            k_scale=k_scale,
+            v_scale=k_scale if config.latent else self._scale(attention, "v"),
         )
+
+    def _latent_input(self, attention: str) -> LatentInput:
+        latent, bias = self._config.latent, self._config.qkv_bias
+        assert latent is not None
+        kv_a_norm = self.norm(attention, "kv_a_layernorm")
+        assert kv_a_norm is not None
+        two_steps = latent.q_rank > 0
+        return LatentInput(
+            latent,
+            q_a=self._linear([f"{attention}.q_a_proj"], bias=bias) if two_steps else None,
+            q_a_norm=self.norm(attention, "q_a_layernorm" if two_steps else ""),
+            q=self._linear([f"{attention}.{'q_b_proj' if two_steps else 'q_proj'}"], bias=False),
+            kv_a=self._linear([f"{attention}.kv_a_proj_with_mqa"], bias=bias),
+            kv_a_norm=kv_a_norm,
+            up_k=self._up(attention, latent)[:, : latent.nope_dim].contiguous(),
+        )
+
+    def _latent_output(self, attention: str, o: PackedLinear) -> LatentOutput:
+        latent = self._config.latent
+        assert latent is not None
+        up_v = self._up(attention, latent)[:, latent.nope_dim :]
+        return LatentOutput(latent, up_v.transpose(1, 2).contiguous(), o)
+
+    def _up(self, attention: str, latent: LatentConfig) -> Tensor:
+        """Load the matrices from latents to keys and values: [heads, nope_dim + v_dim, kv_rank]."""
+        rows = self.tensor(f"{attention}.kv_b_proj.weight")
+        return rows.view(-1, latent.nope_dim + latent.v_dim, latent.kv_rank)
 
     def _mlp(self, name: str, *, bias: bool) -> Mlp:
         return Mlp(
@@ -123,7 +156,7 @@ class Loader:
         name = f"model.layers.{i}.{moe.block}"
         gate, up, down = moe.projections
         ids = [f"{name}.experts.{e}" for e in self._shard.experts(i)]
-        router = Router(self._linear([f"{name}.gate"], bias=moe.bias), moe.top_k, moe.renormalize)
+        router = self._router(f"{name}.gate", moe)
         gates_ups, downs = [[f"{e}.{gate}", f"{e}.{up}"] for e in ids], [[f"{e}.{down}"] for e in ids]
         experts = Experts(
             gate_up=self._packed_experts(gates_ups),
@@ -142,13 +175,28 @@ class Loader:
         parts = self._shared_parts(name) if moe.shared_inter else []
         return ExpertParallelMixture(router, experts, parts, load, i, self._shard, self._link)
 
+    def _router(self, name: str, moe: MoeConfig) -> Router | GroupRouter:
+        gate = self._linear([name], bias=moe.bias)
+        if moe.routing is None:
+            return Router(gate, moe.top_k, moe.renormalize)
+        correction = None
+        if moe.routing.scoring == "sigmoid":
+            correction = self._stacked([f"{name}.e_score_correction_bias"], torch.float32)
+        return GroupRouter(gate, moe.top_k, moe.renormalize, moe.routing, correction)
+
     def _shared_expert(self, name: str) -> SharedExpert:
-        return SharedExpert(mlp=self._mlp(f"{name}.shared_expert", bias=False), gate=self._shared_gate(name))
+        mlp = self._mlp(f"{name}.{self._shared_name}", bias=False)
+        return SharedExpert(mlp, self._shared_gate(name))
+
+    @property
+    def _shared_name(self) -> str:
+        assert self._config.moe is not None
+        return self._config.moe.shared
 
     def _shared_parts(self, name: str) -> list[SharedExpert]:
         """Load the shared expert whole, as a summand of each tp rank."""
         gate, up, down = (
-            self.matrix(f"{name}.shared_expert.{part}_proj.weight") for part in ("gate", "up", "down")
+            self.matrix(f"{name}.{self._shared_name}.{part}_proj.weight") for part in ("gate", "up", "down")
         )
         runs = [run_of(len(gate), self._shard.tp, tp_rank) for tp_rank in range(self._shard.tp)]
         columns = [slice(run.start, run.stop) for run in runs]
@@ -164,7 +212,9 @@ class Loader:
             for c in columns
         ]
 
-    def _shared_gate(self, name: str) -> PackedLinear:
+    def _shared_gate(self, name: str) -> PackedLinear | None:
+        if self._shared_name != "shared_expert":
+            return None
         return self._linear([f"{name}.shared_expert_gate"], bias=False)
 
     def _packed_experts(self, names: list[list[str]]) -> PackedExperts:

@@ -211,6 +211,7 @@ class Shard:
             block_size=block_size,
             head_dim=config.head_dim,
             dtype=dtype,
+            components=("latent",) if config.latent else ("k", "v"),
             variant="long rotary factors" if any(rope.is_long for rope in config.ropes) else "",
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.engine.checkpoint.config import LatentConfig, ModelConfig
 from moonpool.engine.checkpoint.weights import Part
 from moonpool.engine.sharding.parallel_plan import ParallelPlan, Shard
 
@@ -34,11 +34,17 @@ class TensorSlices:
             self._rows |= {"q_norm": heads, "k_norm": kv_heads}
         self._sinks = _scaled(shard.heads, 1)
         self._columns = {"o_proj": heads}
+        if (latent := config.latent) is not None:
+            queries = _scaled(shard.heads, latent.nope_dim + latent.rope_dim)
+            self._rows |= {"q_proj": queries, "q_b_proj": queries}
+            self._rows["kv_b_proj"] = _scaled(shard.heads, latent.nope_dim + latent.v_dim)
+            self._columns = {"o_proj": _scaled(shard.heads, latent.v_dim)}
         # By the module that contains the MLP.
         self._inter = {
             "mlp": _scaled(shard.inter, 1),
             "experts": _scaled(shard.expert_inter, 1),
             "shared_expert": _scaled(shard.shared_inter, 1),
+            "shared_experts": _scaled(shard.shared_inter, 1),
         }
 
     def __call__(self, name: str) -> Part:
@@ -84,6 +90,9 @@ def expected_tensors(config: ModelConfig, shard: Shard | None = None) -> dict[st
     named = config.norms
     norms = dict.fromkeys((named.attention_in, named.attention_out, named.mlp_in, named.mlp_out), hidden)
     norms.pop("", None)
+    if config.latent is not None:
+        attention, more = _latent_linears(config, config.latent)
+        norms |= more
     if config.qk_norm == "head":
         norms |= {"self_attn.q_norm": head_dim, "self_attn.k_norm": head_dim}
     elif config.qk_norm == "all":
@@ -101,6 +110,9 @@ def expected_tensors(config: ModelConfig, shard: Shard | None = None) -> dict[st
                 tensors[f"model.layers.{i}.{name}.bias"] = (out_features,)
         for name, size in norms.items():
             tensors[f"model.layers.{i}.{name}.weight"] = (size,)
+        moe = config.moe if sparse else None
+        if moe is not None and moe.routing is not None and moe.routing.scoring == "sigmoid":
+            tensors[f"model.layers.{i}.{moe.block}.gate.e_score_correction_bias"] = (moe.num_experts,)
         if config.sinks:
             tensors[f"model.layers.{i}.self_attn.sinks"] = (config.num_heads,)
     if shard.is_last:
@@ -108,6 +120,25 @@ def expected_tensors(config: ModelConfig, shard: Shard | None = None) -> dict[st
     if shard.is_last and not tied:
         tensors["lm_head.weight"] = (config.vocab_size, hidden)
     return tensors
+
+
+def _latent_linears(
+    config: ModelConfig, latent: LatentConfig
+) -> tuple[dict[str, tuple[int, int, bool]], dict[str, int]]:
+    """Return the matrices, (out, in, has bias), and the norms of latent attention."""
+    hidden, queries = config.hidden_size, config.num_heads * (latent.nope_dim + latent.rope_dim)
+    latents = latent.kv_rank + latent.rope_dim
+    linears = {
+        "self_attn.kv_a_proj_with_mqa": (latents, hidden, config.qkv_bias),
+        "self_attn.kv_b_proj": (config.num_heads * (latent.nope_dim + latent.v_dim), latent.kv_rank, False),
+        "self_attn.o_proj": (hidden, config.num_heads * latent.v_dim, config.o_bias),
+    }
+    norms = {"self_attn.kv_a_layernorm": latent.kv_rank}
+    if not latent.q_rank:
+        return linears | {"self_attn.q_proj": (queries, hidden, False)}, norms
+    linears["self_attn.q_a_proj"] = (latent.q_rank, hidden, config.qkv_bias)
+    linears["self_attn.q_b_proj"] = (queries, latent.q_rank, False)
+    return linears, norms | {"self_attn.q_a_layernorm": latent.q_rank}
 
 
 def _mixture_linears(config: ModelConfig, experts: tuple[int, ...]) -> dict[str, tuple[int, int, bool]]:
@@ -118,8 +149,9 @@ def _mixture_linears(config: ModelConfig, experts: tuple[int, ...]) -> dict[str,
     gate, up, down = moe.projections
     mlps = [(f"{moe.block}.experts.{e}", moe.expert_inter) for e in experts]
     if moe.shared_inter:
-        linears[f"{moe.block}.shared_expert_gate"] = (1, hidden, False)
-        mlps.append((f"{moe.block}.shared_expert", moe.shared_inter))
+        if moe.shared == "shared_expert":
+            linears[f"{moe.block}.shared_expert_gate"] = (1, hidden, False)
+        mlps.append((f"{moe.block}.{moe.shared}", moe.shared_inter))
     for name, inter in mlps:
         linears[f"{name}.{gate}"] = linears[f"{name}.{up}"] = (inter, hidden, moe.bias)
         linears[f"{name}.{down}"] = (hidden, inter, moe.bias)

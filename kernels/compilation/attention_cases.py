@@ -29,12 +29,15 @@ class AttentionCase:
     group: int = 4
     block_size: int = 16
     queries: int = 1
+    capped: bool = False  # scores, as in Gemma 2
+    writes_lse: bool = False  # for attention sinks and merges
 
     @property
     def name(self) -> str:
         kind = str(self.q_dtype).removeprefix("torch.")
         kind = {"float32": "wide", FP8: "fp8"}.get(kind, kind) if self.pool_dtype != FP8 else f"{kind}/fp8"
         several = f" Q{self.queries}" if self.queries > 1 else ""
+        several += " capped" * self.capped + " lse" * self.writes_lse
         return f"{kind} D{self.head_dim} G{self.group} B{self.block_size}{several}"
 
 
@@ -48,6 +51,8 @@ def attention_cases(arch: int) -> Iterator[AttentionCase]:
     for group, block_size in ((1, 16), (7, 16), (8, 256), (8, 64), (32, 64)):
         yield AttentionCase(torch.bfloat16, torch.bfloat16, 128, group, block_size)
         yield AttentionCase(torch.bfloat16, FP8, 128, group, block_size)
+    yield AttentionCase(torch.bfloat16, torch.bfloat16, 256, group=2, capped=True)
+    yield AttentionCase(torch.bfloat16, torch.bfloat16, 64, group=8, writes_lse=True)
     for queries in (4, 16):
         yield AttentionCase(torch.bfloat16, torch.bfloat16, 128, queries=queries)
         yield AttentionCase(torch.bfloat16, FP8, 128, queries=queries)
@@ -74,7 +79,7 @@ def decode_case(case: AttentionCase, arch: int, choice: Any = None) -> Case:
         STRIDES | RULES | dict.fromkeys(("table_stride", "batch", "wanted"), "i32"),
         constants
         | {"ROWS": rows, "BLOCK_SIZE": case.block_size, "FP8": fp8_mode(case.pool_dtype, arch)}
-        | {"CAPPED": False, "WRITE_LSE": False},
+        | {"CAPPED": case.capped, "WRITE_LSE": case.writes_lse},
         choice.num_warps,
         choice.num_stages,
         multiplies_tiles=case.q_dtype != torch.float32,
@@ -103,7 +108,8 @@ def prefill_case(case: AttentionCase, arch: int, choice: Any = None) -> Case:
         },
         STRIDES | RULES | dict.fromkeys(("table_stride", "batch"), "i32"),
         constants
-        | {"CAPPED": False, "POSITIONS": False, "WRITE_LSE": False, "FP8": fp8_mode(case.pool_dtype, arch)},
+        | {"CAPPED": case.capped, "POSITIONS": False, "WRITE_LSE": case.writes_lse}
+        | {"FP8": fp8_mode(case.pool_dtype, arch)},
         choice.num_warps,
         choice.num_stages,
         multiplies_tiles=half,

@@ -30,7 +30,7 @@ class BlockFormat(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """One block is ``[num_layers, 2, num_kv_heads, block_size, head_dim]`` of ``dtype``, contiguous.
+    """One block is ``[num_layers, components, num_kv_heads, block_size, head_dim]`` of ``dtype``, contiguous.
 
     Heads come before tokens, so that a tensor-parallel shard is one run per layer; layers come first, so that
     a pipeline stage is one run. ``num_layers`` and ``num_kv_heads`` are those of one rank.
@@ -41,6 +41,10 @@ class KVLayout:
     block_size: int
     head_dim: int
     dtype: str
+    components: tuple[str, ...] = (
+        "k",
+        "v",
+    )  # what each head of a layer has; ("latent",): one vector for both
     variant: str = ""  # what else the values depend on, of settings that keys do not contain
 
     def __post_init__(self) -> None:
@@ -52,8 +56,12 @@ class KVLayout:
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """``[num_layers, 2, num_kv_heads, block_size, head_dim]``; the 2 is K and V."""
-        return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+        """``[num_layers, components, num_kv_heads, block_size, head_dim]``."""
+        return (self.num_layers, self.num_components, self.num_kv_heads, self.block_size, self.head_dim)
+
+    @property
+    def num_components(self) -> int:
+        return len(self.components)
 
     @property
     def block_nbytes(self) -> int:
@@ -61,12 +69,13 @@ class KVLayout:
 
     @property
     def head_nbytes(self) -> int:
-        """K or V of one head of one layer, which no rank splits."""
+        """One component of one head of one layer, which no rank splits."""
         return self.block_size * self.head_dim * DTYPE_NBYTES[self.dtype]
 
     def __str__(self) -> str:
+        kind = "KV heads" if self.components == ("k", "v") else "+".join(self.components)
         return (
-            f"{self.num_layers} layers × {self.num_kv_heads} KV heads × {self.head_dim}, "
+            f"{self.num_layers} layers × {self.num_kv_heads} {kind} × {self.head_dim}, "
             f"{self.block_size} tokens a block, {self.dtype}{self.variant and f', {self.variant}'}"
         )
 

@@ -19,8 +19,13 @@ class ShardableLayout(Protocol):
     def num_kv_heads(self) -> int: ...
 
     @property
+    def num_components(self) -> int:
+        """What each head of a layer has: 2, K and V, or 1, a latent."""
+        ...
+
+    @property
     def head_nbytes(self) -> int:
-        """K or V of one head of one layer, which no rank splits."""
+        """One component of one head of one layer, which no rank splits."""
         ...
 
     @property
@@ -29,7 +34,7 @@ class ShardableLayout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BlockShard:
-    """The layers and KV heads of every block on one rank: ``[layers, 2, heads, tokens, dim]``."""
+    """The layers and KV heads of every block on one rank: ``[layers, components, heads, tokens, dim]``."""
 
     layers: range
     heads: range
@@ -39,7 +44,7 @@ class BlockShard:
         return cls(range(layout.num_layers), range(layout.num_kv_heads))
 
     def block_nbytes(self, layout: ShardableLayout) -> int:
-        return 2 * len(self.layers) * len(self.heads) * layout.head_nbytes
+        return layout.num_components * len(self.layers) * len(self.heads) * layout.head_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,8 @@ class SplitLayout:
     num_layers: int
     num_kv_heads: int
     head_nbytes: int
+    # Also of latents, taken as two halves: nobody splits the only head, so the runs are the same.
+    num_components: int = 2
 
     @classmethod
     def of(cls, block_nbytes: int, shards: Sequence[BlockShard]) -> SplitLayout:
@@ -64,7 +71,7 @@ class SplitLayout:
 
     @property
     def block_nbytes(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_nbytes
+        return self.num_components * self.num_layers * self.num_kv_heads * self.head_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +134,14 @@ def _runs(
     head = layout.head_nbytes
     runs: list[Run] = []
     for layer in layers:
-        for kv in range(2):
+        for component in range(layout.num_components):
             begins = [
                 head
-                * (((layer - side.layers.start) * 2 + kv) * len(side.heads) + heads.start - side.heads.start)
+                * (
+                    ((layer - side.layers.start) * layout.num_components + component) * len(side.heads)
+                    + heads.start
+                    - side.heads.start
+                )
                 for side in (source, target)
             ]
             run = Run(begins[0], begins[1], len(heads) * head)

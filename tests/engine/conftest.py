@@ -41,11 +41,28 @@ _SHAPE = {
     "pad_token_id": None,
 }
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+_LATENT = {
+    "num_key_value_heads": 6,
+    "head_dim": 8,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+}
 _FAMILY_SHAPES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 5},
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 40},
     "qwen3_moe": _EXPERTS,
     "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "deepseek_v2": {**_LATENT, "topk_method": "group_limited_greedy", "q_lora_rank": None},
+    "deepseek_v3": {**_LATENT, "q_lora_rank": 24},
     "glm4": {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
 }
 
@@ -93,6 +110,9 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., R
                         parameter.normal_(std=0.3)
                     elif "norm" in name:
                         parameter.normal_(mean=1.0, std=0.2)
+                for name, buffer in model.named_buffers():
+                    if name.endswith("correction_bias"):
+                        buffer.normal_(std=0.1)
             path = tmp_path_factory.mktemp(family)
             model.save_pretrained(path, max_shard_size=shard_size)
             made[key] = Reference(path, model)

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from moonpool.engine.checkpoint.fingerprint import fingerprint
 from moonpool.engine.checkpoint.weights import Checkpoint
 from moonpool.engine.engine import Engine
 from moonpool.engine.errors import CheckpointError, PoolTooSmall, UnsupportedModel
+from moonpool.engine.setup import EngineSetup
 from moonpool.engine.sharding.tensor_slices import expected_tensors
 from moonpool.runtime.config.model_directory import ModelMissing
 from moonpool.runtime.config.options import EngineOptions, ModelOptions
@@ -286,6 +288,14 @@ def test_damaged_hashes_are_made_again(copy, hashed) -> None:
         (path / ".moonpool-fingerprint").write_text(damage)
         assert fingerprint(path) == expected
     assert len(hashed) == 4
+
+
+def test_latents_are_refused_on_a_gpu(make_checkpoint) -> None:
+    path, device = make_checkpoint("deepseek_v3").path, SimpleNamespace(torch=torch.device("cuda"))
+    with pytest.raises(
+        ConfigError, match=r"deepseek_v3 attends over latents of 40 elements.*model\.device to cpu"
+    ):
+        EngineSetup.choose(path, EngineOptions(), ModelOptions(), device)
 
 
 def test_impossible_options_are_refused(make_checkpoint) -> None:

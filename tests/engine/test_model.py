@@ -114,6 +114,25 @@ FAMILIES |= {
     ),
     "phi4": ("phi3", {"head_dim": 8, "partial_rotary_factor": 0.75, "tie_word_embeddings": True}),
     "glm4": ("glm4", {}),
+    "deepseek-v2": ("deepseek_v2", {"routed_scaling_factor": 1.5}),
+    "deepseek-v2-lite": ("deepseek_v2", {"topk_method": "greedy", "first_k_dense_replace": 0}),
+    "deepseek-v3": ("deepseek_v3", {}),
+    "deepseek-v3-yarn": (
+        "deepseek_v3",
+        {
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "mscale": 0.7,
+                "mscale_all_dim": 1.0,
+            },
+        },
+    ),
     "gpt-oss": (
         "gpt_oss",
         {

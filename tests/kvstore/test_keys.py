@@ -28,11 +28,13 @@ def test_every_field_of_a_layout_changes_its_fingerprint() -> None:
     others = [
         replace(LAYOUT, num_layers=4),
         replace(LAYOUT, num_kv_heads=6),
+        replace(LAYOUT, components=("latent",), head_dim=64),
+        replace(LAYOUT, variant="long rotary factors"),
         replace(LAYOUT, block_size=32),
         replace(LAYOUT, head_dim=16),
         replace(LAYOUT, dtype="float16"),
     ]
-    assert len({LAYOUT.fingerprint, *(other.fingerprint for other in others)}) == 6
+    assert len({LAYOUT.fingerprint, *(other.fingerprint for other in others)}) == 8
     assert len(LAYOUT.fingerprint) == 16
 
 

@@ -32,13 +32,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", {"sliding_window": 12, "sliding_window_pattern": 2, "layer_types": None}),
     "phi3": ("phi3", {}),
     "glm4": ("glm4", {}),
+    "deepseek-v3": ("deepseek_v3", {"num_key_value_heads": 8}),
     "gpt-oss": ("gpt_oss", {"sliding_window": 12, "num_local_experts": 4}),
 }
 # With blocks of 8: shorter than, equal to and across block borders.
 LENGTHS = (1, 8, 9, 23, 40)
 NUM_TOKENS = 16
 MIXTURES = {name: model for name, model in MODELS.items() if name in ("mixtral", "qwen2-moe", "qwen3-moe")}
-MIXTURES["gpt-oss"] = FAMILIES["gpt-oss"]
+MIXTURES |= {name: FAMILIES[name] for name in ("gpt-oss", "deepseek-v3")}
 PLANS = [
     {"tp": 2, "pp": 2},
     *(
@@ -130,7 +131,7 @@ async def test_wherever_a_plan_puts_experts_and_their_copies_they_are_exact(
     """Hot experts are on several ranks, layer by layer others."""
     for name in names:
         family, words = MIXTURES[name]
-        config = ModelConfig.from_checkpoint(make_checkpoint(family, **SHAPE, **words).path)
+        config = ModelConfig.from_checkpoint(make_checkpoint(family, **SHAPE | words).path)
         load = (
             np.random.default_rng(1).zipf(1.3, (config.num_layers, config.moe.num_experts)).clip(max=10_000)
         )
@@ -144,7 +145,7 @@ async def test_wherever_a_plan_puts_experts_and_their_copies_they_are_exact(
 async def are_exact(plan, make_checkpoint, models) -> None:
     async with ranks(prod(plan.get(name, 1) for name in ("tp", "pp", "cp"))) as group:
         for family, shape in models.values():
-            reference = make_checkpoint(family, **SHAPE, **shape)
+            reference = make_checkpoint(family, **SHAPE | shape)
             expected = [reference.greedy(prompt, NUM_TOKENS) for prompt in prompts()]
             # A batch of mixed lengths, prompts in chunks of at most 32 tokens, of which a pipeline makes
             # pieces of 16, which are shared out however short; then each again, its prefix from the cache.

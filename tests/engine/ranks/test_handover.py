@@ -170,7 +170,7 @@ async def test_other_plans_continue_exactly_and_whole_blocks_come_out(make_check
 @pytest.mark.parametrize("name", FAMILIES)
 async def test_every_family_is_continued_exactly(make_checkpoint, name, tp) -> None:
     family, words = FAMILIES[name]
-    reference = make_checkpoint(family, **SHAPE, **words)
+    reference = make_checkpoint(family, **SHAPE | words)
     async with (
         side(reference.path, "source", 1, 1) as source,
         side(reference.path, "target", tp, 1) as target,

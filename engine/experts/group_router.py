@@ -1,0 +1,38 @@
+"""DeepSeek's router: the best experts of the best groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moonpool.engine.checkpoint.config import Routing
+from moonpool.kernels import PackedLinear
+
+
+@dataclass(slots=True)
+class GroupRouter:
+    """x: [n, hidden] → weights float32 [n, top_k] and expert ids int32 [n, top_k], as ``Router``."""
+
+    gate: PackedLinear
+    top_k: int
+    renormalize: bool
+    routing: Routing
+    correction: Tensor | None  # float32 [num_experts]: added to the scores for the choice
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        routing, logits = self.routing, self.gate(x).float()
+        scores = logits.sigmoid() if routing.scoring == "sigmoid" else logits.softmax(-1)
+        choice = scores if self.correction is None else scores + self.correction
+        if routing.top_groups < routing.num_groups:
+            groups = choice.view(len(x), routing.num_groups, choice.shape[1] // routing.num_groups)
+            best = groups.topk(2, dim=-1)[0].sum(-1) if self.correction is not None else groups.amax(-1)
+            kept = torch.zeros_like(best, dtype=torch.bool)
+            kept.scatter_(1, best.topk(routing.top_groups, dim=-1)[1], True)
+            choice = groups.masked_fill(~kept[..., None], float("-inf")).flatten(1)
+        ids = choice.topk(self.top_k, dim=-1)[1]
+        weights = scores.gather(1, ids)
+        if self.renormalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * routing.factor, ids.int()
