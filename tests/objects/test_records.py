@@ -133,6 +133,7 @@ async def test_copies_on_one_host_are_not_counted_as_two(cluster: StoreCluster) 
         assert await store.get("x") is None
 
 
+@pytest.mark.slow
 async def test_a_put_without_an_answer_says_that_its_outcome_is_unknown(cluster: StoreCluster) -> None:
     await cluster.start("a")
     assert cluster.redis.process is not None
@@ -187,6 +188,7 @@ async def is_gone(store: StoreClient, name: str) -> bool:
     return not await store.exists(name)
 
 
+@pytest.mark.slow
 async def test_an_emptied_redis_is_told_again_what_the_disks_have(
     cluster: StoreCluster, tmp_path: Path
 ) -> None:
