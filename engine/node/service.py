@@ -13,6 +13,8 @@ from moonpool.kvstore.index.node_publisher import BATCH_BLOCKS
 from moonpool.kvstore.index.redis.changes import batches
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
+from moonpool.runtime.security import process
+from moonpool.runtime.security.roles import CONDUCTOR, OPERATOR
 
 RpcContext = grpc.aio.ServicerContext[Any, Any]
 
@@ -93,6 +95,8 @@ class NodeService(node_pb2_grpc.NodeServicer):
     ) -> node_pb2.ReplicateReply:
         node = self._node
         node.check_takes_work()
+        if request.keys:
+            process.require(CONDUCTOR, OPERATOR)
         keys, pool = block_keys.unpack(request.keys), node.engine.pool
         num_local = len(pool.match(keys))
         fetched = await node.exchange.fetch(request.source, keys)

@@ -41,6 +41,8 @@ from moonpool.runtime.config.agreement import agreement_of, own_version
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.health.monitor import HealthMonitor
 from moonpool.runtime.observing.metrics_server import serve_metrics
+from moonpool.runtime.security import process
+from moonpool.runtime.security.roles import CONDUCTOR, OPERATOR
 from moonpool.runtime.service.lifecycle import ServiceContext
 from moonpool.runtime.service.vital import vital
 from moonpool.transfer import Region, TransferAgent
@@ -330,6 +332,7 @@ class StoreNode(node_pb2_grpc.NodeServicer):
         self, request: node_pb2.ReplicateRequest, context: Context
     ) -> node_pb2.ReplicateReply:
         self._check_takes_work()
+        process.require(CONDUCTOR, OPERATOR)
         layout = self._kv.layout
         keys = block_keys.unpack(request.keys)
         done = await self._kv.replicate(request.source, keys, surplus=request.surplus)

@@ -149,6 +149,13 @@ def _owner(auth_context: Mapping[str, Sequence[Any]]) -> Caller:
     return owner
 
 
+def require(*roles: str) -> None:
+    """Within a call: raise ``NotPermitted`` if its caller proved another role than these."""
+    who = caller.get()
+    if who is not None and who.role not in roles:
+        raise NotPermitted(f"this is not for the role {who.role} ({who.name})")
+
+
 _current: Security | None = None
 
 

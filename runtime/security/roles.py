@@ -53,7 +53,8 @@ PERMITTED: Final = {
     "Node/Renew": _BLOCKS,
     "Node/Release": _BLOCKS,
     "Node/ListBlocks": _SCHEDULING,
-    "Node/Replicate": _SCHEDULING,
+    # A node that joins asks for no blocks, only to be connected to: see ``process.require``.
+    "Node/Replicate": _SCHEDULING | {NODE},
     "Node/Evict": _SCHEDULING,
     "Node/Cancel": _SCHEDULING,
     "Experts/Load": _SCHEDULING,

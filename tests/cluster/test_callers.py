@@ -51,6 +51,16 @@ async def test_nobody_drains_a_node_without_the_key_and_the_role(
     assert (await nodes(client))[name]["state"] == "ready"
 
 
+async def test_a_node_copies_no_blocks_to_another(cluster: LocalCluster, client: Client) -> None:
+    address = (await nodes(client))["prefill-0"]["rpc_address"]
+    process.use(Security(cluster.config.security, Caller("node", "a stranger")))
+    async with rpc.channel(address) as channel:
+        wanted = node_pb2.ReplicateRequest(keys=bytes(16))
+        with rpc.node_errors("it"), pytest.raises(grpc.aio.AioRpcError) as refused:
+            await node_pb2_grpc.NodeStub(channel).Replicate(wanted, timeout=20)
+    assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
 async def test_tokens_go_to_the_conductor_of_the_request_alone(cluster: LocalCluster, client: Client) -> None:
     reply = Reply()
     thief = None
