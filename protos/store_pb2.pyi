@@ -54,6 +54,7 @@ class ObjectInfo(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
     SURPLUS_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
     key: _builtins.bytes
     """16 bytes"""
     storage: _builtins.int
@@ -64,6 +65,8 @@ class ObjectInfo(_message.Message):
     dtype: _builtins.str
     surplus: _builtins.bool
     """this copy is surplus: see CopyRequest"""
+    checksum: _builtins.int
+    """of its chunks' checksums, in order; set by the node that has the bytes"""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -76,10 +79,11 @@ class ObjectInfo(_message.Message):
         dtype: _builtins.str = ...,
         shape: _abc.Iterable[_builtins.int] | None = ...,
         surplus: _builtins.bool = ...,
+        checksum: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "key", b"key", "name", b"name", "nbytes", b"nbytes", "shape", b"shape", "storage", b"storage", "surplus", b"surplus"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "dtype", b"dtype", "key", b"key", "name", b"name", "nbytes", b"nbytes", "shape", b"shape", "storage", b"storage", "surplus", b"surplus"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

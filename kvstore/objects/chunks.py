@@ -3,10 +3,12 @@ moved."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from struct import Struct
+
+from xxhash import xxh3_64_intdigest
 
 from moonpool.kvstore.blocks.keys import KEY_NBYTES, BlockKey
 from moonpool.protos import store_pb2
@@ -24,6 +26,13 @@ _CHUNK = Struct("<16sQQ")
 
 def is_small(info: store_pb2.ObjectInfo) -> bool:
     return info.nbytes <= SMALL_NBYTES
+
+
+def folded(digest: int, checksums: Iterable[int]) -> int:
+    """Continue the checksum of an object, 0 at first, with those of its next chunks."""
+    for value in checksums:
+        digest = xxh3_64_intdigest(digest.to_bytes(8, "little") + value.to_bytes(8, "little"))
+    return digest
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,10 @@ async def copy_object(
             await objects.commit(put_id, checksums)
             nbytes += sum(span.nbytes for span in here)
             first += len(offsets)
+        copied = objects.table.find(owner, info.storage)
+        if copied is not None and copied.info.checksum != opened.info.checksum:
+            objects.table.drop(copied)
+            raise PutBroken(f"the copy on store node {source.node_id} has other bytes than it says")
         return nbytes + len(data)
     except BaseException:
         objects.abort(put_id)

@@ -8,7 +8,7 @@ from random import Random
 
 from moonpool.kvstore.objects import metrics
 from moonpool.kvstore.objects.catalog import Catalogue
-from moonpool.kvstore.objects.chunks import SMALL_NBYTES, is_small
+from moonpool.kvstore.objects.chunks import SMALL_NBYTES, folded, is_small
 from moonpool.kvstore.objects.errors import (
     BadRequest,
     OverQuota,
@@ -100,6 +100,7 @@ class ObjectShelf:
         Raises ``StoreFull``, ``OverQuota``, ``BadRequest``; nothing is reserved then.
         """
         record = store_pb2.StoredObject(info=info, owner=owner, chunk_nbytes=self.chunk_nbytes)
+        record.info.checksum = 0
         put = Put(self._store, record)
         if self._is_here(record):
             return 0, put
@@ -141,6 +142,7 @@ class ObjectShelf:
             put = self._put(put_id)
             put.writable = None
         put.commit(checksums)
+        put.record.info.checksum = folded(put.record.info.checksum, checksums)
         if put.grant is not None:
             self._store.grants.change(put.grant, ())
         try:
@@ -196,6 +198,7 @@ class ObjectShelf:
         if self._quotas.small_nbytes + len(data) > self._small_capacity:
             raise StoreFull(self._node_id, len(data), self._small_capacity)
         record.data, record.tail_checksum = data, checksum(data)
+        record.info.checksum = folded(0, [record.tail_checksum])
         self._add(record)
 
     def _add(self, record: store_pb2.StoredObject) -> None:

@@ -98,6 +98,8 @@ class RecordKeeper:
             (record,) = await self.records.read([name])
             if record is None or record.storage != stored.info.storage:
                 break
+            if record.body.info.checksum != stored.info.checksum:
+                raise PutBroken(f"{stored.info.name!r} has other bytes than its record says")
             places = list(record.body.places)
             if self._node_id in places:
                 self._shelf.name(stored, record.body)
@@ -133,6 +135,12 @@ class RecordKeeper:
             and record.storage == stored.info.storage
             and self._node_id in record.body.places
         ):
+            if stored.info.checksum != record.body.info.checksum:
+                log.error("object %r has other bytes than its record says and was dropped", stored.info.name)
+                # The record names this node, whether or not these bytes ever had a record here.
+                table.drop(stored)
+                self.missing((stored.owner, stored.info.key), stored.info.storage)
+                return
             self._shelf.name(stored, record.body)
         elif was_named or (not stored.HasField("record") and self._shelf.age_s(stored) > _ORPHAN_S):
             # Replaced, removed, expired, or moved to another node; or never published.

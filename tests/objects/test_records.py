@@ -16,6 +16,8 @@ from moonpool.kvstore.client import StoreClient
 from moonpool.kvstore.client.errors import BadObject, NoRecords, OutcomeUnknown, PutFailed, StoreClientError
 from moonpool.kvstore.errors import IndexUnavailable
 from moonpool.kvstore.index.redis.client import connect
+from moonpool.kvstore.index.redis.kv_index import KVIndex
+from moonpool.kvstore.objects.records import Records
 from tests.kvstore.redis_servers import until
 from tests.store_node.conftest import StoreCluster, running
 
@@ -208,3 +210,20 @@ async def test_an_emptied_redis_is_told_again_what_the_disks_have(
         assert (await store.get("x") == SMALL).all()
         assert (await store.get("y") == LARGE).all()
         assert await store.get("removed") is None
+
+
+async def test_a_copy_with_other_bytes_than_the_record_says_is_dropped(cluster: StoreCluster) -> None:
+    await asyncio.gather(cluster.start("a"), cluster.start("b"))
+    async with cluster.client() as store:
+        await store.put("x", LARGE, copies=2)
+        redis = connect(cluster.url)
+        index = KVIndex(redis)
+        records = Records(index, restoring_s=1.0)
+        owner, key = store.tenant.owner, store.tenant.key("x")
+        (record,) = await records.read([(owner, key)])
+        assert record is not None
+        assert record.body.info.checksum
+        record.body.info.checksum += 1
+        assert await records.swap(record, record.body.places)
+        await until(lambda: is_gone(store, "x"))
+        await redis.aclose()
