@@ -39,11 +39,14 @@ def config_of(*, port: int = 0) -> Config:
 @pytest.fixture(autouse=True)
 async def leaves_nothing() -> AsyncIterator[None]:
     """Neither tasks nor threads of a node outlive it, except those of pools of threads that are shared."""
-    tasks = asyncio.all_tasks()
+    tasks, threads = asyncio.all_tasks(), set(threading.enumerate())
     yield
     assert not [task for task in asyncio.all_tasks() - tasks if task is not asyncio.current_task()]
-    names = {thread.name.rpartition("_")[0] or thread.name for thread in threading.enumerate()}
-    assert not names & {"health", "moonpool-step", "moonpool-blocks"}
+    for thread in set(threading.enumerate()) - threads:
+        if (thread.name.rpartition("_")[0] or thread.name) in ("health", "moonpool-step", "moonpool-blocks"):
+            # It was told to end, and may still be about it.
+            await asyncio.to_thread(thread.join, 30)
+            assert not thread.is_alive(), thread.name
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(None)
     for number in (signal.SIGTERM, signal.SIGINT):

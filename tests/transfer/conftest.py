@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -18,6 +19,7 @@ from moonpool.runtime.config.options import TransferOptions
 from moonpool.transfer import AgentDescriptor, TransferAgent
 from moonpool.transfer.native.compiled_copy import compiled_copy
 from tests.forked import PipedProcess, start_module
+from tests.processes import stop
 from tests.transfer.cables import Cabled, obstacle
 
 if TYPE_CHECKING:
@@ -65,7 +67,10 @@ class RemotePeer:
         return json.loads(self.process.stdout.readline())  # type: ignore[no-any-return]
 
     def signal(self, number: int) -> None:
-        self.process.send_signal(number)
+        if number == signal.SIGSTOP:
+            stop(self.process.pid)
+        else:
+            self.process.send_signal(number)
 
     def kill(self) -> None:
         """As kill -9; returns when it is gone."""

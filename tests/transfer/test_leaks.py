@@ -32,6 +32,7 @@ from moonpool.transfer import (
 from moonpool.transfer.copying.peer_memory import LIFELINE_ID
 from moonpool.transfer.paths.ucx.endpoint import Endpoint
 from moonpool.transfer.paths.ucx.rma_path import unpack_worker_address
+from tests.processes import stop
 from tests.transfer.conftest import StartPeer
 from tests.transfer.faults import Proxy, again, choose, outcome, settled, start_here
 from tests.transfer.peer_process import listen_at
@@ -153,7 +154,10 @@ class BriefPeer:
 
     def signal(self, number: int) -> None:
         assert self.process.pid is not None
-        os.kill(self.process.pid, number)
+        if number == signal.SIGSTOP:
+            stop(self.process.pid)
+        else:
+            os.kill(self.process.pid, number)
 
     def kill(self) -> None:
         """Idempotent."""
