@@ -118,9 +118,10 @@ class Report:
 
 
 def versus(row: Row, peer: str, peer_value: float) -> Row:
-    """``row`` with a peer's figure of the same measurement beside it, and their ratio."""
+    """``row`` with a peer's figure of the same measurement beside it, and their ratio, unless that is 0."""
     values = {field.name: getattr(row, field.name) for field in fields(Row)}
-    return Row(**{**values, "peer": peer, "peer_value": peer_value, "ratio": row.value / peer_value})
+    ratio = row.value / peer_value if peer_value else None
+    return Row(**{**values, "peer": peer, "peer_value": peer_value, "ratio": ratio})
 
 
 def measure_environment(

@@ -45,6 +45,14 @@ def test_committed_results_name_their_command_and_commit() -> None:
         assert re.fullmatch("[0-9a-f]{7,40}", environment.commit), f"{file.name}: uncommitted changes"
 
 
+def test_a_peers_figure_of_0_has_no_ratio(tmp_path: Path) -> None:
+    # Tokens that a busy client read in one piece have no time between them.
+    row = report.versus(Row("case", "TPOT", 5.8, "ms"), "A", 0.0)
+    assert (row.peer_value, row.ratio) == (0.0, None)
+    report.write(Report(ENVIRONMENT, [row]), tmp_path / "report.json")
+    assert report.read(tmp_path / "report.json").rows == [row]
+
+
 def test_written_report_is_read_back(tmp_path: Path) -> None:
     written = Report(ENVIRONMENT, [FULL, Row("case", "ttft", 0.01, "s")])
     report.write(written, tmp_path / "report.json")
