@@ -55,11 +55,10 @@ def shape_directory(name: str) -> Path:
         scratch = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=target.parent))
         try:
             write_checkpoint(scratch, words)
-            scratch.rename(target)
-        except BaseException:
-            shutil.rmtree(scratch)
             if not target.exists():  # else another process was faster
-                raise
+                scratch.rename(target)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
     return target
 
 
