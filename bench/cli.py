@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 
 _NAMES = (
-    *("chaos", "conductor", "engine", "eviction", "index", "kernels", "parallel", "serve", "simulate"),
-    *("store", "transfer"),
+    *("chaos", "conductor", "elastic", "engine", "eviction", "index", "kernels", "parallel", "serve"),
+    *("simulate", "store", "transfer", "vllm"),
 )
 _FOLDERS = {"simulate": "simulation"}
 

@@ -10,10 +10,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from moonpool.conductor.admission.tenants import Tenants
+from moonpool.conductor.access.gate import Gate
 from moonpool.conductor.api.context import ApiContext
 from moonpool.conductor.api.sampling_defaults import SamplingDefaults
 from moonpool.conductor.core import Conductor
+from moonpool.conductor.fleet.providers.choice import provider_of
 from moonpool.conductor.fleet.served_model import ServedModel
 from moonpool.conductor.observing.request_metrics import RequestMetrics
 from moonpool.conductor.observing.slo import Slo
@@ -42,13 +43,19 @@ async def main(config: Config, service: ServiceContext) -> None:
         max_model_len=config.model.max_model_len,
     )
     conductor = Conductor(
-        model, config.conductor, config.index, peer_host=config.node.host, peer_port=config.node.port
+        model,
+        config.conductor,
+        config.index,
+        peer_host=config.node.host,
+        peer_port=config.node.port,
+        provider=provider_of(config.fleet),
+        planner=config.planner,
     )
     server = ApiServer(await asyncio.to_thread(make_context, config, path, conductor))
     # Listen first: a port in use is a common error, and nothing needs undoing then.
     await server.start()
     try:
-        url = f"http://{_reachable(config.conductor.host)}:{server.port}"
+        url = f"{server.scheme}://{_reachable(config.conductor.host)}:{server.port}"
         conductor.describe(url=url, version=own_version(), options=agreement_of(config))
         await conductor.start()
         service.ready(url=url, metrics_url=f"{url}/metrics", model=model.name)
@@ -81,7 +88,7 @@ def make_context(config: Config, path: Path, conductor: Conductor) -> ApiContext
         metrics=RequestMetrics(conductor.model.name, slo=Slo.of(config.conductor)),
         options=config.conductor,
         log_options=config.log,
-        tenants=Tenants.load(config.conductor.tenants_path),
+        gate=Gate.load(config.conductor.tenants_path),
         about=_about(config),
     )
 

@@ -21,10 +21,14 @@ from moonpool.conductor.admission.usage import Usage
 from moonpool.conductor.coordination.arbitration import Arbitration
 from moonpool.conductor.coordination.other_conductors import OtherConductors
 from moonpool.conductor.costs.model import CostModel
-from moonpool.conductor.fleet.node_status import node_status
+from moonpool.conductor.fleet.administration import FleetAdmin
+from moonpool.conductor.fleet.node_status import node_status, warnings_of
+from moonpool.conductor.fleet.providers.provider import Provider
 from moonpool.conductor.fleet.registry import NodeRegistry
 from moonpool.conductor.fleet.served_model import ServedModel
+from moonpool.conductor.migration.migrator import Migrator
 from moonpool.conductor.observing.activity import Activity
+from moonpool.conductor.observing.demand import ClusterDemand
 from moonpool.conductor.observing.prefix_outcomes import PrefixWatch
 from moonpool.conductor.observing.replica_groups import grouped, missing_replicas
 from moonpool.conductor.observing.request_metrics import ClusterCounts
@@ -32,16 +36,21 @@ from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.observing.timeline import RequestTimeline, TimelineRing
 from moonpool.conductor.observing.transfer_paths import paths_of
 from moonpool.conductor.placing.policies import POLICIES
+from moonpool.conductor.planning.lease import PlannerLease
+from moonpool.conductor.planning.planner import ACT, PERIOD_S, Planner, rules_of
 from moonpool.conductor.replication.copier import Replicator
 from moonpool.conductor.request import GenerateRequest, TokenEvent
 from moonpool.conductor.requests.dependencies import RequestDependencies
 from moonpool.conductor.requests.lifecycle import RequestRun
+from moonpool.conductor.requests.migration import Migrated
 from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.blocks.layout import KVLayout
 from moonpool.kvstore.index.redis.changes import encode
 from moonpool.kvstore.index.redis.client import connect
 from moonpool.kvstore.index.redis.kv_index import KVIndex
-from moonpool.runtime.config.options import ConductorOptions, IndexOptions
+from moonpool.runtime.config.options import ConductorOptions, IndexOptions, PlannerOptions
 from moonpool.runtime.errors import ConfigError
+from moonpool.runtime.security import posture, process
 
 log = logging.getLogger(__name__)
 
@@ -69,11 +78,15 @@ class Conductor:
         *,
         peer_host: str = "127.0.0.1",
         peer_port: int = 0,
+        provider: Provider | None = None,
+        planner: PlannerOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
         """``clock`` must run with the event loop's time. Other conductors connect to ``peer_host`` and
-        ``peer_port`` (0: a free one). Raises ``ConfigError`` without a Redis URL.
+        ``peer_port`` (0: a free one). ``provider``: starts and stops nodes; closed here.
+
+        Raises ``ConfigError`` without a Redis URL.
         """
         if not index.redis_url:
             raise ConfigError("index.redis_url is empty: say where the index is", "index.redis_url")
@@ -91,16 +104,41 @@ class Conductor:
             cost_model,
             activity,
             conductor_id=conductor_id,
+            engine_key=options.engine_key,
             clock=clock,
             rng=rng,
         )
         admission, fair_share = Admission(options.max_requests, clock), FairShare()
         usage = Usage(admission, fair_share, clock)
+        demand = ClusterDemand(activity.demand)
         arbitration = Arbitration(
-            registry, usage, conductor_id, lease_ttl_s=index.lease_ttl_s, host=peer_host, port=peer_port
+            registry,
+            usage,
+            demand,
+            conductor_id,
+            lease_ttl_s=index.lease_ttl_s,
+            host=peer_host,
+            port=peer_port,
         )
         self._other_conductors = OtherConductors(
             kv_index, conductor_id, arbitration.peers.meet, lease_ttl_s=index.lease_ttl_s
+        )
+        planner = planner or PlannerOptions()
+        self.fleet = FleetAdmin(
+            registry, provider, model.name, clock, activity.event, planned=planner.mode == ACT
+        )
+        self._planner = Planner(
+            registry,
+            self.fleet,
+            PlannerLease(kv_index, conductor_id, ttl_s=index.lease_ttl_s, clock=clock),
+            lambda: demand.total,
+            mode=planner.mode,
+            rules=rules_of(planner),
+            slo=Slo.of(options),
+            clock=clock,
+            on_decision=activity.event,
+            # Renewed before it ends: each lapse is a new epoch.
+            period_s=min(PERIOD_S, index.lease_ttl_s / 3),
         )
         self.describe(model=model.name, block_size=model.block_size, policy=options.policy)
         self._deps = RequestDependencies(
@@ -134,6 +172,13 @@ class Conductor:
             clock=clock,
             rng=rng,
         )
+        self._migrator = Migrator(
+            registry,
+            self._deps.runs,
+            causes=options.migrate,
+            block_size=model.block_size,
+            clock=clock,
+        )
 
     def describe(self, **facts: object) -> None:
         """Add facts about this conductor for others and for ``/v1/cluster``. Call before ``start``."""
@@ -152,6 +197,8 @@ class Conductor:
         await peers.start()
         self.describe(peer_address=peers.address)
         self._deps.replicator.start()
+        self._planner.start()
+        self._migrator.start()
         self._other_conductors.start()
 
     async def close(self) -> None:
@@ -159,6 +206,9 @@ class Conductor:
         self._deps.admission.close()
         # The consumers of the streams must run once, so that nodes are told.
         await self._deps.admission.emptied(_CLOSE_WAIT_S)
+        await self._migrator.close()
+        await self._planner.close()
+        await self.fleet.close()
         await self._other_conductors.close()
         await self._deps.arbitration.peers.close()
         await self._deps.replicator.close()
@@ -179,6 +229,14 @@ class Conductor:
                 before are valid.
         """
         return RequestRun(request, self._deps).events()
+
+    async def migrate(self, request_id: str, target: str = "", cause: str = "asked") -> Migrated:
+        """Move a running request to the decode node ``target``; empty: to the one that suits it best.
+
+        Its stream goes on without a gap or a repetition. Raises ``MigrationFailed``: it goes on where it
+        was, or has ended.
+        """
+        return await self._migrator.migrate(request_id, target, cause)
 
     def timeline(self, request_id: str) -> RequestTimeline | None:
         """The timeline of a request, while it runs and for some time after; None: unknown."""
@@ -211,21 +269,27 @@ class Conductor:
         return {
             "conductor_id": self._deps.conductor_id,
             "model": self.model.name,
-            "dtype": layout.dtype if layout else None,
+            "dtype": layout.dtype if isinstance(layout, KVLayout) else None,
             "block_size": self.model.block_size,
             "block_nbytes": layout.block_nbytes if layout else None,
             "nodes": grouped(nodes),
             "index": {"connected": mirror.connected, "lag_s": mirror.lag_s, "num_blocks": mirror.num_blocks},
             "degraded": self.ready()[1],
+            "warnings": posture.warnings(process.current()),
             "num_other_conductors": self._deps.arbitration.peers.num_live,
             "facts": self._other_conductors.facts,
             "conductors": {name: dict(facts) for name, facts in self._other_conductors.others.items()},
             "prefixes": self._deps.prefixes.to_dict(),
             "num_requests": self._deps.admission.num_requests,
+            "migrations": [asdict(move) for move in self._migrator.in_flight],
             "prediction_errors": {
                 name: errors.to_dict() for name, errors in self._deps.cost_model.errors.items()
             },
         }
+
+    def planner(self) -> dict[str, Any]:
+        """What the planner of this conductor saw and decided last: plain JSON types."""
+        return self._planner.status
 
     def counts(self) -> ClusterCounts:
         """Counts for metrics. Each replica counts as a node."""
@@ -248,7 +312,15 @@ class Conductor:
             "prefixes": self._deps.replicator.hottest(_PREFIXES_SHOWN),
             "paths": paths_of(member.record for member in members),
             "predictions": {name: errors.latest() for name, errors in self._deps.cost_model.errors.items()},
+            "planner": self._planner.status,
             "slo": {name: None if math.isinf(limit_s) else limit_s for name, limit_s in slo},
+        }
+
+    def tenant_activity(self, tenant: str) -> dict[str, Any]:
+        """One tenant's own counts: prompt tokens by source of their KV, and its prefixes' outcomes."""
+        return {
+            "tokens": dict(self._deps.activity.tenants.get(tenant, {})),
+            "outcomes": self._deps.prefixes.of_tenant(tenant),
         }
 
     def ready(self) -> tuple[bool, list[str]]:
@@ -275,6 +347,8 @@ class Conductor:
                 degraded.append(f"node {node_id} at {member.client.address} cannot be reached")
             elif not member.healthy:
                 degraded.append(f"node {node_id} is unhealthy: {'; '.join(member.record.reasons)}")
+            degraded += (f"node {node_id}: {warning}" for warning in warnings_of(member.record))
+        degraded += posture.warnings(process.current())
         for missing in missing_replicas(member.record for member in registry.members.values()):
             degraded.append(f"node {missing.node_id} has {missing.present} of its {missing.count} replicas")
         return serves, degraded

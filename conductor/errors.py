@@ -95,3 +95,13 @@ class RequestEndsLives(ConductorError):
             f"the request is refused: {len(ended)} nodes lost a rank or their device in a step with it "
             f"({'; '.join(ended)})"
         )
+
+
+class MigrationFailed(ConductorError):
+    """A running request did not move. It goes on where it was, or has ended."""
+
+    code = "FAILED_PRECONDITION"
+
+    def __init__(self, request_id: str, target: str, reason: str) -> None:
+        super().__init__(f"request {request_id} was not moved to {target or 'another node'}: {reason}")
+        self.reason = reason

@@ -83,5 +83,6 @@ class TokenEvent:
     token_id: int
     logprobs: TokenLogprobs | None = None
     finish_reason: str | None = None
-    num_cached_tokens: int = 0  # on the first event: cached prompt tokens
+    # Cached prompt tokens: on the first event, or on the last one where an engine tells only then.
+    num_cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # on the first: of token 1 … n-1

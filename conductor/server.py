@@ -10,15 +10,24 @@ import re
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from moonpool.conductor.access import sign_in
+from moonpool.conductor.access.gate import PRINCIPAL
+from moonpool.conductor.api import fleet_routes as fleet
 from moonpool.conductor.api import status_routes as pages
 from moonpool.conductor.api.context import CONTEXT, ApiContext
-from moonpool.conductor.api.errors import as_api_error
+from moonpool.conductor.api.errors import ApiError, as_api_error
 from moonpool.conductor.api.exchange import REQUEST_ID, REQUEST_ID_HEADER, chat_completions, completions
 from moonpool.conductor.api.openapi import openapi
 from moonpool.conductor.dashboard import routes as dashboard_routes
 from moonpool.conductor.dashboard.benchmark_results import BenchResults
 from moonpool.conductor.dashboard.routes import LiveFeed
+from moonpool.runtime.config.options import ConductorOptions
 from moonpool.runtime.errors import PortInUse
+from moonpool.runtime.network.http_connections import BoundedRunner
+from moonpool.runtime.observing import audit
+from moonpool.runtime.security import process
+from moonpool.runtime.security.https import HttpsServer
+from moonpool.runtime.security.posture import check_listening
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +35,10 @@ _CLIENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 def create_app(context: ApiContext) -> web.Application:
-    """All routes. Needs ``handler_cancellation``: closing a connection must cancel its request."""
+    """All routes; each has its entry in ``access.roles``.
+
+    Needs ``handler_cancellation``: closing a connection must cancel its request.
+    """
     app = web.Application(middlewares=[_boundary], client_max_size=context.options.max_body_nbytes)
     app[CONTEXT] = context
     app[dashboard_routes.FEED] = LiveFeed(context)
@@ -39,6 +51,9 @@ def create_app(context: ApiContext) -> web.Application:
             web.get("/v1/models", pages.models),
             web.get("/v1/models/{name:.+}", pages.model),
             web.get("/v1/cluster", pages.cluster),
+            web.get("/v1/fleet", fleet.listed),
+            web.post("/v1/fleet/scale/{role}/{count}", fleet.scale),
+            web.post("/v1/fleet/drain/{node}", fleet.drain),
             web.get("/v1/about", pages.about),
             web.get("/v1/benchmarks", dashboard_routes.benchmarks),
             web.get("/v1/benchmarks/{name}", dashboard_routes.benchmark),
@@ -47,6 +62,11 @@ def create_app(context: ApiContext) -> web.Application:
             web.get("/v1/live", dashboard_routes.live),
             web.get("/v1/requests", pages.requests),
             web.get("/v1/requests/{id}/timeline", pages.timeline),
+            web.post("/v1/requests/{id}/migrate", pages.migrate),
+            web.get("/v1/session", sign_in.session),
+            web.get("/sign-in", sign_in.page),
+            web.post("/sign-in", sign_in.sign_in),
+            web.post("/sign-out", sign_in.sign_out),
             web.get("/openapi.json", openapi),
             web.get("/healthz", pages.healthz),
             web.get("/readyz", pages.readyz),
@@ -60,23 +80,43 @@ def create_app(context: ApiContext) -> web.Application:
 
 @web.middleware
 async def _boundary(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Assign the request id, turn errors into answers, count answers."""
+    """Assign the request id, ask the gate, turn errors into answers, count answers."""
     http, context = request, request.app[CONTEXT]
     offered = http.headers.get(REQUEST_ID_HEADER, "")
     http[REQUEST_ID] = offered if _CLIENT_ID.fullmatch(offered) else context.new_id()
     status = 499  # the client closed the connection before the answer
     try:
         try:
+            context.gate.admit(http)
             response = await handler(http)
         except Exception as error:
-            response = as_api_error(error).response()
+            refusal = as_api_error(error)
+            response = refusal.response()
+            if refusal.status in (401, 403):
+                _refused(http, refusal)
         status = response.status
         return response
     finally:
+        if context.gate.is_administrative(http) and status not in (401, 403):
+            outcome = "ok" if status == 200 else str(status)
+            audit.administrative(
+                f"{http.method} {http.path}", outcome, who=str(http[PRINCIPAL]), origin=http.remote or ""
+            )
         resource = http.match_info.route.resource
         route = resource.canonical if resource is not None else "other"
         method = http.method if http.method in ("GET", "HEAD", "POST") else "other"
         context.metrics.http.labels(route, method, str(status)).inc()
+
+
+def _refused(http: web.Request, refusal: ApiError) -> None:
+    audit.refused(
+        f"{http.method} {http.path}",
+        str(refusal),
+        who=str(http[PRINCIPAL]),
+        origin=http.remote or "",
+        kind=refusal.error_code or str(refusal.status),
+        request_id=http[REQUEST_ID],
+    )
 
 
 async def _prepare(http: web.Request, response: web.StreamResponse) -> None:
@@ -88,23 +128,41 @@ async def _prepare(http: web.Request, response: web.StreamResponse) -> None:
         response.force_close()
 
 
+def https_of(options: ConductorOptions, security: process.Security) -> HttpsServer | None:
+    """The certificate of the API. None: plain HTTP. Raises ``ConfigError``."""
+    if options.cert:
+        https = HttpsServer(options.cert, options.key)
+        security.watch("conductor.cert", lambda: https.certificate)
+        return https
+    ours = security.options
+    return HttpsServer(ours.cert, ours.key) if ours.cert else None
+
+
 class ApiServer:
     """Serves the application from ``start`` to ``close``."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
         # Handlers are cancelled when their connection closes; ``drain`` waits for them.
-        self._runner = web.AppRunner(
+        self._runner = BoundedRunner(
             create_app(context), handler_cancellation=True, access_log=None, shutdown_timeout=0.1
         )
         self._site: web.TCPSite | None = None
+        self.scheme = "http"
         self.port = 0
 
     async def start(self) -> None:
-        """Listen. Raises ``PortInUse``; nothing is open then."""
+        """Listen. Raises ``PortInUse``, ``ConfigError``; nothing is open then."""
         host, port = self._context.options.host, self._context.options.port
+        security = process.current()
+        check_listening(security, host, "conductor.host")
+        https = https_of(self._context.options, security)
+        if https is not None:
+            self.scheme = "https"
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port, backlog=1024)
+        site = web.TCPSite(
+            self._runner, host, port, backlog=1024, ssl_context=https.context if https is not None else None
+        )
         try:
             await site.start()
         except OSError as error:

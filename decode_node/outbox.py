@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from moonpool.protos import node_pb2
+from moonpool.runtime import rpc
+from moonpool.runtime.errors import MoonpoolError
 
 # A message costs either event loop about 0.1 ms, a third of a small model's step. Steps within this interval
 # use one message.
 INTERVAL_S = 0.003
+MAX_UNREAD_NBYTES = 16 << 20
+"""Of messages that wait for one conductor: minutes of tokens, seconds of tokens with all logprobs."""
 
 
 class Outbox:
@@ -26,19 +31,25 @@ class Outbox:
         self._messages: deque[node_pb2.StepTokens] = deque()
         self._unsent: list[node_pb2.TokenOut] = []  # tokens for the next message
         self._num_unsent_steps = 0
+        self._mixed = False  # whether one of these computed a part of a prompt
         self._due_s = 0.0  # by the loop's clock: earliest time of the next step's message
         self._timer: asyncio.TimerHandle | None = None
         self._news = asyncio.Event()
         self._reader = 0  # number of the current stream; older ones end
-        self._unread_since_s: float | None = clock()
+        self._reading: asyncio.Task[Any] | None = None  # sends the current stream
+        self._unread_since_s = clock()
+        self.unread_nbytes = 0
 
-    def put_step(self, tokens: list[node_pb2.TokenOut]) -> None:
+    def put_step(
+        self, tokens: list[node_pb2.TokenOut], *, mixed: bool = False, at_once: bool = False
+    ) -> None:
         """Send a step's tokens, at most ``INTERVAL_S`` later together with following steps. A token that
         ends a request is sent at once."""
         self._unsent += tokens
         self._num_unsent_steps += 1
+        self._mixed |= mixed
         ends = any(token.finish_reason for token in tokens)
-        if ends or self._loop.time() >= self._due_s:
+        if ends or at_once or self._loop.time() >= self._due_s:
             self._send()
         elif self._timer is None:
             self._timer = self._loop.call_at(self._due_s, self._send)
@@ -55,29 +66,50 @@ class Outbox:
             self._timer = None
         if self._num_unsent_steps:
             self._due_s = self._loop.time() + INTERVAL_S
-        message = node_pb2.StepTokens(tokens=self._unsent, num_steps=self._num_unsent_steps)
+        message = node_pb2.StepTokens(
+            tokens=self._unsent, num_steps=self._num_unsent_steps, mixed=self._mixed
+        )
         self._describe_load(message)
-        self._unsent, self._num_unsent_steps = [], 0
+        self._unsent, self._num_unsent_steps, self._mixed = [], 0, False
+        if not self._messages and self._reading is not None:
+            self._unread_since_s = self._clock()
         self._messages.append(message)
+        self.unread_nbytes += message.ByteSize()
         self._news.set()
 
     @property
     def unread_s(self) -> float:
-        """Seconds without an open stream; 0 with one."""
-        return 0.0 if self._unread_since_s is None else self._clock() - self._unread_since_s
+        """Seconds since the conductor took a message or its stream ended; 0 where a stream has read all."""
+        if self._reading is not None and not self._messages:
+            return 0.0
+        return self._clock() - self._unread_since_s
 
     async def messages(self) -> AsyncIterator[node_pb2.StepTokens]:
         """Yield messages for ever, beginning with the unread ones. A new reader ends the one before."""
         self._reader += 1
         me = self._reader
-        self._unread_since_s = None
+        self._reading = asyncio.current_task()
+        self._unread_since_s = self._clock()
         self._news.set()
         try:
             while me == self._reader:
                 while self._messages and me == self._reader:
-                    yield self._messages.popleft()
+                    message = self._messages.popleft()
+                    self.unread_nbytes -= message.ByteSize()
+                    self._unread_since_s = self._clock()
+                    yield message
                 self._news.clear()
                 await self._news.wait()
         finally:
             if me == self._reader:
+                self._reading = None
                 self._unread_since_s = self._clock()
+
+    def end(self, error: MoonpoolError) -> None:
+        """Drop the unread messages, and end the stream with ``error``."""
+        self._messages.clear()
+        self.unread_nbytes = 0
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._reading is not None:
+            rpc.end_stream(self._reading, error)

@@ -19,7 +19,6 @@ from moonpool.engine.batching.scheduler import Scheduler
 from moonpool.engine.batching.sequence import FinishReason, Sequence, State
 from moonpool.engine.batching.step_plan import StepEvent
 from moonpool.engine.checkpoint.config import ModelConfig
-from moonpool.engine.checkpoint.fingerprint import fingerprint
 from moonpool.engine.collectives.exchange_clock import ExchangeClock
 from moonpool.engine.device.device import Device
 from moonpool.engine.device.threads import use_threads
@@ -81,7 +80,7 @@ class Engine:
         exist.
         """
         self.setup = setup = EngineSetup.choose(model, options, model_options or ModelOptions(), device)
-        self.config, self.options, self.device = setup.config, options, setup.device
+        self.config, self.options, self.device = setup.config, setup.options, setup.device
         self.dtype, self.plan = setup.dtype, setup.plan
         self.layout = setup.whole_layout
         self.shards = self.plan.shards(self.config)
@@ -90,7 +89,7 @@ class Engine:
         self._keep_ranks = ranks is not None
         self._hosts = hosts
         self._separate_pools = separate_pools
-        self.model_fingerprint = fingerprint(self.config.path)
+        self.model_fingerprint = self.config.fingerprint()
         self.on_step: Callable[[list[StepEvent]], None] | None = None
         self._on_full: Callable[[Sequence, int], None] | None = None
         self._pool_memory = pool_memory
@@ -114,6 +113,7 @@ class Engine:
             max_batch_size=options.max_batch_size,
             max_batch_tokens=options.max_batch_tokens,
             max_len=self.max_model_len,
+            window=self.config.widest_window,
         )
         self._scheduler.on_full = self._on_full
 
@@ -158,8 +158,10 @@ class Engine:
         runner.forget_expert_load()
         if self.ranks is not None:
             await self.ranks.forget_expert_load()
+            self.ranks.serve()
         if self._num_blocks is None:
             self._create_pool(runner.num_blocks)
+        self._scheduler.timely_tokens = costs.timely_tokens
         self._loop = StepLoop(
             self._scheduler, self._reservations, runner, costs, self._worker, self._clock, self._report_step
         )
@@ -169,7 +171,6 @@ class Engine:
 
     async def _open_group(self, progress: Progress) -> ModelRunner:
         """Load all ranks' parts at once: ours here, the others in their processes."""
-        assert self._num_blocks is not None
         parallel = self.options.parallel
         assignment = self.setup.assignment(self._num_blocks)
         if self.ranks is None:
@@ -307,12 +308,43 @@ class Engine:
             loop.wake()
         return True
 
+    def withdraw(self, sequence: Sequence) -> bool:
+        """Take a decoding sequence out of the batch, with its blocks, for ``resume`` or ``release``.
+
+        Return True if it is done. False: its step runs; once it has ended, ``on_step`` reports the sequence
+        as KEPT_FOR_TRANSFER, or finished. The state of any other sequence is unchanged, with False.
+        """
+        loop = self._loop
+        if loop is None or sequence.state is not State.DECODING or sequence.cancelled:
+            return False
+        if loop.is_stepping(sequence):
+            sequence.withdrawn = True
+            return False
+        self._scheduler.withdraw(sequence)
+        return True
+
+    def resume(self, sequence: Sequence) -> None:
+        """Undo ``withdraw``: the sequence goes on where it was. Others, and ended ones, are unchanged."""
+        sequence.withdrawn = False
+        if sequence.state is State.KEPT_FOR_TRANSFER and self._loop is not None and not self._closed:
+            self._scheduler.add(sequence)
+            self._loop.wake()
+
     def release(self, sequence: Sequence) -> None:
-        """Release the blocks of a reserved or ``prefill_only`` sequence. Idempotent."""
+        """Release the blocks of a reserved, withdrawn or ``prefill_only`` sequence. Idempotent."""
         if sequence.state in (State.NEW, State.KEPT_FOR_TRANSFER):
             self._scheduler.release(sequence)
-            if self._loop is not None:
-                self._loop.sequences.pop(sequence.key, None)
+            if self._loop is not None and self._loop.sequences.get(sequence.key) is sequence:
+                del self._loop.sequences[sequence.key]
+
+    def take_prefilled(self, sequence: Sequence, prefilled: Sequence) -> None:
+        """Move the blocks of ``prefilled``, a ``prefill_only`` sequence that has its first token, to
+        ``sequence``, a new one of the same tokens without that token. Nothing is copied; ``prefilled`` ends.
+        """
+        assert sequence.state is State.NEW and not sequence.block_table
+        assert prefilled.state is State.KEPT_FOR_TRANSFER
+        sequence.take_blocks(prefilled)
+        self.release(prefilled)
 
     def reserve(self, sequence: Sequence) -> bool:
         """Allocate blocks for the sequence's tokens and one more, cached ones first, without queueing it.
@@ -334,6 +366,10 @@ class Engine:
         sequence.check(self.max_model_len, self.config.vocab_size)
         if not self.reserve(sequence):
             await self._reservations.wait(sequence)
+
+    def extend(self, sequence: Sequence) -> bool:
+        """Allocate blocks for tokens appended to a reserved sequence, as ``reserve`` does."""
+        return self._scheduler.extend(sequence)
 
     @contextmanager
     def expecting(self, sequence: Sequence) -> Iterator[None]:

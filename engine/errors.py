@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from moonpool.runtime.errors import MoonpoolError
@@ -18,6 +19,16 @@ class CheckpointError(EngineError):
         super().__init__(f"checkpoint {path}: {reason}")
         self.path = path
         self.reason = reason
+
+
+class RoleUnsupported(EngineError):
+    """The node cannot have this role. It has kept its own."""
+
+    code = "INVALID_ARGUMENT"
+
+    def __init__(self, node_id: str, role: str, stages: Sequence[str]) -> None:
+        super().__init__(f"node {node_id} cannot have the role {role!r}: it serves {' and '.join(stages)}")
+        self.role = role
 
 
 class UnsupportedModel(EngineError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy.typing as npt
 
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.device.device import Device
-from moonpool.engine.device.selection import choose_device, choose_dtype, page_dtype
+from moonpool.engine.device.selection import choose_device, choose_dtype, page_dtype, step_limits
 from moonpool.engine.errors import PoolTooSmall
 from moonpool.engine.execution.runner import ModelRunner
 from moonpool.engine.ranks.assignment import Assignment
@@ -20,6 +21,8 @@ from moonpool.kvstore.blocks.layout import KVLayout
 from moonpool.runtime.config.options import EngineOptions, ModelOptions
 from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.service.load_progress import Progress
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +47,16 @@ class EngineSetup:
         """
         config = model if isinstance(model, ModelConfig) else ModelConfig.from_checkpoint(model)
         device = choose_device(chosen.device) if device is None else device
+        limits = step_limits(device.memory())
+        options = options.within(limits)
+        log.info("steps on %s have %s, unless options say otherwise", device.torch, limits)
         max_len = min(chosen.max_model_len or config.max_position, config.max_position)
-        config = config.for_length(max_len)
-        if config.latent is not None and device.torch.type == "cuda":
+        config = config.for_length(max_len).with_weights(options.weights)
+        if config.moe is not None and config.weights is not None and device.torch.type == "cuda":
             raise ConfigError(
-                f"model.device: {config.family} attends over latents of {config.head_dim} elements, for "
-                "which there is no GPU kernel yet: set model.device to cpu",
-                "model.device",
+                f"engine.weights: mixtures of experts have no GPU kernel for weights in few bits "
+                f"({config.weights.name}) yet: set model.device to cpu or use plain weights",
+                "engine.weights",
             )
         return cls(
             config,
@@ -75,9 +81,9 @@ class EngineSetup:
         return [self.layout(shard) for shard in self.plan.shards(self.config)]
 
     def num_blocks(self, pool_memory: npt.NDArray[np.uint8] | None) -> int | None:
-        """Return the size of the pool. None: as many blocks as fit on the GPU beside the weights.
+        """Return the size of the pool. None: as many blocks as fit on each GPU beside the weights.
 
-        Raises PoolTooSmall, or ConfigError where several GPUs need ``engine.pool_nbytes``.
+        Raises PoolTooSmall.
         """
         options, layouts = self.options, self.rank_layouts
         nbytes, block_nbytes = options.pool_nbytes, sum(layout.block_nbytes for layout in layouts)
@@ -85,9 +91,6 @@ class EngineSetup:
             nbytes, block_nbytes = pool_memory.nbytes, layouts[0].block_nbytes
         elif self.device.memory() is None:
             nbytes = options.host_pool_nbytes
-        elif not nbytes and self.plan.world_size > 1:
-            # All ranks need the same number, and no rank knows the free memory of the others.
-            raise ConfigError("engine.pool_nbytes must be set where engine.parallel is", "engine.pool_nbytes")
         elif not nbytes:
             return None
         if nbytes < block_nbytes:
@@ -109,7 +112,7 @@ class EngineSetup:
             progress=progress,
         )
 
-    def assignment(self, num_blocks: int) -> Assignment:
+    def assignment(self, num_blocks: int | None) -> Assignment:
         """Return rank 0's assignment in a group of ranks. Raises ConfigError for an impossible link."""
         parallel, experts = self.options.parallel, self.plan.experts
         return Assignment(
@@ -121,7 +124,7 @@ class EngineSetup:
             options=self.options,
             model_len=self.max_len,
             num_blocks=num_blocks,
-            max_len=min(self.max_len, num_blocks * self.options.block_size),
+            max_len=min(self.max_len, num_blocks * self.options.block_size) if num_blocks else self.max_len,
             first_device=self.device.torch.index or 0,
             experts=asdict(experts) if experts is not None else None,
         )

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from moonpool.kernels.dispatch import (
         add_lora,
         argmax_rows,
+        checksum_spans,
         combine_experts,
         group_by_expert,
         group_rows,
@@ -28,20 +29,28 @@ if TYPE_CHECKING:
         write_kv,
     )
     from moonpool.kernels.packed import PackedExperts, PackedLinear
+    from moonpool.kernels.quantised import Linear, QuantisedExperts, QuantisedLinear, linear_of
+    from moonpool.kernels.reference.quantised import QuantisedWeight
     from moonpool.kernels.report import backend_report
     from moonpool.kernels.threads import get_num_threads, set_num_threads
 
 __all__ = [
+    "Linear",
     "PackedExperts",
     "PackedLinear",
+    "QuantisedExperts",
+    "QuantisedLinear",
+    "QuantisedWeight",
     "add_lora",
     "argmax_rows",
     "backend_report",
+    "checksum_spans",
     "combine_experts",
     "get_num_threads",
     "group_by_expert",
     "group_rows",
     "grouped_matmul",
+    "linear_of",
     "merge_attention_states",
     "paged_decode_attention",
     "paged_prefill_attention",
@@ -54,10 +63,15 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
+    "Linear": "moonpool.kernels.quantised",
     "PackedExperts": "moonpool.kernels.packed",
     "PackedLinear": "moonpool.kernels.packed",
+    "QuantisedExperts": "moonpool.kernels.quantised",
+    "QuantisedLinear": "moonpool.kernels.quantised",
+    "QuantisedWeight": "moonpool.kernels.reference.quantised",
     "backend_report": "moonpool.kernels.report",
     "get_num_threads": "moonpool.kernels.threads",
+    "linear_of": "moonpool.kernels.quantised",
     "set_num_threads": "moonpool.kernels.threads",
 }
 

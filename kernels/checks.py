@@ -35,6 +35,7 @@ _TENSORS = {
         "scales": "float32 [adapters]",
     },
     "argmax_rows": {"logits": "strided [n, vocab]"},
+    "checksum_spans": {"memory": "[n]", "offsets": "int64 [k]", "nbytes": "int64 [k]"},
     "combine_experts": {
         "weights": "float32 [n, k]",
         "order": "int64 [n * k]",
@@ -65,6 +66,12 @@ _TENSORS = {
         "q_positions": "int32 [batch]",
         "out": "[num_tokens, num_heads, head_dim]",
         "lse": "float32 [num_tokens, num_heads]",
+    },
+    "quantised_matmul": {
+        "x": "strided [n, in]",
+        "codes": "uint8 [out, row]",
+        "scales": "float32 [out, groups]",
+        "zeros": "int16 [out, groups]",
     },
     "rms_norm": {"x": "[n, hidden]", "weight": "[hidden]", "residual": "[n, hidden]"},
     "rotate_and_write": {
@@ -155,7 +162,7 @@ def _known_sizes(a: Arguments) -> dict[str, int]:
         sizes["(num_heads + 2 * num_kv_heads) * head_dim"] = width
     if "block_table" in a:
         sizes |= {"batch": a["block_table"].shape[0], "batch + 1": a["block_table"].shape[0] + 1}
-    if "offsets" in a:
+    if "weights" in a and "offsets" in a:
         sizes["experts + 1"] = a["weights"].shape[0] + 1
     elif "order" in a:
         sizes["n * k"] = a["x"].shape[0] * a["k"] if "x" in a else a["weights"].numel()
@@ -257,6 +264,17 @@ def _in_range(values: Tensor, least: int, end: int) -> bool:
     return bool(((values >= least) & (values < end)).all())
 
 
+def _check_codes(a: Arguments) -> None:
+    ins, kind, groups = a["x"].shape[1], a["kind"], -(-a["x"].shape[1] // a["group"])
+    row = -(-ins // 32) * 16 if kind == "int4" else ins
+    found = a["codes"].shape[1], a["scales"].shape[1]
+    _require(
+        found == (row, groups),
+        f"{ins} inputs of {kind} in groups of {a['group']} need {row} bytes and {groups} scales an output, "
+        f"there are {found[0]} and {found[1]}",
+    )
+
+
 _MORE: dict[str, Callable[[Arguments], None]] = {
     "add_lora": _check_adapter_ids,
     "combine_experts": _check_order,
@@ -265,6 +283,7 @@ _MORE: dict[str, Callable[[Arguments], None]] = {
     "grouped_matmul": _check_offsets,
     "paged_decode_attention": _check_decode,
     "paged_prefill_attention": _check_prefill,
+    "quantised_matmul": _check_codes,
     "rotate_and_write": _check_positions,
     "route_experts": _check_routing,
 }

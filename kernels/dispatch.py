@@ -17,7 +17,17 @@ from moonpool.kernels.mode import mode
 
 Form = TypeVar("Form", bound=Callable[..., Any])
 
-_TRITON_MODULES = ("decode", "prefill", "merge", "rows", "kv", "experts", "adapters")
+_TRITON_MODULES = (
+    "decode",
+    "prefill",
+    "merge",
+    "rows",
+    "kv",
+    "experts",
+    "adapters",
+    "quantised",
+    "checksums",
+)
 
 
 def best(plain: Form) -> Form:
@@ -50,6 +60,7 @@ def _by_device(cpu: Form, other: Form) -> Form:
 
 add_lora = best(reference.add_lora)
 argmax_rows = best(reference.argmax_rows)
+checksum_spans = best(reference.checksum_spans)
 combine_experts = best(reference.combine_experts)
 group_by_expert = best(reference.group_by_expert)
 group_rows = best(reference.group_rows)
@@ -57,6 +68,7 @@ grouped_matmul = best(reference.grouped_matmul)
 merge_attention_states = best(reference.merge_attention_states)
 paged_decode_attention = best(reference.paged_decode_attention)
 paged_prefill_attention = best(reference.paged_prefill_attention)
+quantised_matmul = best(reference.quantised_matmul)
 rms_norm = best(reference.rms_norm)
 rotate_and_write = best(reference.rotate_and_write)
 route_experts = best(reference.route_experts)

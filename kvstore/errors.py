@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from moonpool.runtime.errors import MoonpoolError
@@ -52,6 +53,17 @@ class IndexUnavailable(StoreError):
         )
 
 
+def raise_one(outcomes: Iterable[object], first: type[BaseException]) -> None:
+    """Raise one of the errors among the outcomes of calls, of the type ``first`` if there is one. The others
+    are notes on it: a traceback shows them all."""
+    errors = [each for each in outcomes if isinstance(each, BaseException)]
+    errors.sort(key=lambda each: not isinstance(each, first))
+    for error in errors:
+        for other in errors[1:]:
+            error.add_note(f"And another call: {other!r}")
+        raise error
+
+
 class NodeUnknown(StoreError):
     """The index does not know this node in this epoch. Register again."""
 
@@ -67,8 +79,23 @@ class EpochSuperseded(StoreError):
         self.current = current
 
 
-class ChangesCorrupt(StoreError):
+class EntryCorrupt(StoreError):
+    """An entry of the index cannot be used; it is skipped. ``reason`` is a word for metrics."""
+
+    reason: str = "unreadable"
+
+
+class ChangesCorrupt(EntryCorrupt):
     """Bytes are not a batch of index changes."""
+
+
+class EntryRefused(EntryCorrupt):
+    """``reason``: "forged" (without the cluster's key, or written for another place), "replayed" (a newer one
+    is known) or "expired" (not renewed since)."""
+
+    def __init__(self, reason: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.reason = reason
 
 
 class SsdDirectoryInUse(StoreError):

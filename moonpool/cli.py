@@ -10,10 +10,13 @@ from typing import NamedTuple
 import click
 
 from moonpool.errors import exit_on_error, require_extra
+from moonpool.runtime.redaction import hide_arguments, hide_in_tracebacks
 
 
 class _Entry(NamedTuple):
-    target: str  # MODULE:ATTRIBUTE of a click command; MODULE alone: a daemon, run as python -m MODULE
+    target: (
+        str  # MODULE:ATTRIBUTE of a click command; MODULE, maybe with arguments: a daemon, run as python -m
+    )
     summary: str
     extra: str = ""  # the extra of pyproject.toml that the command needs
 
@@ -24,14 +27,16 @@ _COMMANDS = {
     "chat": _Entry("moonpool.commands.chat:chat_command", "Talk to the model."),
     "conductor": _Entry("moonpool.conductor", "Run a conductor: the API and the scheduler.", "serve"),
     "config": _Entry("moonpool.commands.config:config_command", "Check a configuration."),
-    "decode-node": _Entry("moonpool.decode_node", "Run a decode node.", "serve"),
+    "decode-node": _Entry("moonpool.node --role decode", "Run a decode node.", "serve"),
     "doctor": _Entry("moonpool.doctor.diagnosis:doctor_command", "Diagnose this machine and a cluster."),
     "experts": _Entry(
         "moonpool.commands.experts:experts_command", "Plan the placement of MoE experts.", "serve"
     ),
+    "fleet": _Entry("moonpool.commands.fleet:fleet", "List nodes, change their number, drain one."),
     "index": _Entry("moonpool.commands.index:index", "Verify the index of KV blocks; follow other engines."),
+    "node": _Entry("moonpool.node", "Run a node that prefills, decodes, or both (--role).", "serve"),
     "plan": _Entry("moonpool.simulator.plan_command:plan", "Find the best cluster for a trace."),
-    "prefill-node": _Entry("moonpool.prefill_node", "Run a prefill node.", "serve"),
+    "prefill-node": _Entry("moonpool.node --role prefill", "Run a prefill node.", "serve"),
     "ranks": _Entry(
         "moonpool.engine.ranks.hosts.daemon", "Run ranks of a node that leads from another machine.", "serve"
     ),
@@ -69,14 +74,14 @@ class _LazyGroup(click.Group):
             formatter.write_dl([(name, _COMMANDS[name].summary) for name in self.list_commands(ctx)])
 
 
-def _daemon(name: str, module: str, summary: str) -> click.Command:
+def _daemon(name: str, target: str, summary: str) -> click.Command:
     @click.command(
         name, help=summary, context_settings={"ignore_unknown_options": True, "help_option_names": []}
     )
     @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
     def daemon(arguments: tuple[str, ...]) -> None:
         # Replace this process: signals and the exit code are the daemon's own.
-        os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+        os.execv(sys.executable, [sys.executable, "-m", *target.split(), *arguments])
 
     return daemon
 
@@ -89,6 +94,8 @@ def cli() -> None:
 
 def main() -> None:
     """Run the command line; every expected error is one sentence on stderr."""
+    hide_arguments()
+    hide_in_tracebacks()
     with exit_on_error(" ".join(["moonpool", *sys.argv[1:2]])):
         cli(prog_name="moonpool")
 

@@ -12,9 +12,15 @@ from typing import Any, Self
 from urllib.parse import quote
 
 import aiohttp
+from yarl import URL
 
 from moonpool.errors import ApiError
+from moonpool.runtime.network.sockets import loopback_only
+from moonpool.runtime.security import process
+from moonpool.runtime.security.https import client_context
+from moonpool.runtime.security.process import Security
 
+API_KEY_VARIABLE = "MOONPOOL_API_KEY"
 Message = dict[str, str]
 
 
@@ -32,14 +38,32 @@ class Reply:
 class Client:
     """``async with Client(url)``. Every method raises ``ApiError``: no answer, or an error of the API."""
 
-    def __init__(self, url: str, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        url: str,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        api_key: str = "",
+        security: Security | None = None,
+        ca: str = "",
+    ) -> None:
+        """``api_key``: empty for that in ``MOONPOOL_API_KEY``. Without either, calls are signed with the key
+        of ``security``; by default those to this machine, with the key of this user's local clusters.
+        ``ca``: file of the authorities to trust; empty: see ``runtime.security.https``.
+        """
         # The base URL of OpenAI clients, which ends in /v1, is accepted too.
         self.url = url.rstrip("/").removesuffix("/v1")
         self._clock = clock
+        self._api_key = api_key or os.environ.get(API_KEY_VARIABLE, "")
+        # A token's MAC goes to no other machine unasked: its receiver could try weak cluster keys.
+        if security is None and loopback_only(URL(url).host or ""):
+            security = process.current()
+        self._security = security
         self._session = aiohttp.ClientSession(
             read_bufsize=1 << 22,  # an event of /v1/live is one line
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=5),
             trust_env=False,
+            connector=connector(self.url, ca),
         )
 
     async def __aenter__(self) -> Self:
@@ -49,6 +73,13 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._session.close()
+
+    def _authorization(self, method: str, url: str) -> dict[str, str]:
+        """The headers that prove who calls ``url``; none: there is no key."""
+        if self._api_key:
+            return {"Authorization": f"Bearer {self._api_key}"}
+        token = self._security.token(f"{method} {URL(url).raw_path_qs}") if self._security else ""
+        return {"Authorization": f"Moonpool {token}"} if token else {}
 
     async def cluster(self) -> dict[str, Any]:
         return await self._get("/v1/cluster")
@@ -61,14 +92,36 @@ class Client:
         """Return a node's blocks in the conductor's mirror, encoded as ``kvstore.index.redis.changes``."""
         return await self._read(f"/v1/index/{quote(node_id, safe='')}")
 
+    async def fleet(self) -> dict[str, Any]:
+        """Return the nodes, as the index and the provider know them."""
+        return await self._get("/v1/fleet")
+
+    async def scale(self, role: str, count: int) -> dict[str, Any]:
+        """Have the provider run ``count`` nodes of ``role``; return those asked to start and to stop."""
+        return await self._post(f"/v1/fleet/scale/{quote(role, safe='')}/{count}")
+
+    async def drain(self, node_id: str) -> dict[str, Any]:
+        """Have a node finish its requests and end. Returns at once."""
+        return await self._post(f"/v1/fleet/drain/{quote(node_id, safe='')}")
+
+    async def metrics(self) -> str:
+        """Return the conductor's own /metrics."""
+        return (await self._read("/metrics")).decode()
+
     async def timeline(self, request_id: str) -> dict[str, Any]:
         return await self._get(f"/v1/requests/{quote(request_id, safe='')}/timeline")
+
+    async def migrate(self, request_id: str, target: str = "") -> dict[str, Any]:
+        """Move a running request to the decode node ``target``; empty: to the one that suits it best."""
+        path = f"/v1/requests/{quote(request_id, safe='')}/migrate"
+        query = f"?target={quote(target, safe='')}" if target else ""
+        return await self._post(path + query)
 
     async def live(self) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the dashboard's snapshot once a second, until the conductor ends."""
         url = f"{self.url}/v1/live"
         try:
-            async with self._session.get(url) as response:
+            async with self._session.get(url, headers=self._authorization("GET", url)) as response:
                 await _raise_for_status(url, response)
                 async for snapshot in _events(response):
                     yield snapshot
@@ -92,7 +145,8 @@ class Client:
         body = {"stream": True, "stream_options": {"include_usage": True}, **parameters}
         url, began_s = f"{self.url}{path}", self._clock()
         try:
-            async with self._session.post(url, json=body) as response:
+            headers = self._authorization("POST", url)
+            async with self._session.post(url, json=body, headers=headers) as response:
                 await _raise_for_status(url, response)
                 async for chunk in _events(response):
                     if "error" in chunk:
@@ -114,18 +168,32 @@ class Client:
         answer: dict[str, Any] = json.loads(await self._read(path))
         return answer
 
-    async def _read(self, path: str) -> bytes:
+    async def _post(self, path: str) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(await self._read(path, "POST"))
+        return answer
+
+    async def _read(self, path: str, method: str = "GET") -> bytes:
         url = f"{self.url}{path}"
         try:
-            async with self._session.get(url, timeout=aiohttp.ClientTimeout(total=10)) as response:
+            timeout, headers = aiohttp.ClientTimeout(total=10), self._authorization(method, url)
+            async with self._session.request(method, url, timeout=timeout, headers=headers) as response:
                 await _raise_for_status(url, response)
                 return await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ApiError(url, 0, _no_answer(error)) from error
 
 
+def connector(url: str, ca: str = "") -> aiohttp.TCPConnector | None:
+    """For sessions with the server at ``url``. None: no TLS. Raises ``ConfigError``: see ``https``."""
+    return aiohttp.TCPConnector(ssl=client_context(ca)) if url.startswith("https:") else None
+
+
 def _no_answer(error: BaseException) -> str:
     reason = str(error) or type(error).__name__
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return (
+            f"its certificate is not trusted ({error.certificate_error}): name its authority with --ca FILE"
+        )
     if isinstance(error, aiohttp.ClientConnectorError) and error.errno is not None:
         reason = os.strerror(error.errno).lower()
     return f"no answer ({reason}): is the cluster running there? `moonpool up` starts one"

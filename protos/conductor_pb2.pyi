@@ -32,6 +32,7 @@ class LoadReport(_message.Message):
     OPEN_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
     TENANTS_FIELD_NUMBER: _builtins.int
+    DEMAND_FIELD_NUMBER: _builtins.int
     conductor_id: _builtins.str
     """new at each start of the process"""
     address: _builtins.str
@@ -54,6 +55,10 @@ class LoadReport(_message.Message):
     def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantUse]:
         """that have sent it requests"""
 
+    @_builtins.property
+    def demand(self) -> Global___Demand:
+        """of its requests since its start"""
+
     def __init__(
         self,
         *,
@@ -65,14 +70,66 @@ class LoadReport(_message.Message):
         open: _abc.Iterable[_builtins.int] | None = ...,
         leaving: _builtins.bool = ...,
         tenants: _abc.Iterable[Global___TenantUse] | None = ...,
+        demand: Global___Demand | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["demand", b"demand"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "conductor_id", b"conductor_id", "leaving", b"leaving", "loads", b"loads", "num_begun", b"num_begun", "open", b"open", "tenants", b"tenants", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "conductor_id", b"conductor_id", "demand", b"demand", "leaving", b"leaving", "loads", b"loads", "num_begun", b"num_begun", "open", b"open", "tenants", b"tenants", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
+
+@_typing.final
+class Demand(_message.Message):
+    """What requests asked of the nodes: see conductor/observing/demand.py."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+    NUM_REJECTED_FIELD_NUMBER: _builtins.int
+    PREFILL_S_FIELD_NUMBER: _builtins.int
+    PREFILL_S2_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_FIRST_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_TTFT_WITHIN_FIELD_NUMBER: _builtins.int
+    NUM_DECODED_FIELD_NUMBER: _builtins.int
+    NUM_TBT_WITHIN_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    num_requests: _builtins.int
+    num_rejected: _builtins.int
+    prefill_s: _builtins.float
+    prefill_s2: _builtins.float
+    prompt_tokens: _builtins.int
+    hit_tokens: _builtins.int
+    num_first_tokens: _builtins.int
+    num_ttft_within: _builtins.int
+    num_decoded: _builtins.int
+    num_tbt_within: _builtins.int
+    output_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        num_requests: _builtins.int = ...,
+        num_rejected: _builtins.int = ...,
+        prefill_s: _builtins.float = ...,
+        prefill_s2: _builtins.float = ...,
+        prompt_tokens: _builtins.int = ...,
+        hit_tokens: _builtins.int = ...,
+        num_first_tokens: _builtins.int = ...,
+        num_ttft_within: _builtins.int = ...,
+        num_decoded: _builtins.int = ...,
+        num_tbt_within: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hit_tokens", b"hit_tokens", "num_decoded", b"num_decoded", "num_first_tokens", b"num_first_tokens", "num_rejected", b"num_rejected", "num_requests", b"num_requests", "num_tbt_within", b"num_tbt_within", "num_ttft_within", b"num_ttft_within", "output_tokens", b"output_tokens", "prefill_s", b"prefill_s", "prefill_s2", b"prefill_s2", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Demand: _TypeAlias = Demand  # noqa: Y015
 
 @_typing.final
 class TenantUse(_message.Message):

@@ -161,6 +161,7 @@ class Work(_message.Message):
     PATIENCE_S_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     TENANT_CACHED_NBYTES_FIELD_NUMBER: _builtins.int
+    TBT_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     token_ids: _builtins.bytes
     """int32 little-endian: the prompt, then the tokens already streamed"""
@@ -181,6 +182,8 @@ class Work(_message.Message):
     """the tenant that its cached blocks count for; "": none"""
     tenant_cached_nbytes: _builtins.int
     """the tenant's limit on one node; 0: none"""
+    tbt_s: _builtins.float
+    """longest time wanted between two tokens; 0: any"""
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
     def __init__(
@@ -198,10 +201,11 @@ class Work(_message.Message):
         patience_s: _builtins.float = ...,
         tenant: _builtins.str = ...,
         tenant_cached_nbytes: _builtins.int = ...,
+        tbt_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_keys", b"block_keys", "deadline_unix_s", b"deadline_unix_s", "num_prompt_tokens", b"num_prompt_tokens", "patience_s", b"patience_s", "priority", b"priority", "request_id", b"request_id", "root_key", b"root_key", "sampling", b"sampling", "tenant", b"tenant", "tenant_cached_nbytes", b"tenant_cached_nbytes", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_keys", b"block_keys", "deadline_unix_s", b"deadline_unix_s", "num_prompt_tokens", b"num_prompt_tokens", "patience_s", b"patience_s", "priority", b"priority", "request_id", b"request_id", "root_key", b"root_key", "sampling", b"sampling", "tbt_s", b"tbt_s", "tenant", b"tenant", "tenant_cached_nbytes", b"tenant_cached_nbytes", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -391,6 +395,52 @@ class BlockSpans(_message.Message):
 Global___BlockSpans: _TypeAlias = BlockSpans  # noqa: Y015
 
 @_typing.final
+class SwitchRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    LIMIT_S_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    """"prefill", "decode" or "both" """
+    limit_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        limit_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit_s", b"limit_s", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwitchRequest: _TypeAlias = SwitchRequest  # noqa: Y015
+
+@_typing.final
+class SwitchReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FORMER_ROLE_FIELD_NUMBER: _builtins.int
+    NUM_LEFT_FIELD_NUMBER: _builtins.int
+    former_role: _builtins.str
+    num_left: _builtins.int
+    """requests in a stage that the role no longer has: they go on"""
+    def __init__(
+        self,
+        *,
+        former_role: _builtins.str = ...,
+        num_left: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["former_role", b"former_role", "num_left", b"num_left"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwitchReply: _TypeAlias = SwitchReply  # noqa: Y015
+
+@_typing.final
 class ExpertLoadRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -510,7 +560,7 @@ class NodeStatus(_message.Message):
     node_id: _builtins.str
     epoch: _builtins.int
     role: _builtins.str
-    """"prefill", "decode" or "store" """
+    """"prefill", "decode", "both" or "store" """
     state: _builtins.str
     """"starting", "ready", "draining" """
     num_running: _builtins.int
@@ -1055,20 +1105,24 @@ class FollowRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     FOLLOWER_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     follower: _builtins.str
     """its node id, for the log"""
+    num_tokens: _builtins.int
+    """of a decode node: leading tokens that the follower knows"""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         attempt: _builtins.int = ...,
         follower: _builtins.str = ...,
+        num_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "follower", b"follower", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "follower", b"follower", "num_tokens", b"num_tokens", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1086,6 +1140,7 @@ class KvChunk(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     LEASE_ID_FIELD_NUMBER: _builtins.int
     GRANTED_S_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
     first_block: _builtins.int
     num_tokens: _builtins.int
     """tokens of the sequence whose KV is complete after this chunk"""
@@ -1094,13 +1149,15 @@ class KvChunk(_message.Message):
     """of all blocks of the stream"""
     granted_s: _builtins.float
     """the lease ends so long after Follow was called, or later"""
+    token_ids: _builtins.bytes
+    """of a decode node: int32 little-endian, those after the ones known so far"""
     @_builtins.property
     def blocks(self) -> Global___BlockSpans:
         """of blocks first_block, first_block + 1, …"""
 
     @_builtins.property
     def token(self) -> Global___TokenOut:
-        """in the last chunk: the token that decode starts from"""
+        """in the last chunk of a prefill: the token that decode starts from"""
 
     @_builtins.property
     def source(self) -> Global___KvAddress:
@@ -1117,10 +1174,11 @@ class KvChunk(_message.Message):
         source: Global___KvAddress | None = ...,
         lease_id: _builtins.int = ...,
         granted_s: _builtins.float = ...,
+        token_ids: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "source", b"source", "token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "first_block", b"first_block", "granted_s", b"granted_s", "last", b"last", "lease_id", b"lease_id", "num_tokens", b"num_tokens", "source", b"source", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "first_block", b"first_block", "granted_s", b"granted_s", "last", b"last", "lease_id", b"lease_id", "num_tokens", b"num_tokens", "source", b"source", "token", b"token", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1133,9 +1191,14 @@ class DecodeRequest(_message.Message):
     WORK_FIELD_NUMBER: _builtins.int
     CONDUCTOR_ID_FIELD_NUMBER: _builtins.int
     PREFILL_ADDRESS_FIELD_NUMBER: _builtins.int
+    MIGRATES_FIELD_NUMBER: _builtins.int
+    FROM_ATTEMPT_FIELD_NUMBER: _builtins.int
     conductor_id: _builtins.str
     prefill_address: _builtins.str
-    """gRPC address of the node to Follow"""
+    """gRPC address of the node to Follow; its own: the blocks stay where they are"""
+    migrates: _builtins.bool
+    """that node decodes the request, as `from_attempt`: take it from there"""
+    from_attempt: _builtins.int
     @_builtins.property
     def work(self) -> Global___Work: ...
     def __init__(
@@ -1144,10 +1207,12 @@ class DecodeRequest(_message.Message):
         work: Global___Work | None = ...,
         conductor_id: _builtins.str = ...,
         prefill_address: _builtins.str = ...,
+        migrates: _builtins.bool = ...,
+        from_attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conductor_id", b"conductor_id", "prefill_address", b"prefill_address", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conductor_id", b"conductor_id", "from_attempt", b"from_attempt", "migrates", b"migrates", "prefill_address", b"prefill_address", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1196,6 +1261,43 @@ class TokensRequest(_message.Message):
 Global___TokensRequest: _TypeAlias = TokensRequest  # noqa: Y015
 
 @_typing.final
+class YieldRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    attempt: _builtins.int
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___YieldRequest: _TypeAlias = YieldRequest  # noqa: Y015
+
+@_typing.final
+class YieldReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___YieldReply: _TypeAlias = YieldReply  # noqa: Y015
+
+@_typing.final
 class TokenOut(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1213,7 +1315,7 @@ class TokenOut(_message.Message):
     request_id: _builtins.str
     attempt: _builtins.int
     index: _builtins.int
-    """0 is the first token after the prompt"""
+    """0 is the first token after the prompt; with `received`: of the next token"""
     token_id: _builtins.int
     finish_reason: Global___FinishReason.ValueType
     has_token: _builtins.bool
@@ -1264,6 +1366,8 @@ class KvReceived(_message.Message):
     NUM_LOCAL_BLOCKS_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     READS_FIELD_NUMBER: _builtins.int
+    NUM_LAST_BLOCKS_FIELD_NUMBER: _builtins.int
+    STOPPED_S_FIELD_NUMBER: _builtins.int
     nbytes: _builtins.int
     seconds: _builtins.float
     """spent reading, without waiting for the prefill"""
@@ -1272,6 +1376,11 @@ class KvReceived(_message.Message):
     num_local_blocks: _builtins.int
     """already on this node"""
     transport: _builtins.str
+    num_last_blocks: _builtins.int
+    """Of a request that ran on another decode node: since it was asked to stop there.
+    of num_blocks
+    """
+    stopped_s: _builtins.float
     @_builtins.property
     def reads(self) -> _containers.RepeatedCompositeFieldContainer[Global___Stretch]:
         """one for each group of blocks finished together"""
@@ -1285,10 +1394,12 @@ class KvReceived(_message.Message):
         num_local_blocks: _builtins.int = ...,
         transport: _builtins.str = ...,
         reads: _abc.Iterable[Global___Stretch] | None = ...,
+        num_last_blocks: _builtins.int = ...,
+        stopped_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["nbytes", b"nbytes", "num_blocks", b"num_blocks", "num_local_blocks", b"num_local_blocks", "reads", b"reads", "seconds", b"seconds", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nbytes", b"nbytes", "num_blocks", b"num_blocks", "num_last_blocks", b"num_last_blocks", "num_local_blocks", b"num_local_blocks", "reads", b"reads", "seconds", b"seconds", "stopped_s", b"stopped_s", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1304,6 +1415,7 @@ class StepTokens(_message.Message):
     NUM_FREE_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_STEPS_FIELD_NUMBER: _builtins.int
     NUM_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    MIXED_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
     num_free_blocks: _builtins.int
@@ -1311,6 +1423,8 @@ class StepTokens(_message.Message):
     """steps in this message; 0: not the result of a step"""
     num_context_tokens: _builtins.int
     """of KV that the running sequences attend over"""
+    mixed: _builtins.bool
+    """a step also computed a part of a prompt, which took a part of its time"""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenOut]: ...
     def __init__(
@@ -1322,10 +1436,11 @@ class StepTokens(_message.Message):
         num_free_blocks: _builtins.int = ...,
         num_steps: _builtins.int = ...,
         num_context_tokens: _builtins.int = ...,
+        mixed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_context_tokens", b"num_context_tokens", "num_free_blocks", b"num_free_blocks", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mixed", b"mixed", "num_context_tokens", b"num_context_tokens", "num_free_blocks", b"num_free_blocks", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -455,6 +455,86 @@ class Node:
             _registered_method=True)
 
 
+class RolesStub:
+    """---------------------------------------------------------------- nodes with an engine
+
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Switch = channel.unary_unary(
+                '/moonpool.Roles/Switch',
+                request_serializer=moonpool_dot_protos_dot_node__pb2.SwitchRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_node__pb2.SwitchReply.FromString,
+                _registered_method=True)
+
+
+class RolesServicer:
+    """---------------------------------------------------------------- nodes with an engine
+
+    """
+
+    def Switch(self, request, context):
+        """Change the role in place: pool, cache, index entries and running requests stay. Answers when the requests in a
+        stage that the role no longer has have ended, or after limit_s.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_RolesServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Switch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Switch,
+                    request_deserializer=moonpool_dot_protos_dot_node__pb2.SwitchRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_node__pb2.SwitchReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'moonpool.Roles', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('moonpool.Roles', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Roles:
+    """---------------------------------------------------------------- nodes with an engine
+
+    """
+
+    @staticmethod
+    def Switch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.Roles/Switch',
+            moonpool_dot_protos_dot_node__pb2.SwitchRequest.SerializeToString,
+            moonpool_dot_protos_dot_node__pb2.SwitchReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class ExpertsStub:
     """---------------------------------------------------------------- nodes with MoE models
 
@@ -680,6 +760,16 @@ class DecodeNodeStub:
                 request_serializer=moonpool_dot_protos_dot_node__pb2.TokensRequest.SerializeToString,
                 response_deserializer=moonpool_dot_protos_dot_node__pb2.StepTokens.FromString,
                 _registered_method=True)
+        self.FollowDecode = channel.unary_stream(
+                '/moonpool.DecodeNode/FollowDecode',
+                request_serializer=moonpool_dot_protos_dot_node__pb2.FollowRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_node__pb2.KvChunk.FromString,
+                _registered_method=True)
+        self.Yield = channel.unary_unary(
+                '/moonpool.DecodeNode/Yield',
+                request_serializer=moonpool_dot_protos_dot_node__pb2.YieldRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_node__pb2.YieldReply.FromString,
+                _registered_method=True)
 
 
 class DecodeNodeServicer:
@@ -704,6 +794,22 @@ class DecodeNodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FollowDecode(self, request, context):
+        """For another decode node: the blocks of a request that decodes here, as PrefillNode.Follow; and its tokens. A
+        follower that leaves before the request was cancelled here lets it go on here.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Yield(self, request, context):
+        """By the follower, when it has all but a block or two: stop the request after its step, and send the rest as the
+        last chunk. If it is not cancelled here soon after, it goes on here.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeNodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -716,6 +822,16 @@ def add_DecodeNodeServicer_to_server(servicer, server):
                     servicer.Tokens,
                     request_deserializer=moonpool_dot_protos_dot_node__pb2.TokensRequest.FromString,
                     response_serializer=moonpool_dot_protos_dot_node__pb2.StepTokens.SerializeToString,
+            ),
+            'FollowDecode': grpc.unary_stream_rpc_method_handler(
+                    servicer.FollowDecode,
+                    request_deserializer=moonpool_dot_protos_dot_node__pb2.FollowRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_node__pb2.KvChunk.SerializeToString,
+            ),
+            'Yield': grpc.unary_unary_rpc_method_handler(
+                    servicer.Yield,
+                    request_deserializer=moonpool_dot_protos_dot_node__pb2.YieldRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_node__pb2.YieldReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -774,6 +890,60 @@ class DecodeNode:
             '/moonpool.DecodeNode/Tokens',
             moonpool_dot_protos_dot_node__pb2.TokensRequest.SerializeToString,
             moonpool_dot_protos_dot_node__pb2.StepTokens.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FollowDecode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/moonpool.DecodeNode/FollowDecode',
+            moonpool_dot_protos_dot_node__pb2.FollowRequest.SerializeToString,
+            moonpool_dot_protos_dot_node__pb2.KvChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Yield(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.DecodeNode/Yield',
+            moonpool_dot_protos_dot_node__pb2.YieldRequest.SerializeToString,
+            moonpool_dot_protos_dot_node__pb2.YieldReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -155,6 +155,43 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
 
 def add_NodeServicer_to_server(servicer: NodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
+class RolesStub:
+    """---------------------------------------------------------------- nodes with an engine"""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> RolesAsyncStub: ...
+    Switch: _grpc.UnaryUnaryMultiCallable[_node_pb2.SwitchRequest, _node_pb2.SwitchReply]
+    """Change the role in place: pool, cache, index entries and running requests stay. Answers when the requests in a
+    stage that the role no longer has have ended, or after limit_s.
+    """
+
+@_typing.type_check_only
+class RolesAsyncStub(RolesStub):
+    """---------------------------------------------------------------- nodes with an engine"""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Switch: _aio.UnaryUnaryMultiCallable[_node_pb2.SwitchRequest, _node_pb2.SwitchReply]  # type: ignore[assignment]
+    """Change the role in place: pool, cache, index entries and running requests stay. Answers when the requests in a
+    stage that the role no longer has have ended, or after limit_s.
+    """
+
+class RolesServicer(metaclass=_abc_1.ABCMeta):
+    """---------------------------------------------------------------- nodes with an engine"""
+
+    @_abc_1.abstractmethod
+    def Switch(
+        self,
+        request: _node_pb2.SwitchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.SwitchReply, _abc.Awaitable[_node_pb2.SwitchReply]]:
+        """Change the role in place: pool, cache, index entries and running requests stay. Answers when the requests in a
+        stage that the role no longer has have ended, or after limit_s.
+        """
+
+def add_RolesServicer_to_server(servicer: RolesServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
 class ExpertsStub:
     """---------------------------------------------------------------- nodes with MoE models"""
 
@@ -257,6 +294,14 @@ class DecodeNodeStub:
     a message. One stream a conductor. If it breaks and is not reopened within node.orphan_s, the conductor's
     requests are cancelled.
     """
+    FollowDecode: _grpc.UnaryStreamMultiCallable[_node_pb2.FollowRequest, _node_pb2.KvChunk]
+    """For another decode node: the blocks of a request that decodes here, as PrefillNode.Follow; and its tokens. A
+    follower that leaves before the request was cancelled here lets it go on here.
+    """
+    Yield: _grpc.UnaryUnaryMultiCallable[_node_pb2.YieldRequest, _node_pb2.YieldReply]
+    """By the follower, when it has all but a block or two: stop the request after its step, and send the rest as the
+    last chunk. If it is not cancelled here soon after, it goes on here.
+    """
 
 @_typing.type_check_only
 class DecodeNodeAsyncStub(DecodeNodeStub):
@@ -271,6 +316,14 @@ class DecodeNodeAsyncStub(DecodeNodeStub):
     """One message a step with the new tokens of all requests of a conductor, in order; steps of less than 3 ms share
     a message. One stream a conductor. If it breaks and is not reopened within node.orphan_s, the conductor's
     requests are cancelled.
+    """
+    FollowDecode: _aio.UnaryStreamMultiCallable[_node_pb2.FollowRequest, _node_pb2.KvChunk]  # type: ignore[assignment]
+    """For another decode node: the blocks of a request that decodes here, as PrefillNode.Follow; and its tokens. A
+    follower that leaves before the request was cancelled here lets it go on here.
+    """
+    Yield: _aio.UnaryUnaryMultiCallable[_node_pb2.YieldRequest, _node_pb2.YieldReply]  # type: ignore[assignment]
+    """By the follower, when it has all but a block or two: stop the request after its step, and send the rest as the
+    last chunk. If it is not cancelled here soon after, it goes on here.
     """
 
 class DecodeNodeServicer(metaclass=_abc_1.ABCMeta):
@@ -295,6 +348,26 @@ class DecodeNodeServicer(metaclass=_abc_1.ABCMeta):
         """One message a step with the new tokens of all requests of a conductor, in order; steps of less than 3 ms share
         a message. One stream a conductor. If it breaks and is not reopened within node.orphan_s, the conductor's
         requests are cancelled.
+        """
+
+    @_abc_1.abstractmethod
+    def FollowDecode(
+        self,
+        request: _node_pb2.FollowRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_node_pb2.KvChunk], _abc.AsyncIterator[_node_pb2.KvChunk]]:
+        """For another decode node: the blocks of a request that decodes here, as PrefillNode.Follow; and its tokens. A
+        follower that leaves before the request was cancelled here lets it go on here.
+        """
+
+    @_abc_1.abstractmethod
+    def Yield(
+        self,
+        request: _node_pb2.YieldRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.YieldReply, _abc.Awaitable[_node_pb2.YieldReply]]:
+        """By the follower, when it has all but a block or two: stop the request after its step, and send the rest as the
+        last chunk. If it is not cancelled here soon after, it goes on here.
         """
 
 def add_DecodeNodeServicer_to_server(servicer: DecodeNodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

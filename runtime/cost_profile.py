@@ -41,7 +41,7 @@ class CostProfile(Generic[T]):
         return self.decode_sequence_s + self.decode_context_s * context_tokens
 
     def scaled(self, prefill: float, decode: float) -> CostProfile[T]:
-        """The profile of a node whose prefills and decode steps take so many times as long."""
+        """The profile of a node with prefills and decode steps that take so many times as long."""
         return CostProfile(
             self.prefill_base_s * prefill,
             self.prefill_token_s * prefill,

@@ -9,14 +9,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
+from moonpool.runtime.redaction import redacted
+
 
 class MoonpoolError(Exception):
     """Base of all errors. ``str(error)`` is a sentence: what happened, where, and what to do.
 
-    ``code`` is the name of the gRPC status of a call that raises this error.
+    ``code`` is the name of the gRPC status of a call that raises this error. The sentence has no secrets.
     """
 
     code: ClassVar[str] = "INTERNAL"
+
+    def __init__(self, *sentence: object) -> None:
+        super().__init__(*(redacted(part) if isinstance(part, str) else part for part in sentence))
 
 
 class ConfigError(MoonpoolError):

@@ -1,8 +1,8 @@
 """Ranges of the numbers that other processes send: by RPC, HTTP, Redis and ZeroMQ.
 
 ``BY_FIELD`` has a range for every ``float`` and ``double`` of the services' messages, and for integers that
-may not use their whole type. A test finds fields without one. ``check_message`` applies it; the RPC boundary
-does so for every request and reply. Records in other formats use ``number`` and ``integer``.
+may not use their whole type. A test finds fields without one. ``message_checks`` applies it to messages;
+records in other formats use ``number`` and ``integer``.
 """
 
 from __future__ import annotations
@@ -10,9 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from google.protobuf.message import Message
 
 from moonpool.runtime.errors import MoonpoolError
 
@@ -66,6 +63,8 @@ BY_FIELD: Mapping[str, Range] = {
     "moonpool.Sampling.num_logprobs": Range(-1, 1 << 20),
     "moonpool.Work.deadline_unix_s": UNIX_S,
     "moonpool.Work.patience_s": DURATION_S,
+    "moonpool.Work.tbt_s": DURATION_S,
+    "moonpool.SwitchRequest.limit_s": DURATION_S,
     "moonpool.Work.tenant_cached_nbytes": NBYTES,
     "moonpool.TokenLogprobs.logprob": _LOGPROB,
     "moonpool.TokenLogprobs.top_logprobs": _LOGPROB,
@@ -89,17 +88,30 @@ BY_FIELD: Mapping[str, Range] = {
     "moonpool.TenantUse.tokens_per_minute": COUNT,
     "moonpool.TenantUse.prefill_s": _TOTAL_S,
     "moonpool.TenantUse.decode_s": _TOTAL_S,
+    "moonpool.Demand.num_requests": COUNT,
+    "moonpool.Demand.num_rejected": COUNT,
+    "moonpool.Demand.prefill_s": Range(0.0, 1e15),
+    "moonpool.Demand.prefill_s2": Range(0.0, 1e21),
+    "moonpool.Demand.prompt_tokens": COUNT,
+    "moonpool.Demand.hit_tokens": COUNT,
+    "moonpool.Demand.num_first_tokens": COUNT,
+    "moonpool.Demand.num_ttft_within": COUNT,
+    "moonpool.Demand.num_decoded": COUNT,
+    "moonpool.Demand.num_tbt_within": COUNT,
+    "moonpool.Demand.output_tokens": COUNT,
     "moonpool.LeaseRequest.ttl_s": DURATION_S,
     "moonpool.LeaseReply.granted_s": DURATION_S,
     "moonpool.RenewRequest.ttl_s": DURATION_S,
     "moonpool.RenewReply.granted_s": DURATION_S,
     "moonpool.ReplicateReply.seconds": MEASURED_S,
+    "moonpool.SuppliedNode.age_s": MEASURED_S,
     "moonpool.PrefillReply.queued_s": MEASURED_S,
     "moonpool.PrefillReply.fetch_s": MEASURED_S,
     "moonpool.PrefillReply.compute_s": MEASURED_S,
     "moonpool.PrefillReply.load_s": MEASURED_S,
     "moonpool.KvChunk.granted_s": DURATION_S,
     "moonpool.KvReceived.seconds": MEASURED_S,
+    "moonpool.KvReceived.stopped_s": MEASURED_S,
     "moonpool.ObjectInfo.nbytes": NBYTES,
     "moonpool.ObjectInfo.shape": NBYTES,
     "moonpool.BeginRequest.ttl_s": DURATION_S,
@@ -123,66 +135,3 @@ def integer(field: str, value: object, allowed: Range) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value not in allowed:
         raise NumberOutOfRange(field, value, allowed, "an integer")
     return value
-
-
-def check_message(message: Message) -> None:
-    """Check every number of a message and of the messages in it. Raises ``NumberOutOfRange``."""
-    if (plan := _plan(message.DESCRIPTOR)) is not None:
-        plan.check(message)
-
-
-class _Plan:
-    """What to check in messages of a type: (name, full name, range) of numbers, (name, plan) of messages."""
-
-    __slots__ = ("many_messages", "many_numbers", "messages", "numbers")
-
-    def __init__(self) -> None:
-        self.numbers: list[tuple[str, str, Range]] = []
-        self.many_numbers: list[tuple[str, str, Range]] = []
-        self.messages: list[tuple[str, _Plan]] = []
-        self.many_messages: list[tuple[str, _Plan]] = []
-
-    def check(self, message: Any) -> None:
-        for name, field, allowed in self.numbers:
-            if (value := getattr(message, name)) not in allowed:
-                raise NumberOutOfRange(field, value, allowed)
-        for name, field, allowed in self.many_numbers:
-            values = getattr(message, name)
-            for value in values.values() if hasattr(values, "values") else values:
-                if value not in allowed:
-                    raise NumberOutOfRange(field, value, allowed)
-        for name, plan in self.messages:
-            if message.HasField(name):
-                plan.check(getattr(message, name))
-        for name, plan in self.many_messages:
-            for each in getattr(message, name):
-                plan.check(each)
-
-
-_plans: dict[str, _Plan | None] = {}
-
-
-def _plan(descriptor: Any) -> _Plan | None:
-    """The plan of a message type; None: there is nothing to check. No message contains its own type."""
-    name: str = descriptor.full_name
-    if name not in _plans:
-        plan = _Plan()
-        for field in descriptor.fields:
-            _add(plan, field)
-        useful = plan.numbers or plan.many_numbers or plan.messages or plan.many_messages
-        _plans[name] = plan if useful else None
-    return _plans[name]
-
-
-def _add(plan: _Plan, field: Any) -> None:
-    entry = field.message_type
-    repeated = field.is_repeated
-    if entry is not None and not entry.GetOptions().map_entry:
-        if (inner := _plan(entry)) is not None:
-            (plan.many_messages if repeated else plan.messages).append((field.name, inner))
-        return
-    value = field if entry is None else entry.fields_by_name["value"]
-    # Without a range of its own a number must at least be finite.
-    fallback = FINITE if value.cpp_type in (value.CPPTYPE_DOUBLE, value.CPPTYPE_FLOAT) else None
-    if (allowed := BY_FIELD.get(field.full_name, fallback)) is not None:
-        (plan.many_numbers if repeated else plan.numbers).append((field.name, field.full_name, allowed))

@@ -46,7 +46,8 @@ class Outcome:
     moved_nbytes: float
     prefill_busy_s: float  # of GPUs
     decode_busy_s: float
-    num_gpus: int
+    num_gpus: int  # at the start
+    node_s: float  # seconds that nodes were paid for
     hot_copies: Sequence[int]  # the nodes that hold each of the most shared keys at the end
     num_copies: int  # of hot prefixes
     num_released: int  # of those

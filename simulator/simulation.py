@@ -9,12 +9,14 @@ import numpy as np
 
 from moonpool.conductor.admission.rejection import REJECTIONS
 from moonpool.conductor.costs.output_lengths import OutputLengths
+from moonpool.conductor.observing.demand import DemandCounter
 from moonpool.conductor.placing.cluster_view import PlaceRequest
 from moonpool.conductor.placing.place import place
 from moonpool.conductor.placing.placement import Placement, Rejection
 from moonpool.conductor.placing.policies import POLICIES
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.simulator.cluster.clock import Clock
+from moonpool.simulator.cluster.elastic_fleet import ElasticFleet
 from moonpool.simulator.cluster.hot_prefixes import HotPrefixCopies
 from moonpool.simulator.cluster.job import CacheUse, Job
 from moonpool.simulator.cluster.membership import Cluster
@@ -60,6 +62,17 @@ class Simulation:
         )
         self._placed: dict[Job, _Placed] = {}
         self._num_open = len(self.jobs)
+        self.demand = DemandCounter()
+        self.fleet: ElasticFleet | None = None
+        if scenario.elastic is not None:
+            self.fleet = ElasticFleet(
+                scenario.elastic,
+                scenario.slo,
+                self.cluster,
+                self.clock,
+                self.demand,
+                has_open_requests=lambda: self._num_open > 0,
+            )
         self._lengths = OutputLengths()
         self._longest = max((request.output_tokens for request in requests), default=1)
 
@@ -105,6 +118,9 @@ class Simulation:
         if placed.decode is not None:
             placed.decode.forget(job, job.decode_hold)
         job.hold, job.decode_hold = PinnedBlocks(), None
+        for node in (placed.prefill, placed.decode):
+            if node is not None:
+                self.cluster.ends(node)
 
     # ------------------------------------------------------------------ placement
 
@@ -114,11 +130,9 @@ class Simulation:
         view = self.cluster.view(job)
         remaining = self._longest - job.num_produced
         expected = self._lengths.expected(job.request.input_tokens, job.num_produced, remaining)
-        both = self.scenario.num_both > 0
         request = PlaceRequest(
             num_tokens=job.num_tokens,
-            # A node of both roles decodes too: there is no decode node to choose.
-            remaining_tokens=1 if both else job.remaining,
+            remaining_tokens=job.remaining,
             expected_tokens=expected,
             deadline_s=_FOREVER_S,
         )
@@ -127,7 +141,12 @@ class Simulation:
             self._reject(job, "no node" if placement.role else "too large")
             return
         prefill = self.nodes[placement.prefill.node_id]
-        decode = prefill if both else self.nodes[placement.decode.node_id] if placement.decode else None
+        decode = self.nodes[placement.decode.node_id] if placement.decode else None
+        if job.attempt == 1:
+            estimate = placement.prefill
+            if self.fleet is not None and estimate.local_tokens:
+                self.fleet.used(estimate.node_id, estimate.local_tokens)
+            self.demand.arrived(estimate.compute_s, job.num_tokens, estimate.prefix_tokens)
         if decode is not None and not decode.fits(job):
             # Placement needs room for the prompt and one token; the simulator reserves the whole output.
             self._reject(job, "too large")
@@ -224,6 +243,7 @@ class Simulation:
         if job.first_token_s < 0:
             job.first_token_s = job.since_s = now_s
             job.num_produced = 1
+            self.demand.first_token(now_s - job.request.arrival_s <= self.scenario.slo.ttft_s)
         else:
             job.add_tokens(np.array([now_s - job.since_s]))
         if job.remaining == 0:
@@ -275,6 +295,7 @@ class Simulation:
                 decode.memory.commit(hold, job.keys[len(hold.pinned) :])
             node.forget(job, job.hold)
             job.hold = PinnedBlocks()
+            self.cluster.ends(node)
             decode.decode(job)
 
         self.cluster.links.begin(node.node_id, decode.node_id, round(nbytes), self.clock.now_s)
@@ -282,9 +303,12 @@ class Simulation:
 
     def _finish(self, job: Job) -> None:
         self._lengths.observe(job.request.input_tokens, job.request.output_tokens)
+        gap_s = (job.since_s - job.first_token_s) / max(job.request.output_tokens - 1, 1)
+        self.demand.ended(job.request.output_tokens, gap_s <= self.scenario.slo.tbt_s)
         self._end(job)
 
     def _reject(self, job: Job, stage: str) -> None:
+        self.demand.rejected()
         job.rejected = stage
         self._end(job)
 
@@ -311,6 +335,7 @@ class Simulation:
             prefill_busy_s=sum(node.engine.prefill_busy_s * node.hardware.num_gpus for node in nodes),
             decode_busy_s=sum(node.engine.decode_busy_s * node.hardware.num_gpus for node in nodes),
             num_gpus=self.scenario.num_gpus,
+            node_s=self.cluster.node_s(max(job.done_s for job in jobs)),
             hot_copies=hot_copies(jobs, (node.memory for node in self.nodes.values())),
             num_copies=self.copies.num_made,
             num_released=self.copies.num_released,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
@@ -13,7 +14,10 @@ settings.register_profile("moonpool", deadline=None, derandomize=False)
 settings.load_profile("moonpool")
 
 # Processes of tests that are forked too, and what they import.
-_EARLY = {"tests.transfer.peer_process": ["moonpool.transfer", "uvloop"]}
+_EARLY = {
+    "tests.transfer.peer_process": ["moonpool.transfer", "uvloop"],
+    "moonpool": ["moonpool.cli", "moonpool.objects.command", "moonpool.commands.index"],
+}
 _LATE: dict[str, list[str]] = {"tests.engine.ranks.link_rank": []}
 
 pytest_plugins = ["tests.shared_cluster", "tests.ci_skips"]
@@ -30,6 +34,21 @@ def pytest_configure() -> None:
         from moonpool.runtime.service.fork_server import use_fork_server
 
         use_fork_server(_EARLY | PRELOAD | _LATE)
+
+        from moonpool.runtime.security.local_key import local_key
+
+        # Made by the first cluster of a user: processes of tests before and after it must agree.
+        local_key()
+
+
+@pytest.fixture(autouse=True)
+def own_identity() -> Iterator[None]:
+    """A test that gives this process an identity, perhaps by a command, gives it to no other test."""
+    from moonpool.runtime.security import process
+
+    before = process._current
+    yield
+    process._current = before
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

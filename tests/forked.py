@@ -1,7 +1,8 @@
-"""Processes for tests that do not run on an event loop, forked where that is possible."""
+"""Processes for tests without an event loop, or in a thread; forked where that is possible."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import signal
@@ -28,25 +29,51 @@ class PipedProcess(Protocol):
     def kill(self) -> None: ...
     def poll(self) -> int | None: ...
     def wait(self, timeout: float | None = None) -> int: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
-def start_module(module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> PipedProcess:
+def start_module(
+    module: str,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    stderr_with_stdout: bool = False,
+) -> PipedProcess:
     """``python -m module``, forked if the fork server has imported it."""
     environment = dict(os.environ if environment is None else environment)
     command = [sys.executable, "-m", module, *arguments]
     server = current_fork_server()
     if server is None or not server.serves(command, environment):
         return subprocess.Popen(  # type: ignore[return-value]
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT if stderr_with_stdout else None,
+            env=environment,
         )
     child_reads, we_write = os.pipe()
     we_read, child_writes = os.pipe()
     try:
-        status = server.ask(command, environment, (child_reads, child_writes, 2))
+        status = server.ask(
+            command, environment, (child_reads, child_writes, child_writes if stderr_with_stdout else 2)
+        )
     finally:
         os.close(child_reads)
         os.close(child_writes)
     return ForkedPipes(status, os.fdopen(we_write, "wb"), os.fdopen(we_read, "rb"))
+
+
+async def run_module(module: str, *arguments: str, stdin: bytes = b"") -> tuple[int, str]:
+    """Exit code of ``python -m module``, and its output, stderr too. ``stdin``: as much as a pipe holds."""
+
+    def run() -> tuple[int, str]:
+        with start_module(module, *arguments, stderr_with_stdout=True) as process:
+            process.stdin.write(stdin)
+            process.stdin.close()
+            output = process.stdout.read().decode()
+            return process.wait(), output
+
+    return await asyncio.to_thread(run)
 
 
 class ForkedPipes:

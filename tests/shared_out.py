@@ -27,7 +27,8 @@ MOST_WORKERS = 8
 # A worker has torch, transformers and their models, and a cluster of five processes beside it.
 WORKER_NBYTES = 3 << 30
 CLUSTERS = tuple(
-    f"tests/{name}/" for name in ("cluster", "dashboard", "deploy", "docs", "moonpool", "store_node")
+    f"tests/{name}/"
+    for name in ("attack", "cluster", "dashboard", "deploy", "docs", "moonpool", "store_node")
 )
 # What has a cluster in common.
 _SHARED = tuple(
@@ -36,7 +37,10 @@ _SHARED = tuple(
 TOGETHER = {
     "tests/cluster/shared": (*_SHARED, "tests/deploy/", "tests/docs/"),
     "tests/dashboard/": ("tests/dashboard/",),
+    "tests/attack/": ("tests/attack/",),
 }
+# Each test is a unit of its own: they take long, and share nothing.
+APART = ("tests/kernels/test_interpreted.py",)
 
 
 def num_workers(cores: int, free_nbytes: int) -> int:
@@ -92,7 +96,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling |
 
 
 class Scheduling(LoadScopeScheduling):
-    """A unit of work is a file, or what is TOGETHER, or all tests that run ALONE.
+    """A unit of work is a file, what is TOGETHER, a test of a file APART, or all tests that run ALONE.
 
     ``read_alone`` is asked for the ids of those when all workers have collected.
     """
@@ -111,6 +115,8 @@ class Scheduling(LoadScopeScheduling):
         if nodeid in self._alone:
             return ALONE
         path = nodeid.partition("::")[0]
+        if path in APART:
+            return nodeid
         return next((name for name, files in TOGETHER.items() if path.startswith(files)), path)
 
     def mark_test_complete(self, node: WorkerController, item_index: int, duration: float = 0) -> None:

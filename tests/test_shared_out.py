@@ -16,7 +16,7 @@ pytest.importorskip("xdist")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.shared_out import ALONE, CLUSTERS, Scheduling, num_workers
+from tests.shared_out import ALONE, APART, CLUSTERS, Scheduling, num_workers
 
 ROOT = Path(__file__).parents[1]
 GIB = 1 << 30
@@ -111,6 +111,11 @@ def test_clusters_keep_to_half_of_the_workers_while_there_is_something_else(
         }
         if any(not file.startswith((*CLUSTERS, ALONE)) for file in waiting):
             assert len(clusters) <= max(1, num_workers // 2)
+
+
+def test_tests_of_a_file_apart_run_at_the_same_time() -> None:
+    first, _ = session(2, [f"{APART[0]}::test_it[{number}]" for number in range(4)], lambda busy: busy[0])[0]
+    assert len(first) == 2
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from moonpool.transfer.errors import (
     StaleEpoch,
     TransferError,
 )
-from moonpool.transfer.memory.checksum import checksum
+from moonpool.transfer.memory.checksum import Checksums, checksum
 from moonpool.transfer.memory.region import Region
 from moonpool.transfer.memory.span import Span, Spans
 from moonpool.transfer.memory.write_grants import WriteGrant
@@ -40,6 +40,7 @@ __all__ = [
     "AgentDescriptor",
     "Batch",
     "ChecksumMismatch",
+    "Checksums",
     "CudaError",
     "CudaUnavailable",
     "DeadlineExceeded",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import os
 import socket
@@ -12,8 +11,8 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from moonpool.runtime.config.options import TransferOptions
-from moonpool.runtime.network.sockets import loopback_only
-from moonpool.runtime.network.tls import tls_contexts
+from moonpool.runtime.security import process
+from moonpool.runtime.security.posture import check_listening
 from moonpool.transfer import metrics
 from moonpool.transfer.agent_memory import AgentMemory
 from moonpool.transfer.connections.control import Control
@@ -26,11 +25,11 @@ from moonpool.transfer.connections.wire import Kind, RegionInfo
 from moonpool.transfer.copying.pool import CopyPool
 from moonpool.transfer.errors import AgentClosed
 from moonpool.transfer.memory.adoption import SupportsCuda, SupportsDLPack
+from moonpool.transfer.memory.checksum import Checksums
 from moonpool.transfer.memory.lifeline import INCARNATION_NBYTES
 from moonpool.transfer.memory.region import Region, RegionTable
 from moonpool.transfer.memory.span import Span, Spans
 from moonpool.transfer.memory.write_grants import WriteGrant, WriteGrants
-from moonpool.transfer.native import libc
 from moonpool.transfer.paths.tcp.stream_server import StreamServer
 from moonpool.transfer.peers.dialer import Dialer
 from moonpool.transfer.peers.peer import Peer
@@ -40,8 +39,6 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _COPY_THREADS = 2
-
-_log = logging.getLogger(__name__)
 
 
 class TransferAgent:
@@ -57,7 +54,7 @@ class TransferAgent:
         self.agent_id = check_agent_id(agent_id)
         self.epoch = epoch
         self.incarnation = os.urandom(INCARNATION_NBYTES)
-        tls = tls_contexts(options.tls)
+        self._security = process.current()
         self._controls: set[Control] = set()
         self.memory = AgentMemory(options, self.incarnation, self._controls, self._region_closed)
         self.identity = Identity(agent_id, epoch, self.incarnation, self.memory.lifeline.address)
@@ -67,15 +64,9 @@ class TransferAgent:
         self._local = LocalAgent(self.identity, loop, self.regions, self.grants, self.region_info, self.notes)
         self._pool = CopyPool(min(_COPY_THREADS, os.cpu_count() or 1))
         self._server = StreamServer(self.regions, self.grants, options.tcp.slice_nbytes, self._fetch)
-        dialer = Dialer(options, tls, self._pool, self.memory, self._local, self)
+        dialer = Dialer(options, self._security, self._pool, self.memory, self._local, self)
         self._peers = PeerTable(dialer, self.memory, self._controls, options.deadline_s)
-        self._listener = Listener(
-            self.identity,
-            options.secret,
-            self._admit,
-            self._num_connections,
-            None if tls is None else tls.server,
-        )
+        self._listener = Listener(self.identity, self._security, self._admit, self._num_connections)
         self._unix_name = ""
         self._tcp_host, self._tcp_port = "", 0
         self._tcp_rails: tuple[str, ...] = ()
@@ -83,7 +74,8 @@ class TransferAgent:
 
     @classmethod
     async def start(cls, options: TransferOptions, *, agent_id: str, epoch: int) -> TransferAgent:
-        """Start listening. Raises OSError when an address is not available; nothing is left then."""
+        """Start listening. Raises OSError when an address is not available, ConfigError when other machines
+        reach it and security is not set up; nothing is left then."""
         agent = cls(options, agent_id, epoch)
         try:
             agent._listen()
@@ -95,15 +87,13 @@ class TransferAgent:
 
     def _listen(self) -> None:
         if {"shm", "cuda-ipc"}.intersection(self.options.transports):
-            # Yama may allow only a parent to read its children's memory. Allow peers of the same user too.
-            libc.allow_readers()
             self._unix_name = f"moonpool-{self.incarnation.hex()}"
             self._listener.listen_unix(self._unix_name)
         if "tcp" in self.options.transports or self.memory.ucx is not None:
             # UCX needs TCP: for its control connection, and for writes.
             host = self.options.tcp.host
-            if not self.options.secret and not all(map(loopback_only, (host, *self.options.tcp.rails))):
-                _log.warning("transfer.secret is empty: any host that reaches %s can read and write", host)
+            for address in (host, *self.options.tcp.rails):
+                check_listening(self._security, address, "transfer.tcp.host")
             listen = self._listener.listen_tcp
             self._tcp_host, self._tcp_port = announced_host(host), listen(host)
             self._tcp_rails = tuple(f"{rail}:{listen(rail)}" for rail in self.options.tcp.rails)
@@ -116,7 +106,12 @@ class TransferAgent:
         return self.memory.allocate(nbytes, name)
 
     def register(
-        self, buffer: Buffer | SupportsDLPack | SupportsCuda, *, name: str = "", writable: bool = True
+        self,
+        buffer: Buffer | SupportsDLPack | SupportsCuda,
+        *,
+        name: str = "",
+        writable: bool = True,
+        checksums: Checksums | None = None,
     ) -> Region:
         """Make a region of the caller's contiguous memory, without a copy.
 
@@ -128,11 +123,14 @@ class TransferAgent:
         them, and kernels must be done with old bytes before a read replaces them. Kernels launched after a
         batch has ended see its bytes.
 
+        checksums: computes ``checksum`` of device memory there, from any thread; None: bytes are copied to
+        the host for that.
+
         Raises ValueError when the buffer is not contiguous, is empty, or is read-only but ``writable`` is
         true; CudaUnavailable when there is no CUDA runtime.
         """
         self._raise_if_closed()
-        return self.memory.register(buffer, name, writable)
+        return self.memory.register(buffer, name, writable, checksums)
 
     def register_shared(self, fd: int, name: str) -> Region:
         """Make a region of a memfd that other processes share. Peers on this host map it. ``fd`` stays open.
@@ -195,8 +193,11 @@ class TransferAgent:
 
     # ------------------------------------------------------------------ connections made by peers
 
-    def _num_connections(self) -> int:
-        return len(self._controls) + len(self._server)
+    def _num_connections(self, incarnation: bytes) -> tuple[int, int]:
+        """All that are open, and those of one agent."""
+        controls = [control.remote.identity.incarnation for control in list(self._controls)]
+        served = self._server.incarnations()
+        return len(controls) + len(served), controls.count(incarnation) + served.count(incarnation)
 
     def _admit(self, sock: socket.socket, remote: Authenticated) -> None:
         if remote.kind is Kind.CONTROL:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 from collections.abc import Callable, Hashable
 from collections.abc import Set as AbstractSet
@@ -14,6 +15,7 @@ from moonpool.transfer.connections.wire import RegionInfo
 from moonpool.transfer.copying.peer_memory import LIFELINE_ID
 from moonpool.transfer.memory import allocation
 from moonpool.transfer.memory.adoption import SupportsCuda, SupportsDLPack, adopt, adopt_device, is_on_device
+from moonpool.transfer.memory.checksum import Checksums
 from moonpool.transfer.memory.closed_regions import ClosedRegions
 from moonpool.transfer.memory.device_regions import CudaRegions
 from moonpool.transfer.memory.lifeline import Lifeline, readable_by_peers
@@ -82,17 +84,25 @@ class AgentMemory:
             raise ValueError(f"a region needs at least one byte, not {nbytes}")
         return self._add(name, allocation.allocate(nbytes, name, self._backing), True)
 
-    def register(self, buffer: Buffer | SupportsDLPack | SupportsCuda, name: str, writable: bool) -> Region:
+    def register(
+        self,
+        buffer: Buffer | SupportsDLPack | SupportsCuda,
+        name: str,
+        writable: bool,
+        checksums: Checksums | None = None,
+    ) -> Region:
         """See ``TransferAgent.register``."""
         if is_on_device(buffer):
-            return self._register_on_device(buffer, name, writable)
+            return self._register_on_device(buffer, name, writable, checksums)
         return self._add(name, adopt(buffer, writable), writable)
 
     def register_shared(self, fd: int, name: str) -> Region:
         """See ``TransferAgent.register_shared``."""
         return self._add(name, allocation.adopt_shared(fd), True)
 
-    def _register_on_device(self, buffer: object, name: str, writable: bool) -> Region:
+    def _register_on_device(
+        self, buffer: object, name: str, writable: bool, checksums: Checksums | None
+    ) -> Region:
         cuda = load_cuda() if self.cuda is None else self.cuda.cuda
         region = self.regions.add(name, adopt_device(buffer, writable, cuda), writable)
         if self.cuda is None:
@@ -101,6 +111,10 @@ class AgentMemory:
             self.regions.staging = self.cuda.staging
             for other in self.regions:
                 self.cuda.pin(other)
+        if checksums is not None:
+            hashers = self.cuda.staging.hashers
+            hashers[region.address] = region.nbytes, checksums
+            region.on_closed = lambda: hashers.pop(region.address, None)
         return region
 
     def _add(self, name: str, memory: allocation.Memory, writable: bool) -> Region:
@@ -141,8 +155,13 @@ class AgentMemory:
             region = self.regions.find(region_id)
             fd = self.lifeline.fd if region_id == LIFELINE_ID else -1 if region is None else region.fd
             if fd >= 0 and sock.family == socket.AF_UNIX:
-                # A descriptor needs a byte to accompany it. The socket's buffer is empty: this cannot block.
-                socket.send_fds(sock, [b"\0"], [fd])
+                # Allocated memory is sealed against writes by others. What processes of ours share is not.
+                readable = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    # A descriptor needs a byte to accompany it. The buffer is empty: this cannot block.
+                    socket.send_fds(sock, [b"\0"], [readable])
+                finally:
+                    os.close(readable)
 
     def _forget(self, region_id: int) -> None:
         if self.ucx is not None:

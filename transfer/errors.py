@@ -6,11 +6,26 @@ posted batch: the bytes of its destination spans are undefined, and the transpor
 
 from __future__ import annotations
 
+from typing import Any
+
 from moonpool.runtime.errors import MoonpoolError
 
 
 class TransferError(MoonpoolError):
-    """Base of all errors of this package."""
+    """Base of all errors of this package. ``facts`` of an error are plain JSON types; ``of_facts`` makes it
+    again in another process."""
+
+    def facts(self) -> dict[str, Any]:
+        return {"type": type(self).__name__, "text": str(self), "has": vars(self)}
+
+    @classmethod
+    def of_facts(cls, facts: dict[str, Any], prefix: str) -> TransferError:
+        """``prefix``: put before its text. An unknown type becomes ``TransferError``."""
+        kind = next((each for each in cls.__subclasses__() if each.__name__ == facts["type"]), cls)
+        error = kind.__new__(kind)
+        error.args = (prefix + facts["text"],)
+        vars(error).update(facts["has"])
+        return error
 
 
 class SpanError(TransferError):
@@ -67,12 +82,14 @@ class StaleEpoch(TransferError):
 
 
 class AccessDenied(TransferError):
-    """The peer and this agent do not share the cluster's secret."""
+    """The peer and this agent do not share the cluster's key, or the peer is not for this agent's role."""
 
     code = "PERMISSION_DENIED"
 
     def __init__(self, agent_id: str, reason: str) -> None:
-        super().__init__(f"peer {agent_id} refused: {reason}; transfer.secret must be the same on all nodes")
+        super().__init__(
+            f"peer {agent_id} refused: {reason}; security.cluster_key must be the same on all nodes"
+        )
         self.agent_id = agent_id
         self.reason = reason
 

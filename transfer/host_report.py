@@ -7,9 +7,10 @@ from pathlib import Path
 
 from moonpool.runtime.config.options import TransferOptions
 from moonpool.runtime.network.sockets import loopback_only
+from moonpool.runtime.security import process
 from moonpool.transfer.agent_memory import pool_backing
 from moonpool.transfer.connections.descriptor import boot_id
-from moonpool.transfer.memory.lifeline import readable_by_peers
+from moonpool.transfer.memory.lifeline import readable_by_peers, yama_scope
 from moonpool.transfer.native.compiled_copy import compiled_copy
 from moonpool.transfer.native.cuda import CudaUnavailable, load_cuda
 from moonpool.transfer.native.ucx import Ucx, load_ucx
@@ -17,7 +18,6 @@ from moonpool.transfer.paths.ucx.topology import interfaces, num_rdma_rails, rdm
 
 _THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _SHMEM_THP = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
 def host_report(options: TransferOptions) -> dict[str, str]:
@@ -51,9 +51,9 @@ def _same_host(options: TransferOptions) -> str:
         if compiled_copy() is None:
             way = "process_vm_readv, which is allowed; g++ would make it faster"
         return f"shm: {way}"
-    scope = _YAMA.read_text().strip() if _YAMA.exists() else "0"
-    reason = f"kernel.yama.ptrace_scope is {scope}" if scope not in ("0", "1") else "the sandbox forbids it"
-    return f"shm: reads from shared memory, mapped (process_vm_readv is not allowed: {reason})"
+    scope = yama_scope()
+    reason = f"kernel.yama.ptrace_scope is {scope}" if scope else "the sandbox forbids it"
+    return f"shm: peers' pools are mapped, other memory passes through sockets ({reason})"
 
 
 def _cuda(options: TransferOptions) -> str:
@@ -79,7 +79,7 @@ def _other_hosts(options: TransferOptions, ucx: Ucx | None) -> str:
             reach = f"listens on {options.tcp.host}"
             if loopback_only(options.tcp.host):
                 reach += ", so reached from this host only (transfer.tcp.host)"
-            tls = "with TLS" if options.tls.cert else "without TLS"
+            tls = "with TLS" if process.current().tls is not None else "without TLS"
             way = f"tcp: {options.tcp.streams} connections to each address of a peer, {tls}; {reach}"
             return f"{way}; {_rails(options)}{_no_ucx(options, ucx)}"
         if name == "ucx" and ucx is not None:

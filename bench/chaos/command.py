@@ -166,7 +166,9 @@ async def _settle(http: HttpClient) -> tuple[int, int, float]:
 @click.option("--seed", default=0, show_default=True, help="Of prompts, faults and their order.")
 @click.option("--streams", default=8, show_default=True, type=click.IntRange(1), help="Requests at a time.")
 @click.option("--url", default="", help="A test cluster of yours; without it a local one is started.")
-@click.option("--api-key", envvar="OPENAI_API_KEY", default="", help="Sent as a bearer token.")
+@click.option(
+    "--api-key", envvar=["MOONPOOL_API_KEY", "OPENAI_API_KEY"], default="", help="Sent as a bearer token."
+)
 @click.option(
     "--fault",
     "commands",

@@ -1,4 +1,4 @@
-"""Load whose answers are known before the first fault."""
+"""Load with answers that are known before the first fault."""
 
 from __future__ import annotations
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
 
-from moonpool.bench.engine.driver import Session, session
+from moonpool.bench.engine.driver import DecodeSteps, Session, session
 from moonpool.bench.engine.model_shapes import SHAPES, make_checkpoint
+from moonpool.bench.engine.perplexity import VARIANTS, perplexity
 from moonpool.bench.harness import shapes
 from moonpool.bench.harness.command import Run, benchmark
 from moonpool.bench.harness.floor import Floor, measure_device
@@ -33,6 +35,7 @@ class Settings:
     num_steps: int
     prompt_tokens: int
     options: EngineOptions
+    weights: tuple[str, ...]  # values of engine.weights that are measured in turn
 
 
 async def engine_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
@@ -46,37 +49,89 @@ async def engine_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
     yield Row("machine", memory, nbytes_per_s / 1e9, "GB/s")
     yield Row("machine", "torch's best bfloat16 product", flops_per_s / 1e12, "TFLOP/s")
     with tempfile.TemporaryDirectory(prefix="moonpool-") as directory:
-        began_s = time.perf_counter()
         if name in shapes.SHAPES:
             config = ModelConfig.from_checkpoint(shapes.shape_directory(name))
         else:
             config = make_checkpoint(name, Path(directory), 2 * settings.prompt_tokens)
         floor = Floor(config, nbytes_per_s, flops_per_s)
-        async with session(config, settings.options, settings.device, "bfloat16") as running:
-            yield Row(name, "start", time.perf_counter() - began_s, "s")
-            yield Row(name, "KV blocks", running.engine.pool.num_blocks, "blocks")
-            async for row in _session_rows(running, floor, settings, run.rounds):
+        async with AsyncExitStack() as stack:
+            sessions: dict[str, Session] = {}
+            for weights in settings.weights:
+                options = replace(settings.options, weights=weights)
+                began_s = time.perf_counter()
+                running = await stack.enter_async_context(
+                    session(config, options, settings.device, "bfloat16")
+                )
+                sessions[_named(name, running, weights)] = running
+                yield Row(_named(name, running, weights), "start", time.perf_counter() - began_s, "s")
+                yield Row(
+                    _named(name, running, weights), "KV blocks", running.engine.pool.num_blocks, "blocks"
+                )
+            for batch, context in settings.batches:
+                async for row in _decode_rows(sessions, floor, settings, batch, context, run.rounds):
+                    yield row
+            async for row in _prompt_rows(sessions, floor, settings.prompt_tokens, run.rounds):
                 yield row
 
 
-async def _session_rows(
-    running: Session, floor: Floor, settings: Settings, rounds: int
+def _named(name: str, running: Session, weights: str) -> str:
+    return f"{name}, {running.engine.dtype}" + ("" if weights == "auto" else f", {weights} weights")
+
+
+async def _decode_rows(
+    sessions: Mapping[str, Session],
+    floor: Floor,
+    settings: Settings,
+    batch: int,
+    context: int,
+    rounds: int,
 ) -> AsyncIterator[Row]:
-    dtype, prompt_tokens = running.engine.dtype, settings.prompt_tokens
-    for batch, context in settings.batches:
-        steps = await running.decode(batch, context, settings.num_steps)
-        case = f"{settings.name}, {dtype}, decode, batch {batch}, context {context}"
-        floor_ms = 1e3 * floor.decode_s(batch, steps.context, 4 if dtype == "float32" else 2)
-        yield versus(Row(case, "step", 1e3 * steps.step_s, "ms"), "floor", floor_ms)
-        arrived = Row(case, "of it, launched to arrived", 1e3 * steps.device_s, "ms")
-        yield versus(arrived, "floor", floor_ms)
-    await running.first_token_s(prompt_tokens)
-    seconds = statistics.median([await running.first_token_s(prompt_tokens) for _ in range(rounds)])
-    row = Row(f"{settings.name}, {dtype}, prompt of {prompt_tokens}", "first token", 1e3 * seconds, "ms")
-    yield versus(row, "floor", 1e3 * floor.prefill_s(prompt_tokens))
+    """In turn, so that all see the same load. The first one is the peer of the others."""
+    found: dict[str, list[DecodeSteps]] = {name: [] for name in sessions}
+    for _ in range(rounds if len(sessions) > 1 else 1):
+        for name, running in sessions.items():
+            found[name].append(await running.decode(batch, context, settings.num_steps))
+    first_s = 0.0
+    for name, running in sessions.items():
+        case = f"{name}, decode, batch {batch}, context {context}"
+        itemsize = 4 if running.engine.dtype == "float32" else 2
+        floor_s = floor.decode_s(batch, found[name][0].context, itemsize, running.weight_nbytes())
+        step_s = statistics.median(steps.step_s for steps in found[name])
+        yield versus(Row(case, "step", 1e3 * step_s, "ms"), "floor", 1e3 * floor_s)
+        device_s = statistics.median(steps.device_s for steps in found[name])
+        yield versus(Row(case, "of it, launched to arrived", 1e3 * device_s, "ms"), "floor", 1e3 * floor_s)
+        if first_s:
+            yield versus(Row(case, "rate", batch / step_s, "tokens/s"), "plain weights", batch / first_s)
+        first_s = first_s or step_s
 
 
-@benchmark({"engine": engine_rows}, packages=("torch", "triton", "numpy"), rounds=3)
+async def _prompt_rows(
+    sessions: Mapping[str, Session], floor: Floor, prompt_tokens: int, rounds: int
+) -> AsyncIterator[Row]:
+    seconds: dict[str, list[float]] = {name: [] for name in sessions}
+    for running in sessions.values():
+        await running.first_token_s(prompt_tokens)
+    for _ in range(rounds):
+        for name, running in sessions.items():
+            seconds[name].append(await running.first_token_s(prompt_tokens))
+    for name, found in seconds.items():
+        row = Row(f"{name}, prompt of {prompt_tokens}", "first token", 1e3 * statistics.median(found), "ms")
+        yield versus(row, "floor", 1e3 * floor.prefill_s(prompt_tokens))
+
+
+async def perplexity_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    """Of the shipped model, on a CPU."""
+    plain = 0.0
+    for name, options in VARIANTS.items():
+        value, num_tokens = await perplexity(options)
+        row = Row(f"shipped model, {name}, {num_tokens} tokens of unseen text", "perplexity", value, "")
+        yield versus(row, "plain weights", plain) if plain else row
+        plain = plain or value
+
+
+@benchmark(
+    {"engine": engine_rows, "perplexity": perplexity_rows}, packages=("torch", "triton", "numpy"), rounds=3
+)
 @click.option(
     "--shape",
     "--model",
@@ -87,9 +142,22 @@ async def _session_rows(
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1 …")
 @click.option("--block-size", default=16, show_default=True, help="Tokens of a KV block.")
 @click.option("--threads", default=0, help="Compute threads on a CPU; 0: all cores.")
+@click.option(
+    "--weights",
+    multiple=True,
+    type=click.Choice(("auto", "int8", "int4")),
+    default=("auto",),
+    help="engine.weights; several: measured in turn beside the first.",
+)
 @click.option("--no-graphs", is_flag=True, help="Launch every kernel of a decode step anew.")
 def engine(
-    run: Run, name: str | None, device: str, block_size: int, threads: int, no_graphs: bool
+    run: Run,
+    name: str | None,
+    device: str,
+    block_size: int,
+    threads: int,
+    weights: tuple[str, ...],
+    no_graphs: bool,
 ) -> Settings:
     """Measure a whole engine with random weights: decode steps and time to first token, beside their floor.
 
@@ -113,4 +181,5 @@ def engine(
             threads=threads,
             pool_nbytes=1 << 30 if real else 0,
         ),
+        weights,
     )

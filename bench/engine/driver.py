@@ -15,6 +15,8 @@ import torch
 from moonpool.bench.engine.model_shapes import randomize
 from moonpool.engine import Engine, Sampling, Sequence, StepEvent
 from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.engine.model.latent import LatentInput, LatentOutput
+from moonpool.engine.model.weight_loader import Mlp
 from moonpool.runtime.config.options import EngineOptions, ModelOptions
 
 _WARM_UP_STEPS = 8
@@ -43,6 +45,20 @@ class Session:
         num_tokens = sum(event.token_id >= 0 for event in events)
         self._arrivals.append((time.perf_counter(), num_tokens, self.engine.stats().step_s))
         self._news.set()
+
+    def weight_nbytes(self) -> int:
+        """Of the matrices of a dense model; 0: of a mixture, of which a step reads only some."""
+        assert self.engine._loop is not None
+        model = self.engine._loop.runner.model
+        nbytes = model.head.nbytes
+        for layer in model.layers:
+            if isinstance(layer.qkv, LatentInput) or isinstance(layer.o, LatentOutput):
+                return 0
+            if not isinstance(layer.mlp, Mlp):
+                return 0
+            linears = (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)
+            nbytes += sum(linear.nbytes for linear in linears)
+        return nbytes
 
     async def first_token_s(self, num_tokens: int) -> float:
         """Seconds from a new prompt to its first token."""

@@ -117,14 +117,15 @@ def randomize(model: Model) -> None:
 
     Experts stay 0: they are not measured on a GPU yet.
     """
-    matrices = [model.embedding, model.head.weight]
+    matrices = [model.embedding]
     norms = [model.norm]
+    parts: list[object] = [model.head]
     for layer in model.layers:
-        parts = [part for part in (layer.qkv, layer.o) if isinstance(part, PackedLinear)]
+        parts += [layer.qkv, layer.o]
         if isinstance(layer.mlp, Mlp):
             parts += [layer.mlp.gate_up, layer.mlp.down]
-        matrices += [part.weight for part in parts]
         norms += [layer.attention_in, layer.mlp_in]
+    matrices += [part.weight for part in parts if isinstance(part, PackedLinear)]
     for norm in norms:
         assert norm is not None
         norm.fill_(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -78,12 +79,23 @@ def run_part(part: Part, timeout_s: float, directory: Path) -> Outcome:
     return Outcome(part, code, time.monotonic() - began_s, log, rows)
 
 
+def keep(outcome: Outcome, environment: report.Environment, stem: Path) -> None:
+    """Write what a part measured as soon as it has ended: STEM-PART.json, and a launch table as it is."""
+    part, target = outcome.part, stem.with_name(f"{stem.name}-{outcome.part.name}.json")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    written = outcome.log.with_name(f"{part.name}.json")
+    if part.table and written.exists():
+        shutil.copyfile(written, target)
+    elif outcome.rows:
+        finish(Report(environment, outcome.rows), target)
+
+
 def _run_all(names: tuple[str, ...], within_s: float, directory: Path) -> Iterator[Outcome]:
     end_s, num_gpus = time.monotonic() + within_s, torch.cuda.device_count()
     for part in (part for part in PARTS if part.name in names):
         left_s = end_s - time.monotonic()
-        if num_gpus < part.gpus > 1:
-            click.echo(f"{part.name:16} left out: it needs {part.gpus} GPUs, there are {num_gpus}")
+        if lacking := part.lacks(num_gpus):
+            click.echo(f"{part.name:16} left out: it needs {lacking}")
         elif left_s < _MIN_S:
             click.echo(f"{part.name:16} no time left")
             yield Outcome(part, None, 0.0, directory / f"{part.name}.log", [])
@@ -111,7 +123,9 @@ def _environment() -> tuple[report.Environment, str]:
 
 @click.command()
 @click.argument("names", nargs=-1, metavar="[PART]…", type=click.Choice([part.name for part in PARTS]))
-@click.option("--within", "within_s", default=570.0, show_default=True, help="Seconds of all parts together.")
+@click.option(
+    "--within", "within_s", default=1500.0, show_default=True, help="Seconds of all parts together."
+)
 @click.option("--results", default="bench/results", show_default=True, help="Directory of the report.")
 @click.option("--logs", default="run/gpu", show_default=True, help="Directory of the parts' output.")
 @click.option("--anyway", is_flag=True, help="Also without a GPU, to see what is missing.")
@@ -127,17 +141,21 @@ def main(names: tuple[str, ...], within_s: float, results: str, logs: str, anywa
         sys.exit(2)
     directory = Path(logs)
     directory.mkdir(parents=True, exist_ok=True)
-    outcomes = list(_run_all(names or DEFAULT, within_s, directory))
+    environment, name = _environment()
+    stem = Path(results) / f"{name}-{datetime.now(UTC):%Y-%m-%d}"
+    outcomes = []
+    for outcome in _run_all(names or DEFAULT, within_s, directory):
+        outcomes.append(outcome)
+        if has_gpu:
+            keep(outcome, environment, stem)
     failures = directory / "failures.log"
     failed = [outcome for outcome in outcomes if outcome.failed]
     failures.write_text("".join(f"==== {one.part.name}: {one.verdict}\n{one.tail(400)}\n" for one in failed))
-    environment, name = _environment()
     rows = [row for outcome in outcomes for row in outcome.rows]
     rows += [Row("make gpu", outcome.part.name, outcome.seconds, "s") for outcome in outcomes]
     path = None
     if has_gpu:
-        Path(results).mkdir(parents=True, exist_ok=True)
-        path = Path(results) / f"{name}-{datetime.now(UTC):%Y-%m-%d}.json"
+        path = stem.with_name(f"{stem.name}.json")
         click.echo(f"figures: {path}; failures: {failures}")
     finish(Report(environment, rows), path)
     sys.exit(bool(failed))

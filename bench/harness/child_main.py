@@ -1,13 +1,14 @@
 """The main program of a benchmark's child process: answers calls of an object's methods.
 
-    python child_main.py TARGET:CLASS [JSON]
+    python child_main.py TARGET:CLASS
 
-TARGET is a module's name or the path of a file. The object is made from the keywords in JSON. A peer's Python
-runs this file by its path: it imports only the standard library, and puts no folder of ours on ``sys.path``.
+TARGET is a module's name or the path of a file. The object is made from the keywords in the first line of the
+input, JSON: other users see command lines. A peer's Python runs this file by its path: it imports only the
+standard library, and puts no folder of ours on ``sys.path``.
 
-The first line of the output is ``{"result": …}`` with the object's ``ready``, if it has one. Each line of the
-input is ``{"call": METHOD, …keywords}``, answered by ``{"result": …}`` or ``{"error": TEXT}``. Methods, and a
-method ``start``, may be async. The process ends with its input.
+The first line of the output is ``{"result": …}`` with the object's ``ready``, if it has one. Further lines of
+input are ``{"call": METHOD, …keywords}``, answered by ``{"result": …}`` or ``{"error": TEXT}``. Methods, and
+a method ``start``, may be async. The process ends with its input.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     module = runpy.run_path(target) if target.endswith(".py") else vars(importlib.import_module(target))
-    keywords = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
+    keywords = json.loads(sys.stdin.readline())
     with asyncio.Runner(loop_factory=module.get("new_event_loop")) as runner:
         runner.run(_serve(module[name], keywords, answers))
 

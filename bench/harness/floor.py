@@ -73,12 +73,13 @@ class Floor:
             mlps += len(moe.layers) * (sparse - 3 * config.intermediate_size)
         return config.hidden_size * (config.num_layers * attention + mlps)
 
-    def decode_s(self, batch: int, context: float, itemsize: int = 2) -> float:
-        """Every weight that is used and every cached K and V read once."""
+    def decode_s(self, batch: int, context: float, itemsize: int = 2, weight_nbytes: int = 0) -> float:
+        """Every weight that is used and every cached K and V read once. ``weight_nbytes``: of all weights
+        that a step reads; 0: as many as they have of ``itemsize``."""
         config = self.config
-        weights = self.num_layer_weights(batch) + config.vocab_size * config.hidden_size
+        num_weights = self.num_layer_weights(batch) + config.vocab_size * config.hidden_size
         kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim * batch * context
-        return (weights + kv) * itemsize / self.nbytes_per_s
+        return (kv * itemsize + (weight_nbytes or num_weights * itemsize)) / self.nbytes_per_s
 
     def prefill_s(self, num_tokens: int) -> float:
         """Every product of the layers, half of the attention square, one row of logits."""

@@ -51,6 +51,7 @@ _ANY = r".*"
 _READ_WRITE = r"(read|write)"
 
 GOALS: dict[str, tuple[Goal, ...]] = {
+    "elastic": (least(25.0, r"planned", r"fewer node-hours at equal attainment"),),
     "store": (
         least(0.8, r"disk put, .*, [14]MiB, .*", "throughput", "raw disk"),
         least(0.85, r"disk get, .*, [14]MiB, .*", "throughput", "raw disk"),
@@ -82,6 +83,8 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         least(300_000.0, r"(shm|ucx)/4KiB/4096/read/checksum-(on|off)", "spans"),
         most(120.0, r".*/note/64B", "latency"),
         most(1.0, r".*/idle", "processor"),
+        least(0.5, r"perimeter: tcp/.*", "bandwidth", "neither"),
+        least(0.97, r"perimeter: shm/.*", "bandwidth", "neither"),
     ),
     "conductor": (
         least(2000.0, r".*, 1,024 nodes, 1,000,000 blocks, .*", "decisions"),
@@ -103,6 +106,10 @@ GOALS: dict[str, tuple[Goal, ...]] = {
     "engine": (
         most(1.3, r"llama-3-8b, .*, decode, batch 64, .*", "step", "floor"),
         most(1.5, r"llama-3-8b, .*, prompt of .*", "first token", "floor"),
+        least(1.6, r"qwen3-0.6b, .*, int8 weights, decode, batch 1, .*", "rate", "plain weights"),
+        least(2.5, r"qwen3-0.6b, .*, int4 weights, decode, batch 1, .*", "rate", "plain weights"),
+        most(1.01, r"shipped model, (int8 weights|fp8_e4m3 KV), .*", "perplexity", "plain weights"),
+        most(1.05, r"shipped model, int4 weights, .*", "perplexity", "plain weights"),
     ),
     "parallel": (
         # What a step may cost beside its tensors, and how much faster two stages must be than one.
@@ -112,7 +119,14 @@ GOALS: dict[str, tuple[Goal, ...]] = {
     ),
     "serve": (
         most(10.0, r"1 concurrent, .*", "path's own cost a request"),
+        most(1.05, r"perimeter: .*", "path's own cost a request", "neither"),
         most(0.25, r"second turn, .*", "TTFT, second over first"),
+    ),
+    "vllm": (
+        least(0.97, r".*, nothing hits, .*", "output throughput", "vLLM alone"),
+        most(0.15, r"qwen3-0.6b, prefix .*", "TTFT, own host memory", _ANY),
+        most(0.2, r"qwen3-0.6b, prefix .*", "TTFT, a peer engine", _ANY),
+        most(0.3, r"qwen3-0.6b, prefix .*, after a restart", "TTFT, disk", _ANY),
     ),
     "kernels": (
         # A CPU's attention against a plain read, a GPU's against a large copy of the same device.
@@ -126,6 +140,8 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         least(0.7, r"decode (?!.* over ).*, batch 1, context 131072", "rate", "large copy"),
         least(0.75, r"decode .*bfloat16 over fp8.*", "rate", "pages as wide as q"),
         least(0.97, r"decode .*", "rate", "layer-major pool"),
+        least(1.6, r"linear (1024x6144|3072x1024) bfloat16, weight int8, 1 rows", "rate", "bfloat16 weight"),
+        least(2.5, r"linear (1024x6144|3072x1024) bfloat16, weight int4, 1 rows", "rate", "bfloat16 weight"),
         least(0.7, r"prefill \S+ heads of 128, .*, (8192|32768) new of \1", "rate", "SDPA cuDNN"),
         least(0.8, r"(write_kv|rotate_and_write) .*, bfloat16 to .*, 8192 tokens", "rate", "large copy"),
     ),

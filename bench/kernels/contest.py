@@ -43,12 +43,15 @@ def contest(
     yield versus(row, f"large {limit}", machine.limits[limit] / scale)
     for name in peers or {}:
         yield versus(row, name, rates[name])
-    found, expected = error()
+    yield error_row(case, *error(), dtype or machine.dtype)
+
+
+def error_row(case: str, found: Tensor, expected: Tensor, dtype: torch.dtype) -> Row:
+    """The largest difference, of values computed in ``dtype``."""
     expected = expected.double()
     largest = max(1.0, float(expected.abs().max()))
     off = float((found.double() - expected).abs().max()) / largest
-    bound = _TOLERANCE[dtype or machine.dtype]
-    yield Row(case, "error", off, "of the largest", limit="at most", limit_value=bound)
+    return Row(case, "error", off, "of the largest", limit="at most", limit_value=_TOLERANCE[dtype])
 
 
 def not_measured(case: str, why: str, needed: float = 0.0, unit: str = "") -> Row:

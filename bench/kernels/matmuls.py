@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import product
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moonpool.bench.kernels.contest import contest
+from moonpool.bench.kernels.clock import Work
+from moonpool.bench.kernels.contest import contest, error_row
 from moonpool.bench.kernels.device_limits import Machine, name_of
-from moonpool.kernels import PackedLinear, add_lora, reference
+from moonpool.kernels import Linear, PackedLinear, QuantisedLinear, QuantisedWeight, add_lora, reference
 from moonpool.runtime.reports.report import Row, versus
 
 
@@ -43,6 +45,47 @@ def _linear(machine: Machine, case: str, weights: list[Tensor], x: Tensor) -> It
     yield versus(Row(case, "rate", flops / seconds["ours"], "GFLOP/s"), "torch", flops / seconds["torch"])
     nbytes = sum(weight.nbytes for weight in weights)
     yield Row(case, "weights read", nbytes / seconds["ours"] / 1e9, "GB/s")
+
+
+def quantised_rows(machine: Machine, quick: bool) -> Iterator[Row]:
+    """Weights in few bits beside bfloat16 ones, and beside reading them."""
+    shapes = ((4096, 14336), (14336, 4096)) if machine.is_cuda else ((1024, 6144), (3072, 1024))
+    for (ins, outs), n in product(shapes[: 1 if quick else 2], (1, 8) if quick else (1, 8, 64, 512)):
+        yield from _quantised(machine, ins, outs, torch.randn(n, ins, device=machine.device).bfloat16())
+
+
+def _quantised(machine: Machine, ins: int, outs: int, x: Tensor) -> Iterator[Row]:
+    plain = torch.randn(outs, ins) * 0.02
+    float8 = (plain * 1000).to(torch.float8_e4m3fn).view(torch.uint8)
+    forms = {
+        "int8": QuantisedWeight.of(plain, "int8"),
+        "int4": QuantisedWeight.of(plain, "int4", 64),
+        "fp8": QuantisedWeight("fp8", float8, torch.full((outs, 1), 1e-3), ins),
+    }
+    device, narrow = str(machine.device), plain.bfloat16().to(machine.device)
+
+    def several(make: Callable[[], Linear]) -> list[Linear]:
+        """As many as the caches do not hold."""
+        first = make()
+        return [first, *(make() for _ in range(machine.cold_nbytes // first.nbytes))]
+
+    linears = {"bfloat16": several(lambda: PackedLinear(narrow.clone()))}
+    for kind, weight in forms.items():
+        linears[kind] = several(lambda weight=weight: QuantisedLinear(weight, None, device))  # type: ignore[misc]
+    works: dict[str, Work] = {
+        name: lambda made=made: [linear(x) for linear in made]  # type: ignore[misc]
+        for name, made in linears.items()
+    }
+    seconds = machine.clock.seconds_of(works, machine.rounds)
+    each = {name: seconds[name] / len(made) for name, made in linears.items()}
+    for kind, weight in forms.items():
+        case = f"linear {ins}x{outs} bfloat16, weight {kind}, {len(x)} rows"
+        row = Row(case, "rate", 2 * len(x) * ins * outs / each[kind] / 1e9, "GFLOP/s")
+        yield versus(row, "bfloat16 weight", 2 * len(x) * ins * outs / each["bfloat16"] / 1e9)
+        read = Row(case, "weights read", linears[kind][0].nbytes / each[kind] / 1e9, "GB/s")
+        yield versus(read, "large read", machine.limits["read"] / 1e9)
+        expected = x.double() @ weight.dequantised().double().T.to(x.device)
+        yield error_row(case, linears[kind][0](x), expected, x.dtype)
 
 
 def lora_rows(machine: Machine, quick: bool) -> Iterator[Row]:

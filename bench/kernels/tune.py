@@ -1,7 +1,8 @@
 """Tune ``kernels/triton/launch.json`` for the GPU of this machine: ``python -m moonpool.bench.kernels.tune``.
 
 Each shape of the table is tried with each tile and number of warps and stages that compiles without a fault.
-The fastest becomes the row of this GPU's architecture. ``--list`` prints the candidates, without a GPU.
+The fastest becomes the row of this GPU's architecture. ``--table FILE`` writes the table there instead, again
+after each shape. ``--list`` prints the candidates, without a GPU.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -103,18 +105,19 @@ def seconds(slot: Slot, machine: Machine) -> float:
     return float("inf") if wrong else next(row.value for row in rows if row.metric == "time") / 1e6
 
 
-def write() -> None:
+def write(path: Path) -> None:
     def line(row: dict[str, Any]) -> str:
         order = ("kind", "arch", "head_dim", "rows", "choice")
         return "  " + json.dumps({name: row[name] for name in order if name in row})
 
     parts = [f' "{of}": [\n' + ",\n".join(map(line, rows)) + "\n ]" for of, rows in launch.table().items()]
-    launch.TABLE_PATH.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else "")
     parser.add_argument("--list", action="store_true", help="say what would be tried, and end")
+    parser.add_argument("--table", type=Path, default=launch.TABLE_PATH, metavar="FILE")
     arguments = parser.parse_args()
     if arguments.list:
         for slot in slots():
@@ -135,7 +138,7 @@ def main() -> int:
         best = min(times, key=lambda choice: times[choice])
         put(slot, arch, best)
         print(f"ours: {slot.of} {slot.row}: {best}, {times[best] * 1e6:.0f} µs, of {len(times)} tried")
-        write()
+        write(arguments.table)
     return 0
 
 

@@ -19,8 +19,10 @@ from moonpool.engine.ranks.group import RankGroup
 from moonpool.engine.ranks.hosts.listener import HostListener
 from moonpool.engine.ranks.leader import StepTimes
 from moonpool.engine.sharding.parallel_plan import ParallelPlan
-from moonpool.runtime.config.options import EngineOptions, ModelOptions, ParallelOptions, TransferOptions
+from moonpool.runtime.config.options import EngineOptions, ModelOptions, ParallelOptions, SecurityOptions
 from moonpool.runtime.reports.report import Row, versus
+from moonpool.runtime.security import process
+from moonpool.runtime.security.roles import NODE, Caller
 
 BATCH, CONTEXT = 8, 256
 _MAX_BATCH_TOKENS = 2048
@@ -108,7 +110,9 @@ async def running(
 async def _over_hosts(model: Path, parallel: ParallelOptions) -> AsyncIterator[Session]:
     """An engine with its second stage under a rank host of its own."""
     timeout_s = parallel.timeout_s
-    listener = HostListener(_NUM_HOSTS - 1, "127.0.0.1:0", "bench", timeout_s, TransferOptions())
+    # The rank host below has no key.
+    process.use(process.Security(SecurityOptions(), Caller(NODE, "bench")))
+    listener = HostListener(_NUM_HOSTS - 1, "127.0.0.1:0", "bench", timeout_s)
     group = RankGroup(_HOSTS_PLAN.world_size, timeout_s, listener)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(group.close)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -15,18 +16,21 @@ import torch
 
 from moonpool.bench.harness.command import Run
 from moonpool.bench.harness.floor import Floor, measure_device
+from moonpool.bench.harness.perimeter import CERTIFICATES, KEY, NEITHER, cluster_sets, security_of
 from moonpool.bench.harness.services import local_cluster
-from moonpool.bench.harness.turns import spread, turns
+from moonpool.bench.harness.turns import Call, spread, turns
 from moonpool.bench.serve.client import load
 from moonpool.bench.serve.client.answer import read_json, read_text
 from moonpool.bench.serve.client.http_client import HttpClient
 from moonpool.bench.serve.client.server import RequestFailed, Server, new_request_id
 from moonpool.bench.serve.client.workload import Prompts, Workload
+from moonpool.bench.serve.colocated import colocated_rows
 from moonpool.bench.serve.figures import Slo, latencies, load_rows, output_rate
 from moonpool.bench.serve.path_cost import ModelClock, PathCost, path_cost
 from moonpool.bench.serve.peers.contestants import DTYPES, Contestant, ServerContestant, transformers_peer
 from moonpool.bench.serve.peers.vllm import vllm_server
 from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.engine.device.selection import choose_device
 from moonpool.runtime.machine.processor import usable_cores
 from moonpool.runtime.reports.report import Row, versus
 
@@ -60,6 +64,7 @@ class Settings:
     against_sets: Sequence[str]
     peer_threads: int
     limits: bool
+    block_size: int
     _floor: Floor | None = None
     _server: Server | None = None
     _peers: list[Contestant] = field(default_factory=list)
@@ -85,9 +90,7 @@ class Settings:
                         peer = transformers_peer(self.model_dir, dtype, self.peer_threads)
                         self._peers.append(await run.stack.enter_async_context(peer))
                 else:
-                    vllm = vllm_server(
-                        self.model_dir, eager=name.endswith("eager"), threads=self.peer_threads
-                    )
+                    vllm = vllm_server(self.model_dir, name, threads=self.peer_threads)
                     self._peers.append(await run.stack.enter_async_context(vllm))
         return {one.name: one for one in (ServerContestant(server), *self._peers)}
 
@@ -96,10 +99,11 @@ class Settings:
         if not self.limits:
             return []
         if self._floor is None:
-            limits = measure_device(torch.device("cpu"), usable_cores())
+            limits = measure_device(choose_device("auto").torch, usable_cores())
             self._floor = Floor(ModelConfig.from_checkpoint(self.model_dir), *limits)
         read, product = self._floor.nbytes_per_s / 1e9, self._floor.flops_per_s / 1e9
-        name = f"limit of {usable_cores()} cores ({read:.0f} GB/s read, {product:.0f} GFLOP/s bfloat16)"
+        machine = "the GPU" if torch.cuda.is_available() else f"{usable_cores()} cores"
+        name = f"limit of {machine} ({read:.0f} GB/s read, {product:.0f} GFLOP/s bfloat16)"
         return [versus(row, name, limit(self._floor))]
 
 
@@ -187,19 +191,50 @@ async def path_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
     costs: list[PathCost] = []
     ttfts: list[float] = []
     for number in range(-2, 3 * run.rounds):
-        request_id = new_request_id()
-        before = await clock.read()
-        answer = await server.ask(prompts.draw(PROMPT_TOKENS), OUTPUT_TOKENS, request_id)
-        model = (await clock.read()).since(before)
-        _, timeline = read_json(await server.http.get(f"/v1/requests/{request_id}/timeline"))
+        cost, ttft_s = await _path_of_one(server, clock, prompts)
         if number >= 0:
-            costs.append(path_cost(answer, timeline, model))
-            ttfts.append(answer.ttft_s)
+            costs.append(cost)
+            ttfts.append(ttft_s)
     yield spread(ALONE, "path's own cost a request", [cost.own_s for cost in costs], "ms", 1e3)
     for row in latencies(ALONE, "TTFT", ttfts) + latencies(ALONE, "E2E", [cost.e2e_s for cost in costs]):
         yield row
     for stage in costs[0].stages:
         yield spread(f"stages: {ALONE}", stage, [cost.stages[stage] for cost in costs], "ms", 1e3)
+
+
+async def _path_of_one(server: Server, clock: ModelClock, prompts: Prompts) -> tuple[PathCost, float]:
+    """The cost of one request, and its TTFT in seconds."""
+    request_id = new_request_id()
+    before = await clock.read()
+    answer = await server.ask(prompts.draw(PROMPT_TOKENS), OUTPUT_TOKENS, request_id)
+    model = (await clock.read()).since(before)
+    _, timeline = read_json(await server.http.get(f"/v1/requests/{request_id}/timeline"))
+    return path_cost(answer, timeline, model), answer.ttft_s
+
+
+async def perimeter_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    """The path's own cost of single requests in three clusters, in turn: by the perimeter that each has."""
+    async with AsyncExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="perimeter")))
+        prompts = Prompts(settings.seed, "perimeter")
+        calls: dict[str, Call] = {}
+        for form in (NEITHER, KEY, CERTIFICATES):
+            run.say(f"starting a cluster: {form}")
+            sets = ["cluster.prefill=1", "cluster.decode=1", *settings.sets, *cluster_sets(form, directory)]
+            url = await stack.enter_async_context(local_cluster(sets))
+            ca = security_of(form, directory).ca
+            server = await Server.find(form, await stack.enter_async_context(HttpClient(url, ca=ca)))
+            clock = await ModelClock.of(server)
+            assert clock is not None
+
+            async def own_s(server: Server = server, clock: ModelClock = clock) -> float:
+                return (await _path_of_one(server, clock, prompts))[0].own_s
+
+            calls[form] = own_s
+        samples = await turns(calls, 3 * run.rounds, warm_up=2, rotate=1)
+    for form, seconds in samples.items():
+        row = spread(f"perimeter: {form}", "path's own cost a request", seconds, "ms", 1e3)
+        yield row if form == NEITHER else versus(row, NEITHER, 1e3 * median(samples[NEITHER]))
 
 
 async def second_turn_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
@@ -247,6 +282,11 @@ async def workload_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
         raise RequestFailed(f"every request of {name!r} failed")
     for row in load_rows(name, outcome, settings.slo):
         yield row
+
+
+def colocated(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    """A prefill and a decode node against two nodes that do both."""
+    return colocated_rows(run, settings.sets, settings.seed, settings.slo.tpot_s, settings.block_size)
 
 
 # Of one turn of a cluster: metric, unit, factor.

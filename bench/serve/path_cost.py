@@ -13,6 +13,7 @@ from moonpool.bench.harness.turns import gaps
 from moonpool.bench.serve.client.answer import Answer, AnswerInvalid, read_json, read_text
 from moonpool.bench.serve.client.http_client import HttpClient, ServerUnreachable
 from moonpool.bench.serve.client.server import Server
+from moonpool.runtime.observing.metrics_server import own_metrics_key
 
 MODEL_PREFILL = "model: prefill"
 MODEL_DECODE = "model: decode steps"
@@ -34,7 +35,7 @@ class ModelClock:
     """Reads ``moonpool_model_seconds`` of every node of a cluster."""
 
     def __init__(self, metrics_urls: Sequence[str]) -> None:
-        self._pages = [HttpClient(url) for url in metrics_urls]
+        self._pages = [HttpClient(url, api_key=own_metrics_key()) for url in metrics_urls]
 
     @classmethod
     async def of(cls, server: Server) -> ModelClock | None:

@@ -11,6 +11,7 @@ from moonpool.bench.harness.turns import quantile
 from moonpool.bench.serve.client.http_client import HttpClient
 from moonpool.bench.serve.client.server import Server
 from moonpool.bench.simulation.cluster_replay import Replayed, measured_hardware, replay
+from moonpool.runtime.config.engine_options import CPU_LIMITS
 from moonpool.runtime.config.loading import load_config
 from moonpool.runtime.reports.report import Row, versus
 from moonpool.simulator.inputs.scenario import Scenario
@@ -62,6 +63,7 @@ async def validate(settings: Settings, say: Callable[[str], None]) -> list[Row]:
         MoonpoolError: the cluster did not start, or failed a request. It has been stopped.
     """
     config = load_config(None, settings.sets)
+    options = config.engine.within(CPU_LIMITS)
     seed = settings.workload.seed
     runs: list[Replayed] = []
     say("starting a local cluster")
@@ -70,8 +72,8 @@ async def validate(settings: Settings, say: Callable[[str], None]) -> list[Row]:
         prefill, decode = await measured_hardware(
             server,
             block_tokens=config.engine.block_size,
-            chunk_tokens=config.engine.max_batch_tokens,
-            max_batch_size=config.engine.max_batch_size,
+            chunk_tokens=options.max_batch_tokens,
+            max_batch_size=options.max_batch_size,
             seed=seed,
         )
         # Runs to fit and to measure alternate, because the machine's other load changes.

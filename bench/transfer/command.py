@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from itertools import product
 
@@ -10,19 +11,25 @@ import click
 from moonpool.bench.harness.command import Run, benchmark
 from moonpool.bench.harness.sizes import MIB, SIZE, size_name
 from moonpool.bench.transfer.peers.contestants import PEERS
+from moonpool.bench.transfer.perimeter import perimeter_rows
 from moonpool.bench.transfer.session import Settings, transport_rows
 from moonpool.bench.transfer.shapes import POOL_NBYTES, Shape, default_shapes
 from moonpool.runtime.config.options import TcpOptions
+from moonpool.runtime.reports.report import Row
 from moonpool.transfer.native.cuda import CudaUnavailable, load_cuda
 from moonpool.transfer.native.ucx import load_ucx
 
 _TRANSPORTS = ("local", "shm", "tcp", "ucx", "ucx-tcp")
 _ON_DEVICE = ("cuda-ipc", "cuda-shm", "cuda-tcp")
 _WAYS = ("read", "write")
+_PARTS: dict[str, Callable[[Run, Settings], AsyncIterator[Row]]] = {
+    name: partial(transport_rows, transport=name) for name in (*_TRANSPORTS, *_ON_DEVICE)
+}
+_PARTS["perimeter"] = perimeter_rows
 
 
 @benchmark(
-    {name: partial(transport_rows, transport=name) for name in (*_TRANSPORTS, *_ON_DEVICE)},
+    _PARTS,
     packages=("numpy", "xxhash", "uvloop", "libucx-cu12"),
     peers=PEERS,
     part_options=("--transport", "--part"),
@@ -75,7 +82,10 @@ def transfer(
     busy: bool,
     pool: int,
 ) -> Settings:
-    """Measure each path between two processes of this host, beside what the machine moves the same way."""
+    """Measure each path between two processes of this host, beside what the machine moves the same way.
+
+    perimeter: what TLS and a cluster key cost.
+    """
     if not blocks and (batches or contiguous or parallel > 1):
         raise click.UsageError("--batch, --parallel and --contiguous need --block")
     shapes = [

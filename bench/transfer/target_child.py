@@ -13,7 +13,9 @@ import uvloop
 
 from moonpool.bench.transfer.device_memory import DeviceBuffer
 from moonpool.bench.transfer.raw_sockets import serve_raw
-from moonpool.runtime.config.options import TcpOptions, TransferOptions
+from moonpool.runtime.config.options import SecurityOptions, TcpOptions, TransferOptions
+from moonpool.runtime.security import process
+from moonpool.runtime.security.roles import NODE, Caller
 from moonpool.transfer import AgentDescriptor, TransferAgent
 from moonpool.transfer.native.cuda import load_cuda
 
@@ -21,9 +23,22 @@ new_event_loop = uvloop.new_event_loop
 
 
 class Target:
-    """busy: a thread computes in Python meanwhile. ``ready``: descriptor, region, and the sockets' port."""
+    """busy: a thread computes in Python meanwhile. security: ``SecurityOptions``; None: as this user's.
 
-    def __init__(self, path: str, pool_nbytes: int, streams: int, slice_nbytes: int, busy: bool) -> None:
+    ``ready``: descriptor, region, and the sockets' port.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        pool_nbytes: int,
+        streams: int,
+        slice_nbytes: int,
+        busy: bool,
+        security: dict[str, Any] | None = None,
+    ) -> None:
+        if security is not None:
+            process.use(process.Security(SecurityOptions(**security), Caller(NODE, "target")))
         # No other path: "tcp" must be TCP, though both sides are on this host.
         tcp = TcpOptions(streams=streams, slice_nbytes=slice_nbytes)
         self._options = TransferOptions(transports=(path,), tcp=tcp)

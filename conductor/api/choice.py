@@ -59,9 +59,9 @@ class Choice:
     def push(self, event: TokenEvent) -> Delta:
         """The addition of ``event``. Cancel the sequence once ``finish_reason`` is set."""
         delta = Delta(finish_reason=event.finish_reason)
+        self.num_cached_tokens += event.num_cached_tokens
         if not self._begun:
             self._begun = True
-            self.num_cached_tokens = event.num_cached_tokens
             if event.prompt_logprobs is not None:
                 delta.entries += self._prompt_entries(event.prompt_logprobs)
             delta.text = self._echo

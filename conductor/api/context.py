@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from moonpool.conductor.admission.tenants import Tenants
+from moonpool.conductor.access.gate import Gate
 from moonpool.conductor.api.errors import draining
 from moonpool.conductor.api.sampling_defaults import SamplingDefaults
 from moonpool.conductor.core import Conductor
@@ -38,7 +38,7 @@ class ApiContext:
     metrics: RequestMetrics
     options: ConductorOptions
     log_options: LogOptions = field(default_factory=LogOptions)
-    tenants: Tenants = field(default_factory=Tenants)
+    gate: Gate = field(default_factory=Gate.open)
     about: Mapping[str, Any] = field(default_factory=dict)  # from the conductor's start
     recent: RecentRequests = field(default_factory=RecentRequests)
     clock: Callable[[], float] = time.perf_counter

@@ -13,12 +13,14 @@ from moonpool.conductor.errors import (
     ConductorClosed,
     DeadlineExceeded,
     DuplicateRequest,
+    MigrationFailed,
     NoNodes,
     RequestEndsLives,
     RequestFailed,
     RequestInvalid,
     RequestRejected,
 )
+from moonpool.conductor.fleet.errors import FleetUnchanged, NodeMissing, ProviderFailed
 from moonpool.conductor.text.chat_template import ChatTemplateError
 from moonpool.runtime.errors import MoonpoolError
 
@@ -61,15 +63,26 @@ def bad_request(message: str, param: str | None, code: str | None = "invalid_val
     return ApiError(400, message, param=param, code=code)
 
 
-def unauthorized() -> ApiError:
-    """401: the API key is missing or unknown."""
+def unauthorized(why: str = "the API key is missing or unknown") -> ApiError:
+    """401: the caller did not prove who it is."""
     return ApiError(
         401,
-        "the API key is missing or unknown: send it as 'Authorization: Bearer KEY'",
+        f"{why}: send a key as 'Authorization: Bearer KEY', or sign in at /sign-in",
         kind="authentication_error",
         code="invalid_api_key",
         headers={"WWW-Authenticate": "Bearer"},
     )
+
+
+def sign_in_first() -> ApiError:
+    """303: a browser without a session asked for a page."""
+    headers = {"Location": "/sign-in", "Cache-Control": "no-store"}
+    return ApiError(303, "no session: sign in at /sign-in", code="no_session", headers=headers)
+
+
+def forbidden(why: str) -> ApiError:
+    """403: what the caller proved does not suffice."""
+    return ApiError(403, why, kind="permission_error", code="forbidden")
 
 
 def draining() -> ApiError:
@@ -96,6 +109,8 @@ def as_api_error(error: Exception) -> ApiError:
             return bad_request(str(error), None, "invalid_request")
         case DuplicateRequest():
             return ApiError(409, str(error), code="duplicate_request")
+        case MigrationFailed():
+            return ApiError(409, str(error), code="not_migrated")
         case DeadlineExceeded():
             return ApiError(504, str(error), kind="timeout_error", code="deadline_exceeded")
         case RequestEndsLives():
@@ -105,6 +120,12 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(500, str(error), kind="server_error", code="request_failed")
         case ChatTemplateError():
             return bad_request(str(error), "messages")
+        case NodeMissing():
+            return ApiError(404, str(error), code="node_not_found")
+        case FleetUnchanged():
+            return ApiError(409, str(error), code="fleet_unchanged")
+        case ProviderFailed():
+            return _unavailable(str(error), "provider_failed")
         case web.HTTPException():
             return _from_http(error)
         case ConnectionError():

@@ -7,22 +7,23 @@ from collections.abc import Awaitable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-import orjson
 from aiohttp import web
 
-from moonpool.conductor.admission.tenants import ANYONE, BATCH, Tenant
+from moonpool.conductor.access.gate import PRINCIPAL
+from moonpool.conductor.admission.tenants import BATCH, Tenant
 from moonpool.conductor.api.answer import DONE, Answer, ChatAnswer, CompletionAnswer, Outcome, Usage
 from moonpool.conductor.api.choice import Choice, Delta
 from moonpool.conductor.api.context import CONTEXT, ApiContext
-from moonpool.conductor.api.errors import ApiError, as_api_error, bad_request, unauthorized
+from moonpool.conductor.api.errors import ApiError, as_api_error, bad_request
 from moonpool.conductor.api.prompts import Prompt, chat_prompt, completion_prompts, output_limit
+from moonpool.conductor.api.request_body import read_object
 from moonpool.conductor.api.schemas import ChatBody, CompletionBody, GenerationBody, parse
 from moonpool.conductor.api.sequence_runs import SequenceRun, Sink, run_all
 from moonpool.conductor.api.stream_writer import StreamWriter
 from moonpool.conductor.api.transcript import transcribed
 from moonpool.conductor.observing.recent_requests import RequestRecord
 from moonpool.conductor.request import GenerateRequest
-from moonpool.runtime.observing import tracing
+from moonpool.runtime.observing import audit, tracing
 from moonpool.runtime.observing.log import request_id
 
 log = logging.getLogger(__name__)
@@ -58,10 +59,15 @@ class GenerationExchange:
         self._id = kind.id_prefix + unique
         self._explains = False
         request_id.set(self._id)
+        self._client = http[PRINCIPAL].client
         self.record = RequestRecord(
-            self._id, client_id, http.path, stream=False, received_unix_s=context.unix_clock()
+            self._id,
+            client_id,
+            http.path,
+            stream=False,
+            received_unix_s=context.unix_clock(),
+            tenant=self._client.name,
         )
-        self._client = ANYONE
         self._runs: list[SequenceRun] = []
         self._span = tracing.server_span(http.path, http.headers.get(tracing.TRACEPARENT, ""), root=True)
 
@@ -81,6 +87,17 @@ class GenerationExchange:
             record.status = "cancelled"
         record.e2e_s = self._context.clock() - self._arrived_s
         record.cached_tokens, record.output_tokens = usage.cached_tokens, usage.completion_tokens
+        audit.usage(
+            request_id=record.id,
+            tenant=self._client.name,
+            model=self._context.conductor.model.name,
+            endpoint=record.endpoint,
+            outcome=record.status,
+            prompt_tokens=record.prompt_tokens,
+            cached_tokens=record.cached_tokens,
+            output_tokens=record.output_tokens,
+            seconds=round(record.e2e_s, 4),
+        )
         if self._client.name:
             tokens = {
                 "prompt": usage.prompt_tokens,
@@ -98,11 +115,7 @@ class GenerationExchange:
         self._span.__exit__(kind, error, trace)
 
     async def parse(self, schema: type[B]) -> B:
-        """The validated body. Raises ``ApiError``: key, JSON, size, a field or the model is wrong."""
-        client = self._context.tenants.of(self._http.headers.get("Authorization", ""))
-        if client is None:
-            raise unauthorized()
-        self._client = client
+        """The validated body. Raises ``ApiError``: JSON, size, a field or the model is wrong."""
         self._explains = _wants_explanation(self._http)
         given = await read_object(self._http, self._context.options.max_body_nbytes)
         started_s = self._context.clock()
@@ -260,24 +273,6 @@ async def chat_completions(http: web.Request) -> web.StreamResponse:
         body = await exchange.parse(ChatBody)
         prompt = await exchange.tokenize(chat_prompt(body, context.template, context.tokenizer))
         return await exchange.answer(body, [prompt], None)
-
-
-async def read_object(http: web.Request, limit_nbytes: int) -> dict[str, Any]:
-    """The request's JSON object. Raises ``ApiError`` 400 or 413."""
-    if (http.content_length or 0) > limit_nbytes:
-        raise ApiError(
-            413,
-            f"the request body has {http.content_length} bytes, more than the {limit_nbytes} allowed",
-            code="body_too_large",
-            headers={"Connection": "close"},
-        )
-    try:
-        value = orjson.loads(await http.read())
-    except orjson.JSONDecodeError as error:
-        raise bad_request(f"the request body is not valid JSON: {error}", None, "invalid_json") from None
-    if not isinstance(value, dict):
-        raise bad_request("the request body must be a JSON object", None, "invalid_json")
-    return value
 
 
 def unknown_model(name: str, served: str) -> ApiError:

@@ -102,14 +102,16 @@ _ANSWERS = {
 }
 _ERRORS = {
     "400": "The request is invalid; `param` names the field, `message` says how to correct it.",
-    "401": "No API key, or an unknown one (only where tenants are configured).",
+    "401": "No API key, or an unknown one (only where keys are configured).",
+    "403": "The key is of another role.",
     "404": "There is no such model, request, node or result.",
     "405": "The method is not allowed.",
-    "409": "A request with this id is in flight.",
+    "409": "A request with this id is in flight, a running one did not move, or the fleet cannot be changed "
+    "so.",
     "413": "The body is larger than conductor.max_body_nbytes.",
     "429": "Over a limit, or an SLO would be missed: retry after Retry-After seconds.",
     "500": "All attempts failed, or a defect; see the conductor's log.",
-    "503": "No node of a role is available, or the conductor is draining.",
+    "503": "No node of a role is available, the conductor is draining, or a provider failed.",
     "504": "The request's deadline passed.",
 }
 
@@ -167,6 +169,9 @@ def _paths() -> dict[str, Any]:
         "/v1/models": _page("The served model", _listed(_ref("Model"))),
         "/v1/models/{name}": _page("The model by its name", _ref("Model"), 404, name="path"),
         "/v1/cluster": _page("Nodes, their load and tiers", _object(nodes=_list_of(anything))),
+        "/v1/fleet": _page(
+            "Nodes, as the index and their provider know them", _object(nodes=_list_of(anything))
+        ),
         "/v1/requests": _page("The latest requests, newest first", _listed(anything), 400, limit=limit),
         "/v1/requests/{id}/timeline": _page("The timeline of a request", anything, 404, id="path"),
         "/v1/about": _page("Code, machine and options of this conductor, without secrets", about),
@@ -178,9 +183,23 @@ def _paths() -> dict[str, Any]:
         "/healthz": _page("The process answers", _object(status={"const": "ok"})),
         "/readyz": _ready(),
     }
+    changed = _object(role=_STRING, count=_INTEGER, started=_list_of(_STRING), stopped=_list_of(_STRING))
+    scaled = _page("Change the number of nodes", changed, 400, 409, 503, role="path", count="path")
+    ending = _object(node_id=_STRING, by=_STRING)
     return {
+        "/v1/fleet/scale/{role}/{count}": {"post": scaled},
+        "/v1/fleet/drain/{node}": {"post": _page("Drain and end a node", ending, 404, 503, node="path")},
         "/v1/completions": {"post": _generation("CompletionBody", "Completion", "Continue a prompt")},
         "/v1/chat/completions": {"post": _generation("ChatBody", "ChatCompletion", "Answer in a chat")},
+        "/v1/requests/{id}/migrate": {
+            "post": _page(
+                "Move a running request to another decode node",
+                _object(request_id=_STRING, moves=_list_of(anything)),
+                409,
+                id="path",
+                target=_TEXT,
+            )
+        },
         **{path: {"get": page} for path, page in pages.items()},
     }
 
@@ -223,7 +242,7 @@ def _generation(body: str, answer: str, summary: str) -> dict[str, Any]:
                     "text/event-stream": {"schema": _STRING},
                 },
             },
-            **_errors(400, 401, 404, 405, 409, 413, 429, 500, 503, 504),
+            **_errors(400, 401, 403, 404, 405, 409, 413, 429, 500, 503, 504),
         },
     }
 
@@ -237,12 +256,15 @@ def _page(summary: str, schema: Schema, *errors: int, **parameters: Schema | str
         for name, kind in parameters.items()
     ]
     content = {"application/json": {"schema": schema}}
-    answers = {"200": {"description": summary, "content": content}, **_errors(*errors, 405)}
+    answers = {"200": {"description": summary, "content": content}, **_errors(*errors, 401, 403, 405)}
     return {"summary": summary, "parameters": described, "responses": answers}
 
 
 def _ready() -> dict[str, Any]:
-    schema = _object(ready={"type": "boolean"}, status=_STRING, degraded=_list_of(_STRING))
+    schema = _object(ready={"type": "boolean"}, status=_STRING)
+    schema["properties"]["degraded"] = _list_of(
+        _STRING
+    )  # only for those with a key, where keys are configured
     page = _page("Whether requests can be served", schema)
     unavailable = "No request can be served: no node, or draining"
     page["responses"]["503"] = page["responses"]["200"] | {"description": unavailable}

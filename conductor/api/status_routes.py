@@ -11,12 +11,14 @@ from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from yarl import URL
 
+from moonpool.conductor.access.gate import PRINCIPAL
 from moonpool.conductor.api.context import CONTEXT, ApiContext
 from moonpool.conductor.api.errors import ApiError
 from moonpool.conductor.api.exchange import unknown_model
 from moonpool.conductor.observing.timeline_spans import spans_of
 
 MAX_LISTED = 200
+_MOST_TARGET_CHARS = 256
 
 
 def reply(value: Any, status: int = 200) -> web.Response:
@@ -44,13 +46,17 @@ async def healthz(http: web.Request) -> web.Response:
 
 
 async def readyz(http: web.Request) -> web.Response:
-    """``GET /readyz``: 503 if no request could be served; 200 if ready or degraded."""
+    """``GET /readyz``: 503 if no request could be served; 200 if ready or degraded.
+
+    Where keys are configured, what is degraded is told only to those with a key.
+    """
     context = http.app[CONTEXT]
     ready, degraded = context.conductor.ready()
     if context.leaving:
         ready, degraded = False, ["draining", *degraded]
     status = "not ready" if not ready else "degraded" if degraded else "ready"
-    return reply({"ready": ready, "status": status, "degraded": degraded}, 200 if ready else 503)
+    told = {"degraded": degraded} if http[PRINCIPAL].role else {}
+    return reply({"ready": ready, "status": status} | told, 200 if ready else 503)
 
 
 async def metrics(http: web.Request) -> web.Response:
@@ -93,11 +99,11 @@ async def index(http: web.Request) -> web.StreamResponse:
 
 
 async def requests(http: web.Request) -> web.Response:
-    """``GET /v1/requests?limit=N``: the latest requests, newest first."""
+    """``GET /v1/requests?limit=N``: the latest requests that the caller may see, newest first."""
     text = http.query.get("limit", "50")
     if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= MAX_LISTED:
         raise ApiError(400, f"limit: must be from 1 to {MAX_LISTED}, got {text[:32]!r}", param="limit")
-    latest = http.app[CONTEXT].recent.latest(int(text))
+    latest = http.app[CONTEXT].recent.latest(int(text), http[PRINCIPAL].scope)
     return reply({"object": "list", "data": [record.to_dict() for record in latest]})
 
 
@@ -106,10 +112,11 @@ async def timeline(http: web.Request) -> web.Response:
 
     With several sequences, their timelines are under ``sequences``. ``api``: times of the API itself.
     """
-    context, asked = http.app[CONTEXT], http.match_info["id"]
-    record = context.recent.find(asked)
+    context, asked, principal = http.app[CONTEXT], http.match_info["id"], http[PRINCIPAL]
+    record = context.recent.find(asked, principal.scope)
     names = record.sequences if record is not None else [asked]
-    found = [one.to_dict() for one in map(context.conductor.timeline, names) if one is not None]
+    timelines = map(context.conductor.timeline, names)
+    found = [one.to_dict() for one in timelines if one is not None and principal.sees(one.tenant)]
     if record is None and not found:
         raise ApiError(
             404,
@@ -123,6 +130,32 @@ async def timeline(http: web.Request) -> web.Response:
     if len(names) == 1 and found:
         return reply(found[0] | {"api": api})
     return reply({"request_id": asked, "sequences": found, "api": api})
+
+
+async def migrate(http: web.Request) -> web.Response:
+    """``POST /v1/requests/{id}/migrate?target=NODE``: move a running request's sequences to another decode
+    node; without a target, each to the one that suits it best. 409: one did not move; it goes on."""
+    context, asked = http.app[CONTEXT], http.match_info["id"]
+    record = context.recent.find(asked, http[PRINCIPAL].scope)
+    names = record.sequences if record is not None else [asked]
+    target = http.query.get("target", "")[:_MOST_TARGET_CHARS]
+    moved = [await context.conductor.migrate(name, target) for name in names]
+    return reply(
+        {
+            "request_id": asked,
+            "moves": [
+                {
+                    "source": one.source,
+                    "target": one.target,
+                    "num_blocks": one.received.num_blocks,
+                    "num_last_blocks": one.received.num_last_blocks,
+                    "nbytes": one.received.nbytes,
+                    "downtime_s": one.downtime_s,
+                }
+                for one in moved
+            ],
+        }
+    )
 
 
 def _model(context: ApiContext) -> dict[str, Any]:

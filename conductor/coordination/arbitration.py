@@ -1,6 +1,6 @@
 """Arbitration among several conductors on the same nodes.
 
-A conductor that is alone knows all load it placed, and asks nobody. With others, each placement is booked
+A conductor that is alone knows all load it placed, and asks no other. With others, each placement is booked
 before it starts (see ``peers``), within some milliseconds or not at all; nodes queue what does not fit.
 """
 
@@ -15,6 +15,7 @@ from moonpool.conductor.coordination.peers import Peers
 from moonpool.conductor.fleet.member import Member
 from moonpool.conductor.fleet.registry import NodeRegistry
 from moonpool.conductor.observing import scheduling_metrics as core_metrics
+from moonpool.conductor.observing.demand import ClusterDemand
 from moonpool.conductor.placing.node_view import Load
 from moonpool.conductor.placing.placement import DecodeEstimate, Placement, PrefillEstimate, Reason
 from moonpool.conductor.placing.policies import POLICIES
@@ -31,6 +32,7 @@ class Arbitration:
         self,
         registry: NodeRegistry,
         usage: Usage,
+        demand: ClusterDemand,
         conductor_id: str,
         *,
         lease_ttl_s: float,
@@ -44,6 +46,7 @@ class Arbitration:
             conductor_id,
             self._bookings,
             usage,
+            demand,
             self._own_loads,
             self._on_news,
             lease_ttl_s=lease_ttl_s,

@@ -73,7 +73,7 @@ class Bookings:
         self._others: dict[str, _Other] = {}
 
     def hear(self, conductor_id: str, report: Report) -> set[str]:
-        """Another conductor reports. Returns the nodes whose foreign load may have changed."""
+        """Another conductor reports. Returns the nodes with a foreign load that may have changed."""
         other = self._others.setdefault(conductor_id, _Other())
         if report.version <= other.report.version:
             return set()  # overtaken by a later one
@@ -90,7 +90,7 @@ class Bookings:
         return nodes | other.loads.keys()
 
     def forget(self, conductor_id: str) -> set[str]:
-        """A conductor has left. Returns the nodes whose foreign load has changed. Idempotent."""
+        """A conductor has left. Returns the nodes with a changed foreign load. Idempotent."""
         other = self._others.pop(conductor_id, None)
         return set(other.loads) if other is not None else set()
 

@@ -1,7 +1,7 @@
 """What the conductors of one namespace announce about themselves in Redis, and where they disagree.
 
     {ns}:conductors  sorted set  conductor id by the millisecond its lease ends, on Redis's clock
-    {ns}:facts       hash        conductor id -> JSON
+    {ns}:facts       hash        conductor id -> JSON, sealed (see ``kvstore.index.redis.seal``)
 
 Each announcement renews the lease and removes the entries of conductors with an ended one. No request waits
 for it: the others themselves tell their load (see ``peers``).
@@ -16,9 +16,12 @@ from typing import Any
 
 import orjson
 
-from moonpool.kvstore.errors import IndexUnavailable
+from moonpool.kvstore.errors import EntryCorrupt, EntryRefused, IndexUnavailable
+from moonpool.kvstore.index.metrics import skipped_entries
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.lua_scripts import Script
+from moonpool.runtime.observing import audit
+from moonpool.runtime.service.vital import restarted
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +56,10 @@ class OtherConductors:
         self._period_s = min(_PERIOD_S, lease_ttl_s / _LEASE_PERIODS)
         self._keys = [f"{{{index.namespace}}}:{name}" for name in ("conductors", "facts")]
         self._task: asyncio.Task[None] | None = None
+        self._newest: dict[str, int] = {}  # number of each conductor's latest announcement
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="announcements")
+        self._task = restarted(self._run, "announcements")
 
     async def close(self) -> None:
         """Idempotent. Without Redis, our announcement ends with our lease."""
@@ -98,23 +102,42 @@ class OtherConductors:
         Raises ``IndexUnavailable``.
         """
         lease_ms = round(_LEASE_PERIODS * self._period_s * 1000)
-        args: list[object] = [self._conductor_id, orjson.dumps(self.facts), lease_ms]
+        number = self._newest[self._conductor_id] = max(
+            self._newest.get(self._conductor_id, 0) + 1, self._index.now_ms() + lease_ms
+        )
+        sealed = self._index.seals.seal(
+            b"F", self._place(self._conductor_id), orjson.dumps(self.facts), number=number
+        )
+        args: list[object] = [self._conductor_id, sealed, lease_ms]
         flat = await self._index.run("announce", _ANNOUNCE, self._keys, args)
         found = {flat[i].decode(errors="replace"): flat[i + 1] for i in range(0, len(flat), 2)}
         found.pop(self._conductor_id, None)
-        return {name: facts for name, packed in found.items() if (facts := _facts(name, packed)) is not None}
+        self._newest = {name: last for name, last in self._newest.items() if not self._index.expired(last)}
+        return {name: facts for name, data in found.items() if (facts := self._facts(name, data)) is not None}
 
+    def _facts(self, name: str, data: bytes) -> dict[str, Any] | None:
+        """None: they cannot be used, which is logged and counted."""
+        try:
+            _, number, body = self._index.seals.open(b"F", self._place(name), data)
+            if number < self._newest.get(name, 0):
+                raise EntryRefused("replayed", "a newer one is known")
+            if self._index.expired(number):
+                raise EntryRefused("expired", "its conductor did not renew it, or clocks differ")
+            self._newest[name] = number
+            facts = orjson.loads(body)
+            if not isinstance(facts, dict):
+                raise EntryCorrupt(f"it is no object: {body[:64]!r}")
+        except (EntryCorrupt, orjson.JSONDecodeError) as error:
+            reason = getattr(error, "reason", "unreadable")
+            skipped_entries.labels(reason).inc()
+            log.error("the announcement of conductor %s was skipped: %s", name, error)
+            if reason == "forged":
+                audit.refused("Redis", f"the announcement of conductor {name}: {error}", kind="forged")
+            return None
+        return facts
 
-def _facts(name: str, packed: bytes) -> dict[str, Any] | None:
-    """None: they cannot be read."""
-    try:
-        facts = orjson.loads(packed)
-    except orjson.JSONDecodeError:
-        facts = None
-    if not isinstance(facts, dict):
-        log.error("the announcement of conductor %s was skipped: it is not JSON: %.200r", name, packed)
-        return None
-    return facts
+    def _place(self, name: str) -> bytes:
+        return f"{self._keys[1]}:{name}".encode()
 
 
 # KEYS conductors facts | ARGV id json lease_ms

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
 from typing import Any
 
 import grpc
@@ -22,10 +23,12 @@ from moonpool.conductor.admission.tenants import LEAST_WEIGHT, Tenant
 from moonpool.conductor.admission.usage import TenantUse, Usage
 from moonpool.conductor.coordination.bookings import Booking, Bookings, Choice, Report, Wanted
 from moonpool.conductor.observing import scheduling_metrics as core_metrics
+from moonpool.conductor.observing.demand import ClusterDemand, Demand
 from moonpool.conductor.placing.node_view import Load
 from moonpool.protos import conductor_pb2, conductor_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.service.vital import restarted
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +69,7 @@ class Peers(conductor_pb2_grpc.ConductorPeerServicer):
         conductor_id: str,
         bookings: Bookings,
         usage: Usage,
+        demand: ClusterDemand,
         own_loads: Callable[[], Mapping[str, Load]],
         on_news: Callable[[set[str] | None], None],
         *,
@@ -81,6 +85,7 @@ class Peers(conductor_pb2_grpc.ConductorPeerServicer):
         self._conductor_id = conductor_id
         self._bookings = bookings
         self._usage = usage
+        self._demand = demand
         self._own_loads = own_loads
         self._on_news = on_news
         self._lease_ttl_s = lease_ttl_s
@@ -117,7 +122,7 @@ class Peers(conductor_pb2_grpc.ConductorPeerServicer):
 
     @property
     def num_live(self) -> int:
-        """Conductors besides this one whose load counts."""
+        """Other conductors with load that counts."""
         return sum(peer.live for peer in self._peers.values())
 
     def silent(self) -> Iterator[str]:
@@ -206,6 +211,7 @@ class Peers(conductor_pb2_grpc.ConductorPeerServicer):
             ],
             num_begun=self._num_begun,
             open=self._open,
+            demand=conductor_pb2.Demand(**asdict(self._demand.own)),
             tenants=[
                 conductor_pb2.TenantUse(
                     name=use.tenant.name,
@@ -226,6 +232,8 @@ class Peers(conductor_pb2_grpc.ConductorPeerServicer):
             peer.conductor_id, Report(report.version, loads, report.num_begun, frozenset(report.open))
         )
         self._usage.hear(peer.conductor_id, map(_use, report.tenants))
+        if report.HasField("demand"):  # a conductor of an older version tells none
+            self._demand.hear(peer.conductor_id, _demand(report.demand))
         peer.heard_s = asyncio.get_running_loop().time()
         if not peer.live:
             peer.live = True
@@ -238,7 +246,9 @@ class Peers(conductor_pb2_grpc.ConductorPeerServicer):
         peer = self._peers.get(conductor_id)
         if peer is None and address and conductor_id != self._conductor_id:
             peer = self._peers[conductor_id] = _Peer(conductor_id, address)
-            peer.beats = asyncio.create_task(self._beat(peer), name=f"share load with {conductor_id}")
+            peer.beats = restarted(
+                lambda: self._beat(peer), f"share load with {conductor_id}", "share load with a conductor"
+            )
         return peer
 
     async def _beat(self, peer: _Peer) -> None:
@@ -276,6 +286,7 @@ class Peers(conductor_pb2_grpc.ConductorPeerServicer):
             log.info("%s at %s has left", peer.conductor_id, peer.address)
             self._bookings.forget(peer.conductor_id)
             self._usage.forget(peer.conductor_id)
+            self._demand.forget(peer.conductor_id)
             self._on_news(None)
 
     def _arbiter(self) -> _Peer | None:
@@ -301,6 +312,10 @@ def _use(use: conductor_pb2.TenantUse) -> TenantUse:
     weight = max(use.weight, LEAST_WEIGHT)
     tenant = Tenant(use.name, weight=weight, tokens_per_minute=use.tokens_per_minute)
     return TenantUse(tenant, use.num_requests, use.num_tokens, Work(use.prefill_s, use.decode_s))
+
+
+def _demand(told: conductor_pb2.Demand) -> Demand:
+    return Demand(**{field.name: getattr(told, field.name) for field in fields(Demand)})
 
 
 def _to_messages(choices: Sequence[Choice]) -> list[conductor_pb2.NodeChoice]:

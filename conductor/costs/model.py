@@ -182,19 +182,19 @@ class CostModel:
 
     def observe_ttft(self, predicted_s: float, actual_s: float) -> None:
         """From admission to the first token."""
-        self._check("ttft", predicted_s, actual_s)
+        self.check("ttft", predicted_s, actual_s)
 
     def observe_prefill(
         self, node: NodeCost, *, uncached_tokens: int, cached_tokens: int, actual_s: float, now_s: float
     ) -> None:
         """A prefill node reported its compute time, without waiting and fetching."""
-        self._check("prefill", node.prefill_s(uncached_tokens, cached_tokens, now_s), actual_s)
+        self.check("prefill", node.prefill_s(uncached_tokens, cached_tokens, now_s), actual_s)
         plain_s = node.profile.prefill_s(uncached_tokens, cached_tokens)
         node.prefill_correction.observe(plain_s, actual_s, now_s)
 
     def observe_steps(self, node: NodeCost, *, plain_s: float, actual_s: float, now_s: float) -> None:
         """Several steps in a row took ``actual_s``; ``plain_s``: by the profile, uncorrected."""
-        self._check("step", plain_s * node.decode_correction.factor(now_s), actual_s)
+        self.check("step", plain_s * node.decode_correction.factor(now_s), actual_s)
         node.decode_correction.observe(plain_s, actual_s, now_s)
 
     def observe_transfer(
@@ -210,10 +210,11 @@ class CostModel:
         """``target`` read blocks from ``source`` (node ids). ``predicted_s``: when it began; None: as now."""
         if predicted_s is None:
             predicted_s = self.links.seconds(source, target, nbytes, now_s)
-        self._check("transfer", predicted_s, actual_s)
+        self.check("transfer", predicted_s, actual_s)
         self.links.observe(source, target, nbytes, actual_s)
 
-    def _check(self, estimate: str, predicted_s: float, actual_s: float) -> None:
+    def check(self, estimate: str, predicted_s: float, actual_s: float) -> None:
+        """Record the error of a prediction; ``estimate``: ttft, prefill, step or transfer."""
         if actual_s > 0:
             self.errors[estimate].add(predicted_s, actual_s)
             self._histograms[estimate].observe(abs(predicted_s - actual_s) / actual_s)

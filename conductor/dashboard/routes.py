@@ -6,14 +6,17 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import orjson
 from aiohttp import web
 
+from moonpool.conductor.access.gate import PRINCIPAL
 from moonpool.conductor.api.context import CONTEXT, ApiContext
 from moonpool.conductor.api.errors import ApiError
 from moonpool.conductor.api.exchange import SSE_HEADERS
 from moonpool.conductor.api.status_routes import reply
+from moonpool.conductor.api.stream_writer import StreamWriter
 from moonpool.conductor.dashboard.benchmark_results import BenchResults, ResultUnknown
 
 STATIC = Path(__file__).parent / "static"
@@ -24,7 +27,10 @@ _FILES = frozenset(
 # The page always matches the serving version, and loads nothing from other hosts.
 _PAGE_HEADERS = {
     "Cache-Control": "no-cache",
-    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:",
+    "Content-Security-Policy": (
+        "default-src 'self'; img-src 'self' data:; form-action 'self'; "
+        "frame-ancestors 'none'; base-uri 'none'"
+    ),
 }
 
 EVERY_S = 1.0
@@ -32,12 +38,12 @@ _REQUESTS_SHOWN = 40
 
 
 class LiveFeed:
-    """One snapshot a second, encoded once for all viewers."""
+    """One snapshot a second, encoded once for all viewers of one scope (``Principal.scope``)."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
         self._viewers = 0
-        self._latest: asyncio.Future[bytes] | None = None
+        self._latest: dict[str | None, asyncio.Future[bytes]] = {}
         self._task: asyncio.Task[None] | None = None
 
     @contextmanager
@@ -50,39 +56,52 @@ class LiveFeed:
         finally:
             self._viewers -= 1
 
-    async def next(self) -> bytes:
+    async def next(self, scope: str | None) -> bytes:
         """The next event, whole."""
-        if self._latest is None:
-            self._latest = asyncio.get_running_loop().create_future()
-        return await asyncio.shield(self._latest)
+        if scope not in self._latest:
+            self._latest[scope] = asyncio.get_running_loop().create_future()
+        return await asyncio.shield(self._latest[scope])
 
-    def event(self) -> bytes:
-        """The cluster as it is now, as one server-sent event."""
+    def event(self, scope: str | None) -> bytes:
+        """The cluster as it is now, or what one tenant may see of it, as one server-sent event."""
+        snapshot = self._of_cluster() if scope is None else self._of_tenant(scope)
+        snapshot["requests"] = [one.to_dict() for one in self._context.recent.latest(_REQUESTS_SHOWN, scope)]
+        return b"data: " + orjson.dumps(snapshot, default=str, option=orjson.OPT_NON_STR_KEYS) + b"\n\n"
+
+    def _of_cluster(self) -> dict[str, Any]:
         context = self._context
         ready, degraded = context.conductor.ready()
-        snapshot = {
+        return {
             "unix_s": context.unix_clock(),
             "ready": ready and not context.leaving,
             "degraded": [*(["draining"] if context.leaving else []), *degraded],
             "cluster": context.conductor.cluster(),
             "metrics": context.metrics.snapshot(),
-            "requests": [record.to_dict() for record in context.recent.latest(_REQUESTS_SHOWN)],
             **context.conductor.activity(),
         }
-        return b"data: " + orjson.dumps(snapshot, default=str, option=orjson.OPT_NON_STR_KEYS) + b"\n\n"
+
+    def _of_tenant(self, tenant: str) -> dict[str, Any]:
+        """Figures of the cluster tell what others send and have cached: a tenant gets its own counts."""
+        context = self._context
+        return {
+            "unix_s": context.unix_clock(),
+            "ready": context.conductor.ready()[0] and not context.leaving,
+            "tenant": tenant,
+            "model": context.conductor.model.name,
+            **context.conductor.tenant_activity(tenant),
+        }
 
     async def _run(self) -> None:
         while self._viewers:
             await asyncio.sleep(EVERY_S)
-            waiting, self._latest = self._latest, None
-            if waiting is None:
-                continue
-            try:
-                waiting.set_result(self.event())
-            except Exception as error:
-                # To the viewers, whose connections end: without it they would wait for ever.
-                waiting.set_exception(error)
-                waiting.exception()  # retrieved, should all have left
+            waiting, self._latest = self._latest, {}
+            for scope, latest in waiting.items():
+                try:
+                    latest.set_result(self.event(scope))
+                except Exception as error:
+                    # Tells the viewers that their connections end: without it they would wait for ever.
+                    latest.set_exception(error)
+                    latest.exception()  # retrieved, should all have left
         self._task = None
 
 
@@ -118,14 +137,16 @@ async def benchmark(http: web.Request) -> web.Response:
 
 async def live(http: web.Request) -> web.StreamResponse:
     """``GET /v1/live``: server-sent events, the first at once, then one a second."""
-    feed = http.app[FEED]
+    feed, scope = http.app[FEED], http[PRINCIPAL].scope
     response = web.StreamResponse(headers=SSE_HEADERS)
-    with feed.watching():
+    context = http.app[CONTEXT]
+    writer = StreamWriter(http, response, context.options.write_timeout_s, context.clock)
+    with feed.watching(), writer:
         try:
             await response.prepare(http)
-            await response.write(feed.event())
-            while not http.app[CONTEXT].draining:
-                await response.write(await feed.next())
+            await writer.write(feed.event(scope))
+            while not context.draining:
+                await writer.write(await feed.next(scope))
         except ConnectionError:
             pass  # the page was closed
     return response

@@ -5,16 +5,21 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from google.protobuf.message import DecodeError
 
+from moonpool.conductor.costs.learned import LearnedCosts
 from moonpool.conductor.costs.model import CostModel, Profile
+from moonpool.conductor.engines.client import EngineClient
 from moonpool.conductor.fleet.circuit_breaker import CircuitBreaker
 from moonpool.conductor.fleet.node_client import DecodeClient, NodeClient
+from moonpool.conductor.fleet.removal import Reuse
 from moonpool.conductor.fleet.timing import ClockOffset, StepWindow
 from moonpool.conductor.placing.load_ledger import LoadLedger
 from moonpool.conductor.placing.node_view import NodeView
-from moonpool.kvstore.index.redis.node_record import NodeRecord
+from moonpool.kvstore.index.redis.engine_facts import EngineFacts
+from moonpool.kvstore.index.redis.node_record import NodeLoad, NodeRecord, stages_of
 from moonpool.protos import node_pb2
 
 log = logging.getLogger(__name__)
@@ -32,18 +37,39 @@ class Member:
         conductor_id: str,
         on_reachable: Callable[[Member], None],
         on_change: Callable[[Member], None],
+        engine: EngineFacts | None = None,
+        learned: LearnedCosts | None = None,
+        engine_key: str = "",
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
-        """``on_reachable``: its connection came up or broke; ``on_change``: anything else that placement
-        depends on changed.
+        """``engine``: facts of another project's engine, whose server asks for ``engine_key``, and whose
+        cost is one of ``learned``.
+        ``on_reachable``: its connection came up or broke; ``on_change``: anything else that placement depends
+        on changed.
         """
         self.record = record
         self.clock_offset = ClockOffset()
+        self.reuse = Reuse()  # of its cached blocks, by requests placed here
         self.breaker = CircuitBreaker(record.node_id, clock, lambda: on_change(self))
-        self.view = NodeView(record.node_id, cost_model.node(Profile.from_record(record.profile)))
+        self.engine = engine
+        if learned is None:
+            cost = cost_model.node(Profile.from_record(record.profile))
+        else:
+            cost = learned.new()
+        self.view = NodeView(record.node_id, cost, serves_whole=engine is not None and record.role == "both")
         self.load = LoadLedger(self.view, clock, lambda _: on_change(self))
-        if record.role == "decode":
-            self.client: NodeClient = DecodeClient(
+        if engine is not None:
+            self.client: NodeClient = EngineClient(
+                record.node_id,
+                engine.url,
+                record.rpc_address,
+                lambda: on_reachable(self),
+                key=engine_key,
+                on_load=self._on_engine_load,
+            )
+        # A node that can decode may get the role later: its tokens are listened to from the beginning.
+        elif record.can("decode"):
+            self.client = DecodeClient(
                 record.node_id,
                 record.rpc_address,
                 lambda: on_reachable(self),
@@ -63,6 +89,11 @@ class Member:
         return self.record.node_id
 
     @property
+    def owner(self) -> str:
+        """The name of its node, which may have several replicas."""
+        return self.record.replica.node_id if self.record.replica else self.node_id
+
+    @property
     def incarnation(self) -> str:
         """Its name in bookings: another epoch is another node."""
         return f"{self.node_id}@{self.record.epoch}"
@@ -78,14 +109,31 @@ class Member:
 
     @property
     def decode_client(self) -> DecodeClient:
-        """The client of a decode node."""
+        """The client of a node that can decode."""
         assert isinstance(self.client, DecodeClient)
+        return self.client
+
+    @property
+    def engine_client(self) -> EngineClient:
+        """The client of an engine of another project."""
+        assert isinstance(self.client, EngineClient)
         return self.client
 
     def available(self, now_s: float) -> bool:
         """Whether new requests may go there."""
         serves = self.record.state in ("ready", "unhealthy")
         return self.client.connected and serves and self.breaker.closed(now_s)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether requests may decode there, and move there while they do."""
+        return isinstance(self.client, DecodeClient) and "decode" in stages_of(self.record.role)
+
+    @property
+    def hands_on(self) -> bool:
+        """Whether the requests that decode there should move: it is about to end, or its role has changed."""
+        leaves = self.record.state == "draining" or not self.decodes
+        return isinstance(self.client, DecodeClient) and self.client.connected and leaves
 
     @property
     def healthy(self) -> bool:
@@ -109,14 +157,23 @@ class Member:
         for other_id, nbytes_per_s in record.links.items():
             self._cost_model.links.measured(other_id, self.node_id, nbytes_per_s)
         self.clock_offset.observe(record.unix_s, self._unix_clock())
+        if self.engine is not None:
+            # Its store node does not know the engine's load: its server tells.
+            record = replace(record, load=self.record.load)
         self.record = record
-        load, cost = record.load, self.view.cost
+        self.view.computes_rest = record.role == "decode" and record.can("prefill")
+        self.view.chunk_tokens = int(record.extra.get("chunk_tokens", 0))
+        self._see_load(record.load)
+
+    def _see_load(self, load: NodeLoad) -> None:
+        cost = self.view.cost
         token_s = cost.profile.prefill_token_s * cost.prefill_correction.factor(self._clock())
         self.load.on_heartbeat(
             num_blocks=load.num_blocks,
             num_free_blocks=load.free_blocks,
             num_waiting=load.num_waiting,
-            num_running=load.num_running,
+            # What a prefill node runs are prompts: they are in its queue.
+            num_running=0 if self.record.role == "prefill" else load.num_running,
             num_context_tokens=load.num_context_tokens,
             queued_s=load.num_queued_tokens * token_s,
         )
@@ -130,13 +187,34 @@ class Member:
             self.view.cost.prefill_s(uncached_tokens, num_cached_tokens, self._clock()), actual_s
         )
 
+    def delivered(self) -> None:
+        """A token of an engine arrived for a request placed here."""
+        view = self.view
+        self.load.on_step(
+            num_delivered=1,
+            num_running=view.num_running,
+            num_waiting=view.num_waiting,
+            num_free_blocks=view.num_free_blocks,
+        )
+
+    def _on_engine_load(self, load: NodeLoad) -> None:
+        self.record = replace(self.record, load=load)
+        self._see_load(load)
+
     def _on_step(self, step: node_pb2.StepTokens, num_delivered: int) -> None:
         cost, steps = self.view.cost, self._steps
+        if step.mixed:
+            # A part of the time was a prompt's.
+            self._steps = steps = StepWindow()
         num_steps = max(step.num_steps, 1)
         batch_size = max(step.num_running, len(step.tokens) // num_steps)
         plain_s = num_steps * cost.profile.step_s(batch_size, step.num_context_tokens)
         now_s = self._clock()
-        if step.num_steps and steps.add(plain_s, now_s, num_steps, goes_on=step.num_running > 0):
+        if (
+            step.num_steps
+            and not step.mixed
+            and steps.add(plain_s, now_s, num_steps, goes_on=step.num_running > 0)
+        ):
             predicted_s = steps.plain_s * cost.decode_correction.factor(now_s)
             self._cost_model.observe_steps(cost, plain_s=steps.plain_s, actual_s=steps.actual_s, now_s=now_s)
             self.breaker.took(predicted_s, steps.actual_s)

@@ -13,10 +13,14 @@ import grpc.aio
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.errors import MoonpoolError, NodeUnavailable, RemoteError
+from moonpool.runtime.service.vital import restarted
 
 log = logging.getLogger(__name__)
 
 _CANCEL_TIMEOUT_S = 5.0
+_SWITCH_MARGIN_S = 5.0
+# The call only begins a drain.
+_DRAIN_TIMEOUT_S = 5.0
 # How long closing waits for cancels in flight.
 _CLOSE_WAIT_S = 0.5
 # Pauses before a broken token stream is opened again: the first and the longest.
@@ -52,6 +56,7 @@ class NodeClient:
         self._on_change = on_change
         self._channel = rpc.channel(address)
         self._node = node_pb2_grpc.NodeStub(self._channel)
+        self._roles = node_pb2_grpc.RolesStub(self._channel)
         self._prefill = node_pb2_grpc.PrefillNodeStub(self._channel)
         self._dependents: dict[RequestKey, Dependent] = {}
         self._cancels: dict[RequestKey, None] = {}  # not yet delivered; ordered
@@ -59,7 +64,12 @@ class NodeClient:
         self._watcher: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._watcher = asyncio.create_task(self._watch(), name=f"watch {self.node_id}")
+        self._watcher = restarted(
+            self._watch,
+            f"watch {self.node_id}",
+            "watch of a node",
+            lambda: self._set_connected(False, "the watch of it failed"),
+        )
 
     async def close(self) -> None:
         """Drop the connection. Calls in flight fail with ``NodeUnavailable``. Idempotent."""
@@ -113,6 +123,20 @@ class NodeClient:
         with rpc.node_errors(self.node_id):
             reply: node_pb2.EvictReply = await self._node.Evict(request, timeout=timeout_s)
         return reply.num_blocks
+
+    async def switch(self, role: str, limit_s: float) -> node_pb2.SwitchReply:
+        """Have the node change its role, and wait up to ``limit_s`` for requests of the former one."""
+        request = node_pb2.SwitchRequest(role=role, limit_s=limit_s)
+        with rpc.node_errors(self.node_id):
+            reply: node_pb2.SwitchReply = await self._roles.Switch(
+                request, timeout=limit_s + _SWITCH_MARGIN_S
+            )
+        return reply
+
+    async def drain(self) -> None:
+        """Have the node accept nothing new, finish its requests and end."""
+        with rpc.node_errors(self.node_id):
+            await self._node.Drain(node_pb2.DrainRequest(), timeout=_DRAIN_TIMEOUT_S)
 
     def cancel(self, key: RequestKey) -> None:
         """Have the node stop ``key``, now or when it is reachable again. Returns at once."""

@@ -9,6 +9,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from moonpool.conductor.fleet.member import Member
+from moonpool.kvstore.index.redis.node_record import NodeRecord
 from moonpool.protos import node_pb2
 from moonpool.transfer import AgentDescriptor
 from moonpool.transfer.errors import DescriptorError
@@ -38,6 +39,7 @@ def node_status(member: Member, now_s: float) -> dict[str, Any]:
         "epoch": str(record.epoch),  # JSON readers lose 64-bit integers
         "state": member.state,
         "reasons": list(record.reasons),  # why it is unhealthy
+        "warnings": warnings_of(record),
         "health": extra.get("health", {}),  # readings of its host and GPUs
         "clock_offset_s": member.clock_offset.seconds,  # its host's clock less ours; None: not known yet
         "options": extra.get("options", {}),  # those that nodes must agree in
@@ -65,11 +67,18 @@ def node_status(member: Member, now_s: float) -> dict[str, Any]:
         ],
         "num_placed": member.view.num_placed,
         "breaker_closes_in_s": member.breaker.closes_in_s(now_s),
-        "profile": dict(record.profile),
+        "profile": dict(record.profile) if member.engine is None else asdict(cost.profile),
+        "engine": "" if member.engine is None else f"{member.engine.kind} at {member.engine.url}",
         "links_nbytes_per_s": dict(record.links),
         "prefill_correction": cost.prefill_correction.factor(now_s),
         "decode_correction": cost.decode_correction.factor(now_s),
     }
+
+
+def warnings_of(record: NodeRecord) -> list[str]:
+    """Sentences of a node about its security."""
+    found = record.extra.get("warnings")
+    return [str(sentence) for sentence in found] if isinstance(found, list) else []
 
 
 @lru_cache(maxsize=4096)

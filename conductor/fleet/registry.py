@@ -7,7 +7,9 @@ import logging
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from moonpool.conductor.costs.learned import LearnedCosts
 from moonpool.conductor.costs.model import CostModel
+from moonpool.conductor.engines.compatibility import why_not
 from moonpool.conductor.fleet.eligible_nodes import EligibleNodes
 from moonpool.conductor.fleet.member import Member
 from moonpool.conductor.fleet.served_model import ServedModel
@@ -15,11 +17,13 @@ from moonpool.conductor.observing.activity import Activity
 from moonpool.conductor.observing.bulk_evictions import EvictionWatch
 from moonpool.conductor.placing.cluster_view import ClusterView
 from moonpool.conductor.placing.node_table import NodeTable
-from moonpool.kvstore.blocks.keys import BlockKey, root_key
-from moonpool.kvstore.blocks.layout import KVLayout
+from moonpool.kvstore.blocks.keys import BlockKey, KeyChain, RootedChain, root_key, tenant_secret
+from moonpool.kvstore.blocks.layout import BlockFormat, KVLayout, OpaqueLayout
 from moonpool.kvstore.index.mirror import IndexMirror
+from moonpool.kvstore.index.redis.engine_facts import EngineFacts, facts_of
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.node_record import EXTERNAL_ROLE, NodeRecord
+from moonpool.runtime.security import process
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +49,11 @@ class NodeRegistry:
         activity: Activity,
         *,
         conductor_id: str,
+        engine_key: str = "",
         clock: Callable[[], float],
         rng: random.Random,
     ) -> None:
+        """``engine_key``: what the servers of vLLM engines ask for."""
         self.mirror = IndexMirror(
             index,
             lease_ttl_s=lease_ttl_s,
@@ -61,8 +67,12 @@ class NodeRegistry:
         self._evictions = EvictionWatch()
         self._connected = 0  # mirror flags of reachable nodes
         self._model = model
-        self._layouts = model.layouts()
+        self._layouts: dict[str, BlockFormat] = dict(model.layouts())
+        self._engine_key = engine_key
+        self._learned = LearnedCosts()
+        self._engine: EngineFacts | None = None  # of the first engine in use, whose keys are those of all
         self._identity: tuple[str, str] | None = None  # model and layout of the nodes in use
+        self._tenants_secret = b""  # empty until a tenant needs it
         self._cost_model = cost_model
         self._activity = activity
         self._conductor_id = conductor_id
@@ -90,21 +100,41 @@ class NodeRegistry:
         return self._members
 
     @property
-    def layout(self) -> KVLayout | None:
+    def layout(self) -> BlockFormat | None:
         """The block layout of this cluster; None before the first node joined."""
         return self._layouts[self._identity[1]] if self._identity else None
 
     def root_key(self, tenant: str) -> bytes | None:
         """The root of a tenant's block keys; None before the first node joined."""
+        chain = self.chain(tenant)
+        return None if chain is None else chain.root
+
+    def chain(self, tenant: str) -> KeyChain | None:
+        """How a tenant's blocks are named; None before the first node joined."""
         layout = self.layout
         if layout is None or self._identity is None:
             return None
-        return root_key(model=self._identity[0].encode(), layout=layout, tenant=tenant)
+        if self._engine is not None:
+            return self._engine.chain(self.salt(tenant))
+        assert isinstance(layout, KVLayout)
+        secret = self._tenant_secret(tenant)
+        return RootedChain(root_key(model=self._identity[0].encode(), layout=layout, tenant=secret))
+
+    def salt(self, tenant: str) -> str:
+        """A tenant's ``cache_salt`` on engines of other projects; empty: no tenant."""
+        return self._tenant_secret(tenant).hex()
+
+    def _tenant_secret(self, tenant: str) -> bytes:
+        if tenant and not self._tenants_secret:
+            self._tenants_secret = process.current().derived_key("roots of tenants")
+        return tenant_secret(self._tenants_secret, tenant)
 
     def incompatible(self, record: NodeRecord) -> str:
         """The reason why a node cannot serve here, as a sentence; empty: it can."""
         if record.role == "store" and not record.layout:
             return ""  # it has no blocks yet
+        if why := why_not(record, self._model):
+            return why
         if record.layout not in self._layouts:
             return (
                 f"its KV blocks are not those of {self._model.name} with {self._model.block_size} tokens "
@@ -206,8 +236,11 @@ class NodeRegistry:
     def _on_heartbeat(self, record: NodeRecord) -> None:
         member = self._members.get(record.node_id)
         if member is not None:
-            before = member.healthy
+            before, role = member.healthy, member.record.role
             member.update(record)
+            if record.role != role:
+                self._activity.event("switched", record.node_id, f"from {role} to {record.role}")
+                self._notify()
             if member.healthy != before:
                 self._health_changed(member)
             for sentence in self._evictions.on_heartbeat(record, self._clock()):
@@ -233,7 +266,13 @@ class NodeRegistry:
         """The first compatible node that is not a store determines the revision and dtype in use."""
         if record.role == "store" or any(self._used(member) for member in self._members.values()):
             return
+        engine = facts_of(record) if not why_not(record, self._model) else None
+        if engine is not None:
+            self._layouts[record.layout] = OpaqueLayout(
+                engine.block_nbytes, bytes.fromhex(engine.fingerprint)
+            )
         if record.layout in self._layouts:
+            self._engine = engine
             self._identity = (record.model, record.layout)
             for member in self._members.values():
                 self.touched(member)
@@ -248,6 +287,7 @@ class NodeRegistry:
         return None
 
     def _new(self, record: NodeRecord) -> Member:
+        engine = None if why_not(record, self._model) else facts_of(record)
         member = Member(
             record,
             self._cost_model,
@@ -255,6 +295,9 @@ class NodeRegistry:
             conductor_id=self._conductor_id,
             on_reachable=self._reachable,
             on_change=self.touched,
+            engine=engine,
+            learned=None if engine is None else self._learned,
+            engine_key=self._engine_key,
         )
         # Ties go to the node with the fewest placements: start at the fewest of the peers, not at 0.
         peers = [m.view.num_placed for m in self._members.values() if m.record.role == record.role]

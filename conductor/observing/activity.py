@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from moonpool.conductor.observing import scheduling_metrics as core_metrics
+from moonpool.conductor.observing.demand import DemandCounter
 from moonpool.kvstore.eviction.reuse_distance import ReuseDistance
 
 # Events kept; each has some hundred bytes.
@@ -18,8 +19,9 @@ _MAX_ROUTES = 512
 
 @dataclass(frozen=True, slots=True)
 class ClusterEvent:
-    """``kind``: joined, left, unhealthy, healthy, retry, evicted (in bulk), resync (of the index mirror) or
-    copied (a prefix).
+    """``kind``: joined, left, unhealthy, healthy, retry, evicted (in bulk), resync (of the index mirror),
+    copied (a prefix), started or drained (by an operator or the planner), plan (a decision), migrated or
+    stayed (a running request).
     """
 
     number: int  # increases by 1
@@ -54,7 +56,9 @@ class Activity:
     reuse: ReuseDistance = field(
         default_factory=lambda: ReuseDistance(core_metrics.reuse_distance, core_metrics.reuse_first_uses)
     )
+    demand: DemandCounter = field(default_factory=DemandCounter)
     placements: Counter[str] = field(default_factory=Counter)
+    paths_taken: Counter[str] = field(default_factory=Counter)
     rejections: Counter[str] = field(default_factory=Counter)
     events: deque[ClusterEvent] = field(default_factory=lambda: deque(maxlen=_EVENTS_KEPT))
     _routes: dict[tuple[str, str], Route] = field(default_factory=dict)
@@ -89,6 +93,7 @@ class Activity:
             "tokens": dict(self.tokens),
             "tenants": {name: dict(counts) for name, counts in self.tenants.items()},
             "placements": dict(self.placements),
+            "placement_paths": dict(self.paths_taken),
             "rejections": dict(self.rejections),
             "routes": [asdict(route) for route in self._routes.values()],
             "reuse": {"num_uses": self.reuse.num_uses, "hit_ratios": self.reuse.hit_ratios()},

@@ -21,7 +21,7 @@ OUTCOMES = {
     "unused": "a node has it, but it was computed anyway",
     "pending": "an equal prefix came moments ago and is not in the index yet",
     "dropped": "an equal prefix was computed before and is no longer on any node",
-    "salted": "equal tokens came before with another tenant or cache_salt",
+    "salted": "equal tokens of the same tenant came before with another cache_salt",
     "headed": "the first block is new, the second is not: prompts differ at their start",
     "new": "none of it came before",
 }
@@ -50,7 +50,10 @@ class _Latest:
 
 
 class PrefixWatch:
-    """Counts since the start; a few microseconds and some hundred bytes a request."""
+    """Counts since the start; a few microseconds and some hundred bytes a request.
+
+    A tenant's requests are compared with its own only: no count tells whether another sent a prompt.
+    """
 
     def __init__(self, block_size: int, clock: Callable[[], float]) -> None:
         self.outcomes: Counter[str] = Counter()
@@ -58,8 +61,8 @@ class PrefixWatch:
         self._block_size = block_size
         self._clock = clock
         self._first_keys = _Latest()  # key of the first block -> when it first came
-        self._first_tokens = _Latest()  # tokens of the first block -> root of its keys: tenant and salt
-        self._later_tokens = _Latest()  # tokens of the second block
+        self._first_tokens = _Latest()  # tenant, tokens of the first block -> root of its keys: by salt
+        self._later_tokens = _Latest()  # tenant, tokens of the second block
         self._salts = _Latest()  # root of keys -> number of requests
         self._num_salts_once = 0
 
@@ -79,7 +82,7 @@ class PrefixWatch:
         ``held``: its leading blocks on each node; ``num_used_tokens``: those it gets from the cache;
         ``tenant``: the name of a configured one.
         """
-        outcome = self._outcome(root, token_ids, keys, held, num_used_tokens, reads_cache)
+        outcome = self._outcome(tenant, root, token_ids, keys, held, num_used_tokens, reads_cache)
         self.outcomes[outcome] += 1
         core_metrics.prefix_outcomes.labels(outcome).inc()
         if tenant:
@@ -92,6 +95,7 @@ class PrefixWatch:
 
     def _outcome(
         self,
+        tenant: str,
         root: bytes,
         token_ids: npt.NDArray[np.int32],
         keys: Sequence[BlockKey],
@@ -108,10 +112,11 @@ class PrefixWatch:
         first_s, _ = self._first_keys.put(keys[0], now_s)
         if first_s is not None:
             self._first_keys.put(keys[0], first_s)
-        seen_root, _ = self._first_tokens.put(_digest(token_ids[:size]), root)
+        seen_root, _ = self._first_tokens.put((tenant, _digest(token_ids[:size])), root)
         seen_later = False
         if len(token_ids) >= 2 * size:
-            seen_later = self._later_tokens.put(_digest(token_ids[size : 2 * size]), True)[0] is not None
+            later = (tenant, _digest(token_ids[size : 2 * size]))
+            seen_later = self._later_tokens.put(later, True)[0] is not None
         if num_used_tokens:
             return "hit"
         if any(held.values()):
@@ -121,6 +126,10 @@ class PrefixWatch:
         if seen_root is not None and seen_root != root:
             return "salted"
         return "headed" if seen_later else "new"
+
+    def of_tenant(self, tenant: str) -> dict[str, int]:
+        """The outcomes of one tenant's requests."""
+        return dict(self._tenants.get(tenant, {}))
 
     def to_dict(self) -> dict[str, Any]:
         """For ``/v1/cluster``: plain JSON types."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import Any
 
 
@@ -16,6 +17,7 @@ class RequestRecord:
     endpoint: str
     stream: bool
     received_unix_s: float
+    tenant: str = ""  # the name of a configured one
     parse_s: float = 0.0  # body to checked request
     tokenize_s: float = 0.0  # chat template included
     write_s: float = 0.0  # encoding and writing events
@@ -33,26 +35,36 @@ class RequestRecord:
 
 
 class RecentRequests:
-    """The last ``capacity`` records; of equal x-request-ids the latest is found."""
+    """The last ``capacity`` records; of equal x-request-ids the latest is found.
+
+    ``tenant``: only its records are found and listed; None: those of all.
+    """
 
     def __init__(self, capacity: int = 512) -> None:
         self._capacity = capacity
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
-        self._aliases: dict[str, str] = {}
+        self._aliases: dict[tuple[str | None, str], str] = {}  # tenant, x-request-id -> the answer's id
 
     def add(self, record: RequestRecord) -> None:
         self._records[record.id] = record
-        self._aliases[record.client_id] = record.id
+        for alias in _aliases(record):
+            self._aliases[alias] = record.id
         if len(self._records) > self._capacity:
             _, oldest = self._records.popitem(last=False)
-            if self._aliases.get(oldest.client_id) == oldest.id:
-                del self._aliases[oldest.client_id]
+            for alias in _aliases(oldest):
+                if self._aliases.get(alias) == oldest.id:
+                    del self._aliases[alias]
 
-    def find(self, request_id: str) -> RequestRecord | None:
+    def find(self, request_id: str, tenant: str | None = None) -> RequestRecord | None:
         """By the answer's id or the client's own."""
-        return self._records.get(self._aliases.get(request_id, request_id))
+        record = self._records.get(self._aliases.get((tenant, request_id), request_id))
+        return record if record is not None and tenant in (None, record.tenant) else None
 
-    def latest(self, count: int) -> list[RequestRecord]:
+    def latest(self, count: int, tenant: str | None = None) -> list[RequestRecord]:
         """Newest first."""
         newest = reversed(self._records.values())
-        return [record for record, _ in zip(newest, range(count), strict=False)]
+        return list(islice((record for record in newest if tenant in (None, record.tenant)), count))
+
+
+def _aliases(record: RequestRecord) -> tuple[tuple[str | None, str], ...]:
+    return (record.tenant, record.client_id), (None, record.client_id)

@@ -187,7 +187,7 @@ class SequenceClock:
         self.metrics.waiting.inc()
 
     def token(self, now_s: float, num_cached_tokens: int) -> None:
-        """A token arrived; ``num_cached_tokens`` counts with the first."""
+        """A token arrived; ``num_cached_tokens``: of the prompt, with one of its tokens."""
         if self.num_tokens == 0:
             self.first_s = now_s
             metrics = self.metrics
@@ -196,9 +196,9 @@ class SequenceClock:
             metrics.running.inc()
             metrics.prompt_tokens.inc(self.num_prompt_tokens)
             metrics.queried_tokens.inc(self.num_prompt_tokens)
-            metrics.hit_tokens.inc(num_cached_tokens)
         else:
             self.metrics.gap.observe(now_s - self.last_s)
+        self.metrics.hit_tokens.inc(num_cached_tokens)
         self.metrics.output_tokens.inc()
         self.num_tokens += 1
         self.last_s = now_s

@@ -5,6 +5,12 @@ from __future__ import annotations
 from prometheus_client import Counter, Gauge, Histogram
 
 placements = Counter("moonpool_placements_total", "Placements by reason, re-placements included", ["reason"])
+placement_paths = Counter(
+    "moonpool_placement_paths_total",
+    "Placements by path: split over two nodes, whole on one, rest (whole on a decode node that computes the "
+    "short rest of a prompt), or prefill alone",
+    ["path"],
+)
 replacements = Counter("moonpool_replacements_total", "Placements that failed, by cause", ["cause"])
 rejections = Counter(
     "moonpool_rejections_total",
@@ -22,6 +28,27 @@ prefix_outcomes = Counter(
     "Requests by the outcome of their prefix: hit, off, short, unused, pending, dropped, salted, headed, new "
     "(see docs/troubleshooting.md)",
     ["outcome"],
+)
+migrations = Counter(
+    "moonpool_migrations_total",
+    "Running requests that were to move to another decode node, by cause (asked, drain, "
+    "hot-spot, defragment, priority) and outcome: moved, or stayed",
+    ["cause", "outcome"],
+)
+migration_downtime_s = Histogram(
+    "moonpool_migration_downtime_seconds",
+    "Seconds between the last token of one decode node and the first of the next, of requests that moved",
+    buckets=(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0),
+)
+migration_stages = Histogram(
+    "moonpool_migration_stages",
+    "Reads of a migration: all but the last ones while the request ran",
+    buckets=(1, 2, 3, 4, 6, 8, 16, 32),
+)
+migrated_blocks = Counter(
+    "moonpool_migrated_blocks_total",
+    "KV blocks of requests that moved: read while they ran, read while they stood still, or there already",
+    ["kind"],
 )
 cluster_nodes = Gauge(
     "moonpool_cluster_nodes",

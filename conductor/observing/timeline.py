@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 @dataclass(frozen=True, slots=True)
 class TimelineEvent:
     """``name``: queued, waits_for_node, placed, prefix_loaded, prefilled, first_token, transferred,
-    preempted, retry or done.
+    preempted, migrated, stayed (a migration failed), retry or done.
     """
 
     name: str
@@ -25,6 +25,7 @@ class RequestSummary:
 
     prefill_node: str = ""
     decode_node: str = ""
+    path: str = ""  # split, whole, rest or prefill: see placement.Path
     reason: str = ""  # of the placement, one word: see place.Reason
     detail: str = ""  # the same as a sentence
     prompt_tokens: int = 0
@@ -51,6 +52,7 @@ class RequestTimeline:
     request_id: str
     started_unix_s: float
     started_s: float  # the conductor's monotonic clock at admission
+    tenant: str = ""  # the name of a configured one
     first_attempt: int = 0  # number of its first attempt in messages to nodes
     summary: RequestSummary = field(default_factory=RequestSummary)
     events: list[TimelineEvent] = field(default_factory=list)

@@ -54,6 +54,12 @@ def _spans(timeline: Mapping[str, Any]) -> Iterator[TimelineSpan]:
             case "transferred":
                 yield from _stretches("read blocks", event["node"], event["reads"])
                 yield TimelineSpan(event["node"], "blocks complete", at_s, 0.0, facts)
+            case "migrated":
+                if decodes_since_s and decode_node:
+                    yield TimelineSpan(decode_node, "decode", decodes_since_s, at_s - decodes_since_s)
+                decode_node, decodes_since_s = event["node"], at_s
+                yield from _stretches("read blocks", event["node"], event["reads"])
+                yield TimelineSpan(event["node"], name, at_s, 0.0, facts)
             case "retry" | "done":
                 if decodes_since_s and decode_node:
                     yield TimelineSpan(decode_node, "decode", decodes_since_s, at_s - decodes_since_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -65,8 +66,12 @@ def estimate_prefill(
     node: NodeView,
     usable: int,
     fetchable: Sequence[Source],
+    tbt_s: float = math.inf,
 ) -> PrefillEstimate:
-    """Queue, fetch, load and compute on ``node``, with the prefix that the policy would use there."""
+    """Queue, fetch, load and compute on ``node``, with the prefix that the policy would use there.
+
+    ``tbt_s``: the longest step that the node makes while it decodes.
+    """
     now_s, block_size, num_tokens = view.now_s, view.block_size, request.num_tokens
     cost, queue, node_id = node.cost, node.queue, node.node_id
     factor = cost.prefill_correction.factor(now_s)
@@ -75,7 +80,9 @@ def estimate_prefill(
     recompute_s = factor * cost.profile.prefill_s(num_tokens - local_tokens, local_tokens)
     load_s = _load_s(view, node, local_blocks) if local_blocks else 0.0
 
-    def estimate(compute_s: float, source: Source | None, transfer_s: float) -> PrefillEstimate:
+    def estimate(own_s: float, source: Source | None, transfer_s: float) -> PrefillEstimate:
+        cached_tokens = source.num_blocks * block_size if source else local_tokens
+        compute_s = own_s + _steps_between_s(view, node, own_s, num_tokens - cached_tokens, tbt_s)
         order_s = now_s + request.fairness_delay_s + policy.patience_s(compute_s)
         queue_s = node.foreign_queue_s + queue.wait_s(now_s, order_s)
         late_load_s = load_s - queue_s if load_s > queue_s else 0.0
@@ -94,6 +101,7 @@ def estimate_prefill(
             recompute_s if source else 0.0,
             queue.behind(order_s),
             node.num_placed,
+            own_s * node.num_running,
         )
 
     unaided = best = estimate(recompute_s, None, 0.0)
@@ -123,7 +131,9 @@ def estimate_decode(
     local_blocks = min(view.prefix_blocks.get(node.node_id, 0), num_blocks)
     # The two connect while the prompt is computed.
     nbytes = (num_blocks - local_blocks) * view.block_nbytes
-    transfer_s = view.links.seconds(prefill.node_id, node.node_id, nbytes, now_s, connected=True)
+    here = prefill.node_id == node.node_id
+    links = view.links
+    transfer_s = 0.0 if here else links.seconds(prefill.node_id, node.node_id, nbytes, now_s, connected=True)
     profile, running = node.cost.profile, node.num_running
     factor = node.cost.decode_correction.factor(now_s)
     step_s = factor * profile.step_s(running + 1, node.num_context_tokens + num_tokens)
@@ -132,6 +142,10 @@ def estimate_decode(
     has_room = node.num_free_blocks >= needed - local_blocks
     wait_s = 0.0 if has_room else decode_s * (node.num_waiting + 1)
     longer_s = factor * profile.step_growth_s(num_tokens)
+    # Prompts that it still computes when this one is prefilled take a part of its steps.
+    prompts_s = node.foreign_queue_s + node.queue.wait_s(now_s) - prefill.ttft_s
+    if not here and prompts_s > 0:
+        decode_s += prompts_s
     return DecodeEstimate(
         node.node_id,
         transfer_s,
@@ -143,6 +157,20 @@ def estimate_decode(
         running,
         node.num_placed,
     )
+
+
+def _steps_between_s(
+    view: ClusterView, node: NodeView, compute_s: float, num_tokens: int, tbt_s: float
+) -> float:
+    """Seconds of the decode steps that share their steps with a prompt's ``num_tokens``."""
+    if not node.num_running:
+        return 0.0
+    step_s = node.cost.step_s(node.num_running, node.num_context_tokens, view.now_s)
+    num_steps = num_tokens / node.chunk_tokens if node.chunk_tokens else 1.0
+    if tbt_s < math.inf:
+        # At least a block of the prompt is in every step, however long that takes.
+        num_steps = max(num_steps, min(compute_s / max(tbt_s - step_s, 1e-9), num_tokens / view.block_size))
+    return step_s * math.ceil(num_steps)
 
 
 def _load_s(view: ClusterView, node: NodeView, num_blocks: int) -> float:

@@ -24,7 +24,7 @@ class LoadLedger:
         self._clock = clock
         self._on_change = on_change
         self._latest: Hashable = None  # the request placed last
-        self._alone: Hashable = None  # the prefill that has shared the queue with no other
+        self._alone: Hashable = None  # the prefill that has shared no step with another or with decodes
         self._decodes: dict[Hashable, tuple[int, int]] = {}  # tokens at placement, blocks in the end
         self._num_blocks = 0  # of KV in the end, of those
         self._context_tokens = 0
@@ -53,7 +53,7 @@ class LoadLedger:
     def begin_prefill(self, key: Hashable, compute_s: float, patience_s: float) -> None:
         """``patience_s``: prefills that arrive within this time may overtake it."""
         queue, now_s = self.view.queue, self._clock()
-        self._alone = None if len(queue) else key
+        self._alone = None if len(queue) or self._decoding else key
         queue.add(key, order_s=now_s + patience_s, compute_s=compute_s, now_s=now_s)
         self._count(key)
         self._on_change(self.view)
@@ -64,7 +64,7 @@ class LoadLedger:
             self._on_change(self.view)
 
     def prefilled_alone(self, key: Hashable) -> bool:
-        """Whether it shared no step with another prefill of ours, so that its compute time is its own."""
+        """Whether it shared no step with another request of ours, so that its compute time is its own."""
         return key == self._alone
 
     def begin_decode(
@@ -94,6 +94,7 @@ class LoadLedger:
         self.schedule.begin(key, self._clock())
         if key in self._decodes and key not in self._decoding:
             self._decoding[key] = None
+            self._alone = self._alone if key == self._alone else None
             self._batch_tokens += self._decodes[key][0]
 
     def end_decode(self, key: Hashable, num_delivered: int) -> None:

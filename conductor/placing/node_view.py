@@ -30,4 +30,7 @@ class NodeView:
     num_free_blocks: int = 0  # decode: free or evictable
     num_blocks: int = 0  # in its pool; 0: unknown
     num_placed: int = 0  # requests placed on it so far; breaks ties among equal nodes
+    serves_whole: bool = False  # it neither hands requests over nor takes them over
+    computes_rest: bool = False  # a decode node that can also compute the rest of a prompt
+    chunk_tokens: int = 0  # most prompt tokens of one step; 0: unknown
     slot: int = -1  # its position in the bit masks of the index mirror; -1: none

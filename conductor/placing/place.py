@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from operator import attrgetter
+from dataclasses import replace
+from operator import attrgetter, itemgetter
 
 from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.placing.cluster_view import ClusterView, PlaceRequest
@@ -11,6 +13,7 @@ from moonpool.conductor.placing.estimates import estimate_decode, estimate_prefi
 from moonpool.conductor.placing.node_view import NodeView
 from moonpool.conductor.placing.placement import (
     DecodeEstimate,
+    Path,
     Placement,
     PrefillEstimate,
     Reason,
@@ -32,7 +35,9 @@ def place(
 ) -> Placement | Rejection:
     """Choose a prefill and a decode node for ``request``, or say why not.
 
-    Pure: equal arguments give equal results, and nothing is changed. A single token needs no decode node.
+    Two nodes, or one for both where the policy expects that to cost all requests together less: see
+    ``Placement.path``. Pure: equal arguments give equal results, and nothing is changed. A single token needs
+    no decode node.
     Rejects requests that fit no node, and requests without a first token within ``request.deadline_s``.
     """
     decodes = request.remaining_tokens > 1
@@ -46,7 +51,7 @@ def place(
     nodes: Sequence[NodeView] = prefill_shortlist(request, view, policy, usable, fetchable)
     if not nodes:
         return _too_large(request, view, "prefill")
-    prefills = [estimate_prefill(request, view, policy, n, usable, fetchable) for n in nodes]
+    prefills = [estimate_prefill(request, view, policy, n, usable, fetchable, slo.tbt_s) for n in nodes]
     prefill, reason = policy.prefill(prefills, view, slo)
     if prefill.ttft_s > request.deadline_s:
         in_time = [estimate for estimate in prefills if estimate.ttft_s <= request.deadline_s]
@@ -57,16 +62,81 @@ def place(
     if not decodes:
         return _placement(prefill, None, reason, prefills, (), patience_s, policy)
 
+    alone = [node for node in nodes if node.serves_whole]
     nodes = decode_shortlist(request, view, prefill)
     if not nodes:
         return _too_large(request, view, "decode")
     estimates = [estimate_decode(request, view, prefill, node) for node in nodes]
-    decode = policy.decode(estimates, view, slo)
+    here = None if policy.weighs_paths else next((e for e in estimates if e.node_id == prefill.node_id), None)
+    decode = here or policy.decode(estimates, view, slo)
     late = not _in_time(decode, prefill, request, slo)
     # A late last token is better than none: the request itself enforces the deadline.
-    if late and (in_time_too := [e for e in estimates if _in_time(e, prefill, request, slo)]):
+    if late and not here and (in_time_too := [e for e in estimates if _in_time(e, prefill, request, slo)]):
         decode, reason = policy.decode(in_time_too, view, slo), Reason.DEADLINE
-    return _placement(prefill, decode, reason, prefills, estimates, patience_s, policy)
+    placement = _placement(prefill, decode, reason, prefills, estimates, patience_s, policy)
+    if not policy.weighs_paths:
+        return placement
+    known = {estimate.node_id: estimate for estimate in prefills}
+    wholes = []
+    for node in {node.node_id: node for node in (*nodes, *alone)}.values():
+        if node.node_id in known or node.computes_rest:
+            whole = known.get(node.node_id) or estimate_prefill(
+                request, view, policy, node, usable, fetchable, slo.tbt_s
+            )
+            wholes.append((whole, estimate_decode(request, view, whole, node)))
+    return _cheaper(placement, wholes, request, view, slo, policy)
+
+
+def _cheaper(
+    split: Placement,
+    wholes: Sequence[tuple[PrefillEstimate, DecodeEstimate]],
+    request: PlaceRequest,
+    view: ClusterView,
+    slo: Slo,
+    policy: Policy,
+) -> Placement:
+    """The placement on one node that costs less than ``split``, or ``split``.
+
+    A node of the role ``both`` may take any prompt, a decode node the short rest of one.
+    """
+    assert split.decode is not None
+    limit_s = math.inf
+    if split.prefill.ttft_s <= min(slo.ttft_s, request.deadline_s):
+        limit_s = min(slo.ttft_s, request.deadline_s)
+    needs_time = _in_time(split.decode, split.prefill, request, slo)
+    found: list[tuple[float, str, PrefillEstimate, DecodeEstimate]] = []
+    for prefill, decode in wholes:
+        is_both = view.prefill.get(prefill.node_id) is not None
+        if prefill.ttft_s > limit_s or (needs_time and not _in_time(decode, prefill, request, slo)):
+            continue
+        if is_both or policy.computes_rest(prefill, decode):
+            # A decode node's time for prompts is in no estimate, as that of a fetch: it must gain as much.
+            toll_s = 0.0 if is_both else policy.least_gain_s
+            found.append((policy.cost_s(prefill, decode) + toll_s, prefill.node_id, prefill, decode))
+    if not found:
+        return split
+    split_s = policy.cost_s(split.prefill, split.decode)
+    best_s, node_id, prefill, decode = min(found, key=itemgetter(0, 1))
+    one_s = f"{1e3 * best_s:.3g} ms in all on {node_id} alone"
+    two = f"{1e3 * split_s:.3g} ms on {split.prefill.node_id} and {split.decode.node_id}"
+    if split.path is not Path.SPLIT and best_s >= split_s:
+        return split
+    if best_s > split_s:
+        return replace(split, detail=f"{split.detail}; {two}, {one_s}")
+    reason, path = Reason.WHOLE, Path.WHOLE
+    if view.prefill.get(node_id) is None:
+        reason, path = Reason.REST, Path.REST
+    detail = f"{one_s}, {two}" if split.path is Path.SPLIT else f"{one_s}, the least"
+    patience_s = request.fairness_delay_s + policy.patience_s(prefill.compute_s)
+    return replace(
+        split,
+        prefill=prefill,
+        decode=decode,
+        reason=reason,
+        detail=detail,
+        patience_s=patience_s,
+        path=path,
+    )
 
 
 def _too_large(request: PlaceRequest, view: ClusterView, role: str) -> Rejection:
@@ -100,6 +170,7 @@ def _placement(
     patience_s: float,
     policy: Policy,
 ) -> Placement:
+    one = decode is not None and decode.node_id == prefill.node_id
     return Placement(
         prefill,
         decode,
@@ -109,4 +180,5 @@ def _placement(
         sorted(decodes, key=_total_s)[:_KEPT],
         patience_s,
         policy.name,
+        Path.PREFILL if decode is None else Path.WHOLE if one else Path.SPLIT,
     )

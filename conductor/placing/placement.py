@@ -18,13 +18,25 @@ class Reason(StrEnum):
     ONLY = "only-candidate"
     TURN = "turn"  # round-robin
     CHANCE = "chance"  # random
+    WHOLE = "whole"  # one node for both stages costs less than two
+    REST = "rest-on-decode-node"  # the decode node computes a short rest sooner than its blocks would come
+
+
+class Path(StrEnum):
+    """How many nodes a request uses."""
+
+    SPLIT = "split"  # prefilled on one node, decoded on another
+    WHOLE = "whole"  # both on a node of the role ``both``
+    REST = "rest"  # both on a decode node, which computes the short rest of the prompt
+    PREFILL = "prefill"  # one token: no decode
 
 
 class PrefillEstimate(NamedTuple):
     """The predicted cost of prefilling on one node.
 
     ``ttft_s`` is the sum of ``queue_s``, ``fetch_s``, ``load_s`` and ``compute_s``. A node fetches and loads
-    while it computes for others: those two are the parts that exceed ``queue_s``.
+    while it computes for others: those two are the parts that exceed ``queue_s``. On a node that decodes,
+    ``compute_s`` includes the decode steps in between.
     """
 
     node_id: str
@@ -40,6 +52,7 @@ class PrefillEstimate(NamedTuple):
     recompute_s: float = 0.0  # with a fetch: compute time without it
     num_delayed: int = 0  # waiting prefills that it would overtake
     num_placed: int = 0
+    delay_s: float = 0.0  # sum of the delays of the requests that decode there
 
     @property
     def prefix_tokens(self) -> int:
@@ -47,7 +60,9 @@ class PrefillEstimate(NamedTuple):
 
 
 class DecodeEstimate(NamedTuple):
-    """The predicted cost of decoding on one node. ``total_s``: from the first token to the last."""
+    """The predicted cost of decoding on one node. ``total_s``: from the first token to the last, with the
+    delay by prompts that the node computes meanwhile.
+    """
 
     node_id: str
     transfer_s: float  # of missing blocks
@@ -72,11 +87,13 @@ class Placement:
     decode_candidates: Sequence[DecodeEstimate]
     patience_s: float = 0.0  # prefills that arrive within this time may overtake this one
     policy: str = ""
+    path: Path = Path.SPLIT
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
         return {
             "policy": self.policy,
+            "path": self.path.value,
             "reason": self.reason.value,
             "detail": self.detail,
             "prefill": self.prefill.node_id,

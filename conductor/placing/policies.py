@@ -28,6 +28,8 @@ class Policy(ABC):
     name: ClassVar[str]
     fetches: ClassVar[bool] = False  # whether a prefix may be read from another node
     counts_cache: ClassVar[bool] = False  # False: the shortlist of a large fleet goes by queues alone
+    least_gain_s: float = 0.0
+    weighs_paths: ClassVar[bool] = False  # whether to compare two nodes with one; False: one where possible
     counts_load: ClassVar[bool] = True  # False: load that others add does not change a choice
 
     def first(self, view: ClusterView, count: int) -> int | None:
@@ -49,6 +51,15 @@ class Policy(ABC):
 
     def decode(self, candidates: Sequence[DecodeEstimate], view: ClusterView, slo: Slo) -> DecodeEstimate:
         return min(candidates, key=lambda c: (c.wait_s, c.step_s, c.num_placed, c.node_id))
+
+    def computes_rest(self, prefill: PrefillEstimate, decode: DecodeEstimate) -> bool:
+        """Whether a decode node may compute what ``prefill`` says, on that node itself."""
+        return False
+
+    def cost_s(self, prefill: PrefillEstimate, decode: DecodeEstimate) -> float:
+        """What one way to serve a request costs all requests together."""
+        delays_s = prefill.num_delayed * prefill.compute_s + prefill.delay_s + decode.delay_s
+        return prefill.ttft_s + decode.total_s + delays_s
 
 
 class Random(Policy):
@@ -130,6 +141,7 @@ class Goodput(Policy):
     name = "goodput"
     fetches = True
     counts_cache = True
+    weighs_paths = True
     # Among nodes within this tie (estimates are that uncertain), the one with more of the prefix and then the
     # one given the fewest requests is chosen, so that equal nodes share the work and the cache. The tie must
     # be narrow: a request that is placed behind a queue delays those that come after it.
@@ -141,6 +153,9 @@ class Goodput(Policy):
     # Prefills that arrive within this many times a prefill's own compute time may overtake it.
     patience: float = 8.0
     longest_patience_s: float = 120.0
+    # A decode node computes the rest of a prompt that it has the beginning of, and only where that takes at
+    # most so many of its decode steps: it is there for steps without prompts.
+    longest_rest_steps: float = 4.0
 
     def takes(self, local_blocks: int, remote_blocks: int, fetched_s: float, local_s: float) -> bool:
         return fetched_s + self.least_gain_s < local_s
@@ -150,9 +165,9 @@ class Goodput(Policy):
 
     def prefill(self, candidates: Sequence[PrefillEstimate], view: ClusterView, slo: Slo) -> PrefillChoice:
         in_time = [c for c in candidates if c.ttft_s <= slo.ttft_s] or candidates
-        best_s = min([c.ttft_s + c.num_delayed * c.compute_s for c in in_time])
+        best_s = min([c.ttft_s + c.num_delayed * c.compute_s + c.delay_s for c in in_time])
         most_s = best_s + min((self.tie_ratio - 1) * best_s, self.widest_tie_s) + self.tie_s
-        near = [c for c in in_time if c.ttft_s + c.num_delayed * c.compute_s <= most_s]
+        near = [c for c in in_time if c.ttft_s + c.num_delayed * c.compute_s + c.delay_s <= most_s]
         chosen = min(near, key=lambda c: (-c.local_tokens, c.num_placed, c.ttft_s, c.node_id))
         return chosen, _reason(chosen, candidates)
 
@@ -161,6 +176,9 @@ class Goodput(Policy):
         # A whole answer takes long and its estimate is as uncertain: the widest tie is for first tokens.
         near = [c for c in candidates if c.total_s + c.delay_s <= best_s * self.tie_ratio + self.tie_s]
         return min(near, key=lambda c: (-c.local_tokens, c.num_running, c.num_placed, c.node_id))
+
+    def computes_rest(self, prefill: PrefillEstimate, decode: DecodeEstimate) -> bool:
+        return prefill.local_tokens > 0 and prefill.compute_s <= self.longest_rest_steps * decode.step_s
 
 
 _ALL: tuple[Policy, ...] = (Goodput(), KvAware(), LocalCache(), LeastLoaded(), RoundRobin(), Random())

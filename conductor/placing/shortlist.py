@@ -61,8 +61,10 @@ def decode_shortlist(
 ) -> Sequence[NodeView]:
     """Nodes with a pool that the request fits, in no particular order; empty: there is none."""
     fleet, needed = view.decode, needed_blocks(request, view)
+    if (same := view.prefill.get(prefill.node_id)) is not None and same.serves_whole:
+        return _fitting([same], needed, view)
     if fleet.small:
-        return _fitting(fleet, needed, view)
+        return _fitting((node for node in fleet if not node.serves_whole), needed, view)
     table = fleet.table(view.now_s)
     num_blocks = -(-request.num_tokens // view.block_size)
     local = np.minimum(_local_blocks(fleet, view.prefix_blocks), num_blocks)

@@ -24,6 +24,7 @@ from moonpool.conductor.replication.copy_plan import (
 from moonpool.conductor.replication.heat import Heat
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.service.vital import restarted
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +59,7 @@ class Replicator:
 
     def start(self) -> None:
         if self._makes_copies:
-            self._task = asyncio.create_task(self._run(), name="replicate hot prefixes")
-            self._task.add_done_callback(_report)
+            self._task = restarted(self._run, "replicate hot prefixes")
 
     async def close(self) -> None:
         """Idempotent. Existing copies stay until nodes evict them."""
@@ -168,8 +168,3 @@ class Replicator:
             return
         core_metrics.hot_copies.labels("released").inc()
         core_metrics.hot_released_blocks.inc(num_blocks)
-
-
-def _report(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("the replication of hot prefixes ended: this is a defect", exc_info=error)

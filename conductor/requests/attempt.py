@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Coroutine
 from contextvars import copy_context
 from dataclasses import dataclass
+from typing import Any
 
 from moonpool.conductor.fleet.member import Member
 from moonpool.conductor.fleet.node_client import RequestKey
 from moonpool.conductor.placing.placement import Placement
+from moonpool.conductor.requests.migration import LIMIT_S, Migrated, Migration, MigrationPlan
 from moonpool.protos import node_pb2
-from moonpool.runtime.errors import LifeEnded, NodeUnavailable, RemoteError
+from moonpool.runtime.errors import LifeEnded, MoonpoolError, NodeUnavailable, RemoteError
 from moonpool.runtime.observing.log import request_id
 
 # Statuses of a healthy node that cannot serve the request now; and of a request that no node can serve.
@@ -35,7 +38,7 @@ class AttemptInvalid(Exception):
 
 @dataclass(slots=True)
 class AttemptPlan:
-    """The nodes and messages of one attempt."""
+    """The nodes and messages of one attempt. A migration changes ``key`` and ``decode``."""
 
     key: RequestKey
     placement: Placement
@@ -58,6 +61,7 @@ class Attempt:
     def __init__(self, plan: AttemptPlan) -> None:
         self.plan = plan
         self.kv_received = False  # the decode node no longer needs the prefill node
+        self.num_cached_tokens: int | None = None  # of the prompt, where only the end of the stream tells
         self._reply: node_pb2.PrefillReply | None = None
         self._tokens: deque[node_pb2.TokenOut] = deque()
         self._failure: Exception | None = None
@@ -66,6 +70,9 @@ class Attempt:
         self._finished = False  # ended by the decode node itself
         self._calls: list[asyncio.Task[None]] = []
         self._closed = False
+        self._migration: Migration | None = None
+        self._next_index = -1  # of the next token from the decode node; -1: none has come
+        self._last_token_s = 0.0  # by the loop's time
 
     def start(self) -> None:
         plan = self.plan
@@ -87,12 +94,15 @@ class Attempt:
             plan.prefill.client.attach(plan.key, self)
         context = copy_context()
         context.run(request_id.set, plan.key[0])
-        # The prefill call first: the first token waits for it.
-        calls = [self._prefill()] if plan.decode is None else [self._prefill(), self._decode(plan.decode)]
-        for call in calls:
+        for call in self._work():
             task = asyncio.create_task(call, context=context)
             task.add_done_callback(self._call_done)
             self._calls.append(task)
+
+    def _work(self) -> list[Coroutine[Any, Any, None]]:
+        """The calls, in the order of ``plan``'s nodes. The first token waits for the first one."""
+        decode = self.plan.decode
+        return [self._prefill()] if decode is None else [self._prefill(), self._decode(decode)]
 
     async def first(self) -> node_pb2.PrefillReply:
         while self._reply is None:
@@ -110,6 +120,36 @@ class Attempt:
             self._news.clear()
         return self._tokens.popleft()
 
+    @property
+    def stays(self) -> str:
+        """Why it cannot move to another decode node now; empty: it can."""
+        if self._closed or self._failure is not None or self._finished or self.plan.decode is None:
+            return "it has ended"
+        if not self.kv_received or self._next_index < 0:
+            return "it does not decode yet"
+        return "it is on its way to another node already" if self._migration is not None else ""
+
+    async def migrate(self, plan: MigrationPlan) -> Migrated:
+        """Have ``plan.target`` go on with the request, while it runs. ``stays`` is empty.
+
+        Raises MigrationFailed. A cancellation gives the migration up, unless the target has the request.
+        """
+        assert not self.stays and self.plan.decode is not None
+        source = self.plan.decode.node_id
+        migration = self._migration = Migration(plan, self._on_migration)
+        migration.start()
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                downtime_s = await asyncio.shield(migration.done)
+        except TimeoutError:
+            migration.fail(MoonpoolError(f"the target did not decode it within {LIMIT_S:g} s"))
+            downtime_s = await migration.done
+        finally:
+            migration.fail(MoonpoolError("it was given up"))
+            self._migration = None
+        assert migration.received is not None
+        return Migrated(source, plan.target.node_id, plan.cause, migration.received, downtime_s)
+
     def abort(self, error: Exception) -> None:
         """Make ``first`` and ``token`` raise ``error``. Only the first call has an effect."""
         if self._failure is None:
@@ -121,6 +161,9 @@ class Attempt:
         if self._closed:
             return
         self._closed = True
+        if self._migration is not None:
+            self._migration.fail(MoonpoolError("the attempt has ended"))
+            self._migration.give_up("the attempt has ended")
         plan = self.plan
         for call in self._calls:
             call.cancel()
@@ -133,7 +176,7 @@ class Attempt:
             plan.decode.load.end_decode(plan.key, self._num_delivered)
             plan.decode.client.detach(plan.key)
             if not self._finished:
-                plan.decode.decode_client.cancel(plan.key)
+                plan.decode.client.cancel(plan.key)
 
     # ------------------------------------------------------------------ called by node clients
 
@@ -141,7 +184,8 @@ class Attempt:
         self._num_delivered += 1
         if token.HasField("received"):
             self.kv_received = True
-            self.plan.prefill.client.detach(self.plan.key)
+            if self.plan.decode is not self.plan.prefill:
+                self.plan.prefill.client.detach(self.plan.key)
             if self.plan.decode is not None:
                 self.plan.decode.load.decoding(self.plan.key)
         if token.finish_reason:
@@ -153,10 +197,42 @@ class Attempt:
                 self.plan.decode.breaker.succeeded()
         self._tokens.append(token)
         self._news.set()
+        if token.has_token and token.index >= self._next_index:
+            self._count(token.index)
 
     def fail(self, error: NodeUnavailable) -> None:
         self._member(error.node_id).breaker.lost()
         self.abort(AttemptFailed("lost", str(error), error.node_id))
+
+    # ------------------------------------------------------------------ migration
+
+    def _count(self, index: int) -> None:
+        """The decode node has sent the token ``index``."""
+        now_s, migration = asyncio.get_running_loop().time(), self._migration
+        if migration is not None and migration.switched and not migration.done.done():
+            migration.done.set_result(now_s - self._last_token_s)
+        self._next_index, self._last_token_s = index + 1, now_s
+        if migration is not None:
+            self._on_migration()
+
+    def _on_migration(self) -> None:
+        """Go on with the target, once it has everything and the source's tokens have all arrived."""
+        migration = self._migration
+        if migration is None or migration.switched or migration.failed or self._closed:
+            return
+        if not 0 <= migration.first_index <= self._next_index:
+            return
+        plan, source = self.plan, self.plan.decode
+        assert source is not None
+        migration.switched = True
+        source.load.end_decode(plan.key, self._num_delivered)
+        source.client.detach(plan.key)
+        source.decode_client.cancel(plan.key)
+        plan.decode, plan.key = migration.plan.target, migration.plan.key
+        self._num_delivered = 0
+        plan.decode.client.attach(plan.key, self)
+        for token in migration.tokens:
+            self.put(token)
 
     # ------------------------------------------------------------------ the calls
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moonpool.conductor.admission.batch_queue import BatchQueue
 from moonpool.conductor.admission.fair_share import FairShare
@@ -22,6 +22,7 @@ from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.observing.timeline import TimelineRing
 from moonpool.conductor.placing.policies import Policy
 from moonpool.conductor.replication.copier import Replicator
+from moonpool.conductor.requests.migration import Movable
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +51,4 @@ class RequestDependencies:
     suspects: asyncio.Lock  # see ``Suspicion``
     clock: Callable[[], float]  # monotonic seconds
     rng: random.Random
+    runs: dict[str, Movable] = field(default_factory=dict)  # admitted and not ended, by id

@@ -6,15 +6,18 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 
 from moonpool.conductor.errors import (
     DeadlineExceeded,
+    MigrationFailed,
     NoNodes,
     RequestEndsLives,
     RequestFailed,
     RequestInvalid,
     RequestRejected,
 )
+from moonpool.conductor.fleet.member import Member
 from moonpool.conductor.observing.timeline import RequestTimeline
 from moonpool.conductor.placing.placement import Placement, Rejection
 from moonpool.conductor.request import GenerateRequest, TokenEvent, TokenLogprobs
@@ -22,6 +25,7 @@ from moonpool.conductor.requests.attempt import Attempt, AttemptFailed, AttemptI
 from moonpool.conductor.requests.deadline import Deadline
 from moonpool.conductor.requests.dependencies import RequestDependencies
 from moonpool.conductor.requests.lineage import Lineage
+from moonpool.conductor.requests.migration import Migrated
 from moonpool.conductor.requests.placer import RequestPlacer
 from moonpool.conductor.requests.recorder import Recorder
 from moonpool.conductor.requests.suspicion import Suspicion
@@ -50,9 +54,11 @@ class RequestRun:
     def __init__(self, request: GenerateRequest, deps: RequestDependencies) -> None:
         self._request = request
         self._started_s = deps.clock()
-        timeline = RequestTimeline(request.request_id, time.time(), self._started_s)
+        timeline = RequestTimeline(request.request_id, time.time(), self._started_s, request.client.name)
         self._deps = deps
-        self._recorder = Recorder(timeline, deps.cost_model, deps.activity, deps.clock, request.client.name)
+        self._recorder = Recorder(
+            timeline, deps.cost_model, deps.activity, deps.clock, request.client.name, deps.slo
+        )
         self._lineage = Lineage(request.prompt_token_ids, deps.model.block_size)
         room = deps.model.max_model_len - self._lineage.num_prompt_tokens
         self._limit = min(request.sampling.max_tokens, room)  # tokens it may produce
@@ -97,9 +103,10 @@ class RequestRun:
                         if event is not None:
                             yield event
                         event = self._on_token(attempt, await attempt.token())
+                    last = self._with_cached(attempt, event)
                     # Before the last event: the consumer may not ask again.
                     self._end(event.finish_reason)
-                    yield event
+                    yield last
                     return
                 except AttemptFailed as failure:
                     await self._failed(failure)
@@ -123,6 +130,33 @@ class RequestRun:
         if self._attempt is not None:
             self._attempt.abort(error)
 
+    # ------------------------------------------------------------------ migration
+
+    @property
+    def decodes_on(self) -> Member | None:
+        """See ``Movable``, as for the next two."""
+        attempt = self._attempt
+        return None if attempt is None or attempt.stays else attempt.plan.decode
+
+    def outlook(self) -> tuple[int, int]:
+        return self._lineage.num_tokens, self._placer.expected_tokens()
+
+    async def migrate(self, target: Member, cause: str) -> Migrated:
+        attempt, request_id = self._attempt, self._request.request_id
+        stays = "it is not placed yet" if attempt is None else attempt.stays
+        if attempt is not None and attempt.plan.decode is target:
+            stays = "it decodes there"
+        if stays or attempt is None:
+            raise MigrationFailed(request_id, target.node_id, stays)
+        plan = self._placer.migration(attempt, target, cause)
+        try:
+            moved = await attempt.migrate(plan)
+        except MigrationFailed as failure:
+            self._recorder.stayed(plan, failure.reason)
+            raise
+        self._recorder.migrated(moved, self._placer.num_attempts)
+        return moved
+
     # ------------------------------------------------------------------ placing
 
     async def _enter(self) -> None:
@@ -138,6 +172,7 @@ class RequestRun:
             timeline.first_attempt = former.first_attempt + former.summary.attempts
         self._placer.first_attempt = timeline.first_attempt
         deps.timelines.put(timeline)
+        deps.runs[self._request.request_id] = self
         self._recorder.queued(self._lineage.num_prompt_tokens, self._limit)
 
     def _check(self) -> None:
@@ -163,6 +198,7 @@ class RequestRun:
 
     async def _start(self, placement: Placement) -> Attempt:
         placer, booked = self._placer, False
+        self._recorder.asks(placement)
         while not booked:
             while placer.num_attempts == 0 and (rejection := placer.rejected(placement)):
                 if not self._request.follows:
@@ -227,7 +263,17 @@ class RequestRun:
         prompt_logprobs = None
         if self._request.prompt_logprobs:
             prompt_logprobs = tuple(map(TokenLogprobs.from_proto, reply.prompt_logprobs))
-        return self._event(token, reply.num_cached_tokens, prompt_logprobs)
+        # An engine of another project tells at the end.
+        num_cached_tokens = reply.num_cached_tokens if plan.prefill.engine is None else 0
+        return self._event(token, num_cached_tokens, prompt_logprobs)
+
+    def _with_cached(self, attempt: Attempt, last: TokenEvent) -> TokenEvent:
+        """The last event, with what only an attempt's end tells of its beginning."""
+        cached = attempt.num_cached_tokens
+        if cached is None or attempt.plan.prefill_request.work.attempt != self._placer.first_attempt:
+            return last
+        self._recorder.cached(cached)
+        return replace(last, num_cached_tokens=cached)
 
     def _on_token(self, attempt: Attempt, token: node_pb2.TokenOut) -> TokenEvent | None:
         """The event of a message of a decode node; None: the message has no new token."""
@@ -314,6 +360,8 @@ class RequestRun:
         if not self._admitted:
             return
         num_tokens = len(self._lineage.output_ids)
+        if self._deps.runs.get(self._request.request_id) is self:
+            del self._deps.runs[self._request.request_id]
         if self._attempt is not None:
             self._attempt.close()
         # Work for an answer that never began is the cluster's loss, except where the client ended it.

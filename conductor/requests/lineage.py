@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from moonpool.kvstore.blocks.keys import BlockKey, chain, pack
+from moonpool.kvstore.blocks.keys import BlockKey, KeyChain, pack
 
 
 class Lineage:
@@ -18,19 +18,20 @@ class Lineage:
         self.keys: list[BlockKey] = []
         self._prompt = np.ascontiguousarray(prompt_token_ids, dtype="<i4")
         self._block_size = block_size
+        self._state: bytes | None = None  # of the chain, after ``keys``
 
     @property
     def num_tokens(self) -> int:
         return self.num_prompt_tokens + len(self.output_ids)
 
-    def hash_blocks(self, root_key: bytes) -> list[BlockKey]:
+    def hash_blocks(self, chain: KeyChain) -> list[BlockKey]:
         """The keys of all full blocks. Only new blocks are hashed while the root stays the same."""
-        if root_key != self.root_key:
-            self.root_key, self.keys = root_key, []
+        if chain.root != self.root_key:
+            self.root_key, self.keys, self._state = chain.root, [], None
         done = len(self.keys) * self._block_size
         if self.num_tokens - done >= self._block_size:
-            start = self.keys[-1] if self.keys else None
-            self.keys += chain(root_key, self.token_ids()[done:], self._block_size, start)
+            new, self._state = chain.extend(self.token_ids()[done:], self._block_size, self._state)
+            self.keys += new
         return self.keys
 
     def token_ids(self) -> npt.NDArray[np.int32]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from moonpool.conductor.admission.fair_share import Work
 from moonpool.conductor.admission.rejection import DecodeOutlook
+from moonpool.conductor.engines.attempt import EngineAttempt
 from moonpool.conductor.fleet.member import Member
 from moonpool.conductor.fleet.node_client import RequestKey
 from moonpool.conductor.observing.slo import Slo
@@ -18,6 +19,7 @@ from moonpool.conductor.requests.attempt import Attempt, AttemptPlan
 from moonpool.conductor.requests.deadline import Deadline
 from moonpool.conductor.requests.dependencies import RequestDependencies
 from moonpool.conductor.requests.lineage import Lineage
+from moonpool.conductor.requests.migration import MigrationPlan
 from moonpool.protos import node_pb2
 
 # The request's deadline must fire before the call's: a call that times out looks like a dead node.
@@ -70,11 +72,11 @@ class RequestPlacer:
     def decide(self) -> Placement | Rejection:
         """Choose nodes for the request as it is now. Starts nothing."""
         deps, lineage = self._deps, self._lineage
-        root_key = deps.registry.root_key(self._request.tenant)
-        if root_key is None:
+        chain = deps.registry.chain(self._request.tenant)
+        if chain is None:
             return Rejection("no node has joined yet", role="prefill")
         began_s = deps.clock()
-        keys = lineage.hash_blocks(root_key)
+        keys = lineage.hash_blocks(chain)
         hashed_s = deps.clock()
         remaining = self._limit - len(lineage.output_ids)
         # A request that has begun is finished if at all possible.
@@ -82,7 +84,7 @@ class RequestPlacer:
         request = PlaceRequest(
             num_tokens=lineage.num_tokens,
             remaining_tokens=remaining,
-            expected_tokens=self._expected_tokens(),
+            expected_tokens=self.expected_tokens(),
             deadline_s=math.inf if begun else self._deadline.run_s(began_s),
             reads_cache=not self._wants_prompt_logprobs,
             fairness_delay_s=self._fairness_delay_s(began_s),
@@ -150,11 +152,11 @@ class RequestPlacer:
             decode_request=node_pb2.DecodeRequest(
                 work=work, conductor_id=deps.conductor_id, prefill_address=prefill.record.rpc_address
             ),
-            expected_tokens=self._expected_tokens(),
+            expected_tokens=self.expected_tokens(),
             num_blocks=self.num_blocks,
             timeout_s=self._deadline.run_s(deps.clock()) + _CALL_MARGIN_S,
         )
-        attempt = Attempt(plan)
+        attempt = self._attempt(plan)
         attempt.start()
         self._begin_fetch(estimate)
         if number == self.first_attempt:
@@ -170,6 +172,35 @@ class RequestPlacer:
             )
         deps.replicator.note(self._lineage.keys, self._prefixes, estimate.compute_s)
         return attempt
+
+    def _attempt(self, plan: AttemptPlan) -> Attempt:
+        deps = self._deps
+        if plan.prefill.engine is None:
+            return Attempt(plan)
+        return EngineAttempt(plan, deps.cost_model, deps.clock, deps.registry.salt(self._request.tenant))
+
+    def migration(self, attempt: Attempt, target: Member, cause: str) -> MigrationPlan:
+        """Plan to have ``target`` go on with a running attempt, under the next attempt's number."""
+        deps, number, source = self._deps, self.first_attempt + self.num_attempts, attempt.plan.decode
+        chain = deps.registry.chain(self._request.tenant)
+        assert source is not None and chain is not None
+        self.num_attempts += 1
+        self._lineage.hash_blocks(chain)
+        return MigrationPlan(
+            cause=cause,
+            key=(self._request.request_id, number),
+            target=target,
+            request=node_pb2.DecodeRequest(
+                work=self._work(number, 0.0),
+                conductor_id=deps.conductor_id,
+                prefill_address=source.record.rpc_address,
+                migrates=True,
+                from_attempt=attempt.plan.key[1],
+            ),
+            expected_tokens=self.expected_tokens(),
+            num_blocks=self.num_blocks,
+            timeout_s=self._deadline.run_s(deps.clock()) + _CALL_MARGIN_S,
+        )
 
     def settle(self, *, pays: bool) -> None:
         """Charge the tenant for its output as it was, or, with ``pays`` False, for nothing."""
@@ -188,7 +219,7 @@ class RequestPlacer:
             num_nodes = max(registry.available("decode"), 1)
             self._decode_token_s = decode.step_s / (decode.num_running + 1) / num_nodes
         prefill_s = placement.prefill.compute_s / max(registry.available("prefill"), 1)
-        self._use(Work(prefill_s, self._decode_token_s * self._expected_tokens()))
+        self._use(Work(prefill_s, self._decode_token_s * self.expected_tokens()))
 
     def _use(self, used: Work) -> None:
         """Change what the tenant was charged to ``used``."""
@@ -221,12 +252,13 @@ class RequestPlacer:
             deadline_unix_s=self._since_unix_s + self._deadline.ends_s,
             attempt=number,
             patience_s=patience_s,
+            tbt_s=0.0 if math.isinf(self._deps.slo.tbt_s) else self._deps.slo.tbt_s,
         )
 
     @property
     def num_blocks(self) -> int:
         """Blocks of KV that the request will probably need in the end."""
-        num_tokens = self._lineage.num_tokens + self._expected_tokens()
+        num_tokens = self._lineage.num_tokens + self.expected_tokens()
         return -(-num_tokens // self._deps.model.block_size)
 
     @property
@@ -251,12 +283,13 @@ class RequestPlacer:
             member.view,
             member.load.schedule,
             num_tokens=lineage.num_tokens,
-            expected_tokens=self._expected_tokens(),
+            expected_tokens=self.expected_tokens(),
             block_size=deps.model.block_size,
             key=key,
         )
 
-    def _expected_tokens(self) -> int:
+    def expected_tokens(self) -> int:
+        """Tokens that it will probably still produce."""
         lineage = self._lineage
         so_far = len(lineage.output_ids)
         return self._deps.cost_model.output_lengths.expected(

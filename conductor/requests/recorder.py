@@ -10,10 +10,12 @@ from moonpool.conductor.costs.model import CostModel
 from moonpool.conductor.errors import RequestRejected
 from moonpool.conductor.observing import scheduling_metrics as core_metrics
 from moonpool.conductor.observing.activity import Activity
+from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.observing.timeline import RequestTimeline
 from moonpool.conductor.observing.timeline_spans import CONDUCTOR, spans_of
 from moonpool.conductor.placing.placement import Placement
 from moonpool.conductor.requests.attempt import AttemptFailed, AttemptPlan
+from moonpool.conductor.requests.migration import Migrated, MigrationPlan
 from moonpool.protos import node_pb2
 from moonpool.runtime.observing import tracing
 
@@ -33,6 +35,7 @@ class Recorder:
         activity: Activity,
         clock: Callable[[], float],
         tenant: str,
+        slo: Slo,
     ) -> None:
         """``tenant``: the name of a configured one, or empty."""
         self.timeline = timeline
@@ -41,6 +44,8 @@ class Recorder:
         self._activity = activity
         self._tenant = tenant
         self._clock = clock
+        self._slo = slo
+        self._asked = False
         self._started_s = timeline.started_s
         self._first_s = 0.0  # time of the first token; 0: none yet
         self._predicted_ttft_s = 0.0
@@ -50,6 +55,15 @@ class Recorder:
         self._summary.prompt_tokens = prompt_tokens
         self.timeline.add("queued", self._started_s, prompt_tokens=prompt_tokens, max_tokens=max_tokens)
 
+    def asks(self, placement: Placement) -> None:
+        """Nodes were chosen; the request may still be rejected. Only the first call counts."""
+        if not self._asked:
+            self._asked = True
+            estimate = placement.prefill
+            self._activity.demand.arrived(
+                estimate.compute_s, self._summary.prompt_tokens, estimate.prefix_tokens
+            )
+
     def placed(self, placement: Placement, attempt: int, hash_s: float, place_s: float) -> None:
         """``hash_s``: spent on block keys; ``place_s``: on look-up and placement."""
         now_s = self._placed_s = self._clock()
@@ -58,6 +72,7 @@ class Recorder:
         summary.prefill_node = placement.prefill.node_id
         summary.decode_node = placement.decode.node_id if placement.decode else ""
         summary.reason, summary.detail = placement.reason.value, placement.detail
+        summary.path = placement.path.value
         if not self._first_s:
             self._predicted_ttft_s = now_s - self._started_s + placement.prefill.ttft_s
         self.timeline.add(
@@ -68,7 +83,9 @@ class Recorder:
             *(summary.prefill_node, summary.decode_node or "no node", summary.reason, summary.detail),
         )
         core_metrics.placements.labels(placement.reason.value).inc()
+        core_metrics.placement_paths.labels(placement.path.value).inc()
         self._activity.placements[placement.reason.value] += 1
+        self._activity.paths_taken[placement.path.value] += 1
 
     def prefilled(self, plan: AttemptPlan, num_tokens: int, reply: node_pb2.PrefillReply) -> None:
         """``num_tokens``: of the prompt, cached ones included."""
@@ -101,11 +118,12 @@ class Recorder:
             computed_tokens=computed_tokens,
             chunks=self._stretches(reply.chunks, now_s),
         )
+        plan.prefill.reuse.add(reply.num_cached_tokens - reply.num_fetched_tokens, now_s)
         sources = {source: cached[f"{source}_tokens"] for source in _CACHED if source != "cached"}
         self._activity.prompt(self._tenant, {"computed": computed_tokens} | sources)
         if reply.fetch_error:
             self._activity.not_moved(placed.fetch_from, node_id)
-        if plan.prefill.load.prefilled_alone(plan.key):
+        if plan.prefill.engine is None and plan.prefill.load.prefilled_alone(plan.key):
             self._cost_model.observe_prefill(
                 plan.prefill.view.cost,
                 uncached_tokens=computed_tokens,
@@ -117,9 +135,15 @@ class Recorder:
             placed.fetch_from, node_id, "", reply.fetched_nbytes, reply.fetch_s, now_s, placed.transfer_s
         )
 
+    def cached(self, num_tokens: int) -> None:
+        """The engine says at the end how many tokens of the prompt it had; until now it was a prediction."""
+        predicted, self._summary.cached_tokens = self._summary.cached_tokens, num_tokens
+        self.timeline.add("cached", self._clock(), cached_tokens=num_tokens, predicted_tokens=predicted)
+
     def first_token(self) -> None:
         now_s = self._first_s = self._clock()
         self._summary.ttft_s = now_s - self._started_s
+        self._activity.demand.first_token(self._summary.ttft_s <= self._slo.ttft_s)
         self.timeline.add(
             "first_token", now_s, ttft_s=self._summary.ttft_s, predicted_ttft_s=self._predicted_ttft_s
         )
@@ -143,6 +167,8 @@ class Recorder:
             transport=received.transport,
             reads=self._stretches(received.reads, now_s),
         )
+        if plan.decode is not None:
+            plan.decode.reuse.add(received.num_local_blocks, now_s)
         source = plan.prefill.node_id
         self._moved(source, node_id, received.transport, received.nbytes, received.seconds, now_s)
 
@@ -178,6 +204,52 @@ class Recorder:
     def preempted(self, plan: AttemptPlan) -> None:
         self.timeline.add("preempted", self._clock(), node=plan.decode.node_id if plan.decode else "")
 
+    def migrated(self, moved: Migrated, num_attempts: int) -> None:
+        now_s, received = self._clock(), moved.received
+        num_stages = len(received.reads)
+        self._summary.decode_node, self._summary.attempts = moved.target, num_attempts
+        self.timeline.add(
+            "migrated",
+            now_s,
+            node=moved.target,
+            source=moved.source,
+            cause=moved.cause,
+            stages=num_stages,
+            num_blocks=received.num_blocks,
+            num_last_blocks=received.num_last_blocks,
+            num_local_blocks=received.num_local_blocks,
+            nbytes=received.nbytes,
+            transfer_s=received.seconds,
+            stopped_s=received.stopped_s,
+            downtime_s=moved.downtime_s,
+            transport=received.transport,
+            reads=self._stretches(received.reads, now_s),
+        )
+        core_metrics.migrations.labels(moved.cause, "moved").inc()
+        core_metrics.migration_downtime_s.observe(moved.downtime_s)
+        core_metrics.migration_stages.observe(num_stages)
+        for kind, count in (
+            ("running", received.num_blocks - received.num_last_blocks),
+            ("stopped", received.num_last_blocks),
+            ("local", received.num_local_blocks),
+        ):
+            core_metrics.migrated_blocks.labels(kind).inc(count)
+        self._moved(moved.source, moved.target, received.transport, received.nbytes, received.seconds, now_s)
+        gap_ms = 1e3 * moved.downtime_s
+        self._activity.event(
+            "migrated",
+            moved.source,
+            f"{self.timeline.request_id} to {moved.target} ({moved.cause}): {received.num_blocks} blocks "
+            f"read, {gap_ms:.1f} ms between two tokens",
+        )
+
+    def stayed(self, plan: MigrationPlan, reason: str) -> None:
+        target = plan.target.node_id
+        self.timeline.add("stayed", self._clock(), target=target, cause=plan.cause, reason=reason)
+        self._summary.attempts = max(self._summary.attempts, plan.key[1] - self.timeline.first_attempt + 1)
+        core_metrics.migrations.labels(plan.cause, "stayed").inc()
+        self._activity.event("stayed", target, f"{self.timeline.request_id} did not move there: {reason}")
+
     def retry(self, failure: AttemptFailed, attempt: int, num_tokens: int) -> None:
         self.timeline.add(
             "retry",
@@ -199,6 +271,8 @@ class Recorder:
 
     def rejected(self, error: RequestRejected) -> None:
         core_metrics.rejections.labels(error.stage).inc()
+        if error.stage in ("arrival", "decode"):
+            self._activity.demand.rejected()
         self._activity.rejections[error.stage] += 1
 
     def done(self, finish_reason: str, num_tokens: int, error: str = "") -> None:
@@ -215,6 +289,7 @@ class Recorder:
         log.debug("%s after %d tokens and %.4f s %s", finish_reason, num_tokens, summary.e2e_s, error)
         if finish_reason in ("stop", "length"):
             self._cost_model.output_lengths.observe(summary.prompt_tokens, num_tokens)
+            self._activity.demand.ended(num_tokens, summary.tpot_s <= self._slo.tbt_s)
         if tracing.sampled():
             self._export(now_s)
 

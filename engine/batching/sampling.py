@@ -48,6 +48,11 @@ class Sampling:
         object.__setattr__(self, "plain_greedy", plain)
 
     @property
+    def needs_tokens(self) -> bool:
+        """Whether the host must know a token before the next one is sampled, or waits for its logprobs."""
+        return self.penalized or self.num_logprobs >= 0
+
+    @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable
 from operator import attrgetter
 
 from moonpool.engine.batching.sequence import FinishReason, Sequence, State, TokenLogprobs
-from moonpool.engine.batching.step_plan import Chunk, StepEvent, StepOutput, StepPlan
+from moonpool.engine.batching.step_plan import ENDS, Chunk, StepEvent, StepOutput, StepPlan
 from moonpool.engine.memory.block_pool import BlockPool
 from moonpool.runtime import turns
 
@@ -17,20 +18,28 @@ _order = attrgetter("order")
 class Scheduler:
     """Continuous batching with chunked prefill, over a BlockPool. Pure bookkeeping, one thread.
 
-    Every step has all decoding sequences; prompts get the rest of the token budget, oldest first. A prompt
+    Every step has all decoding sequences; prompts get the rest of the token budget, oldest first, and no more
+    than lets the step end when the decoding sequences want their next token. A prompt
     is admitted with all its blocks, so a running prefill never waits for one. When a decoding sequence
     needs a block and none is free, the last sequence is preempted: it loses its blocks and is computed
-    again later. A sequence's priority orders it among those of its tenant only. Its sealed blocks stay
-    cached, so that usually costs little.
+    again later. Its sealed blocks stay cached, so that usually costs little. A sequence's priority orders it
+    among those of its tenant only.
+
+    Where all layers of a model have windows, a sequence releases the blocks that every window has passed,
+    unless its blocks are for another node.
     """
 
-    def __init__(self, pool: BlockPool, *, max_batch_size: int, max_batch_tokens: int, max_len: int) -> None:
-        """``max_len``: most tokens of one sequence. The pool must have room for one such sequence."""
+    def __init__(
+        self, pool: BlockPool, *, max_batch_size: int, max_batch_tokens: int, max_len: int, window: int = 0
+    ) -> None:
+        """``max_len``: most tokens of one sequence. The pool must have room for one such sequence.
+        ``window``: the widest of all layers in tokens; 0: some layer attends to all tokens."""
         assert max_len <= pool.num_blocks * pool.block_size
         self.pool = pool
         self.max_running = min(max_batch_size, max_batch_tokens)
         self.max_batch_tokens = max_batch_tokens
         self.max_len = max_len
+        self.window = window
         self.waiting: list[Sequence] = []  # by order; only those added with blocks have any
         self.ready: list[Sequence] = []  # by order; they only need a row, all KV is computed
         self.prefilling: list[Sequence] = []
@@ -39,7 +48,13 @@ class Scheduler:
         self.version = 0  # changes whenever ``decoding`` does
         # Called with a sequence and the index of its first full block, before these blocks are sealed.
         self.on_full: Callable[[Sequence, int], None] | None = None
+        # Prompt tokens after the given number of earlier ones that fit into a step with these sequences, so
+        # that it takes at most so many seconds. None: any number.
+        self.timely_tokens: Callable[[list[Sequence], int, float], int] | None = None
         self._moved_blocks: list[tuple[Sequence, int, int]] = []
+        # While a later step is in flight: blocks that only it may use.
+        self._in_flight = False
+        self._unused: list[list[int]] = []
         self.num_preemptions = 0
 
     @property
@@ -83,12 +98,22 @@ class Scheduler:
             sequence.num_cached_tokens = sequence.num_computed_tokens
         return True
 
+    def extend(self, sequence: Sequence) -> bool:
+        """Allocate blocks for tokens that were appended to a sequence in no queue, and for one more. Return
+        False and change nothing without room: as ``take_blocks``."""
+        missing = -(-(sequence.num_tokens + 1) // self.pool.block_size) - len(sequence.block_table)
+        if missing > 0:
+            if self.pool.num_free < missing + self.num_running:
+                return False
+            sequence.block_table += self.pool.allocate(missing)
+        return True
+
     def schedule(self) -> StepPlan | None:
         """Return the next step, with all blocks allocated, or None when nothing can run."""
         while self.ready and self.num_running < self.max_running:
             self._start_decoding(self.ready.pop(0))
         preempted = self._grow_tables()
-        budget = self.max_batch_tokens - len(self.decoding)
+        budget = min(self.max_batch_tokens - len(self.decoding), self._timely_tokens())
         chunks: list[Chunk] = []
         for sequence in self.prefilling:
             budget -= self._add_chunk(chunks, sequence, budget)
@@ -107,17 +132,77 @@ class Scheduler:
         moved, self._moved_blocks = self._moved_blocks, []
         return StepPlan(self.decoding.copy(), chunks, preempted, self.version, moved)
 
+    def _timely_tokens(self) -> int:
+        """Most prompt tokens of the next step, at least a block: prompts always go on."""
+        prompts = self.prefilling or self.waiting
+        tbt_s = min([sequence.tbt_s for sequence in self.decoding], default=math.inf) if prompts else math.inf
+        if self.timely_tokens is None or tbt_s == math.inf:
+            return self.max_batch_tokens
+        num_tokens = self.timely_tokens(self.decoding, prompts[0].num_computed_tokens, tbt_s)
+        return max(num_tokens, self.pool.block_size)
+
+    def schedule_ahead(self, last: StepPlan) -> StepPlan | None:
+        """Return the step after ``last``, before its tokens are known: one more token of each decoding
+        sequence, and of those that need only a row. None: there is other work, or the tokens are needed.
+
+        A sequence that ends with ``last`` unforeseen has a row in it, too; its token is dropped.
+        """
+        if last.chunks or self.waiting or self.prefilling or self.admission_paused:
+            return None
+        if any(s.cancelled or s.withdrawn or s.sampling.needs_tokens for s in (*self.decoding, *self.ready)):
+            return None
+        rows = {id(sequence): row for row, sequence in enumerate(last.decodes)}
+        ending = [id(s) in rows and self._ends_by_length(s) for s in self.decoding]
+        num_joining = min(len(self.ready), self.max_running - self.num_running)
+        if all(ending) and not num_joining:
+            return None
+        size = self.pool.block_size
+        # The last token of ``last`` is not counted yet.
+        growing = [
+            s
+            for s, ends in zip(self.decoding, ending, strict=True)
+            if not ends and s.num_tokens + (id(s) in rows) > len(s.block_table) * size
+        ]
+        if len(growing) + num_joining > self.pool.num_free:
+            return None
+        for sequence in growing:
+            self._grow(sequence)
+        for _ in range(num_joining):
+            sequence = self.ready.pop(0)
+            self._start_decoding(sequence)
+            if sequence.num_tokens > len(sequence.block_table) * size:
+                self._grow(sequence)
+            ending.append(False)
+        after = [ENDS if ends else rows.get(id(s), -1) for s, ends in zip(self.decoding, ending, strict=True)]
+        moved, self._moved_blocks = self._moved_blocks, []
+        return StepPlan(self.decoding.copy(), [], [], self.version, moved, after)
+
+    def step_ended(self, *, in_flight: bool) -> None:
+        """Release the blocks that only the step that ended used. ``in_flight``: a later one was launched
+        already, so that what ``postprocess`` releases is kept until that has ended, too."""
+        unused, self._unused, self._in_flight = self._unused, [], in_flight
+        for blocks in unused:
+            self.pool.release(blocks)
+
+    def _ends_by_length(self, sequence: Sequence) -> bool:
+        """Whether the next token is the sequence's last one, whatever it is."""
+        index = sequence.num_tokens - sequence.num_prompt_tokens
+        return index + 1 >= sequence.sampling.max_tokens or sequence.num_tokens + 1 >= self.max_len
+
     def postprocess(self, plan: StepPlan, output: StepOutput, now_s: float) -> list[StepEvent]:
         """Apply the step's results: append tokens, seal full blocks, release finished sequences."""
         events = plan.preemptions()
         block_size = self.pool.block_size
         logprobs = output.logprobs
         for i, sequence in enumerate(plan.decodes):
+            if sequence.state is not State.DECODING:
+                continue  # it ended while this step was in flight
             computed = sequence.num_computed_tokens + 1
             sequence.num_computed_tokens = computed
             if computed % block_size == 0:
                 self.seal_computed(sequence)
             self._take_token(sequence, output.token_ids[i], logprobs[i] if logprobs else None, events)
+            self._pass_blocks(sequence)
         sampled = len(plan.decodes)
         for i, chunk in enumerate(plan.chunks):
             sequence = chunk.sequence
@@ -129,6 +214,7 @@ class Scheduler:
                     self.finish(sequence, FinishReason.CANCELLED, events)
                 else:
                     events.append(StepEvent(sequence, sequence.num_computed_tokens))
+                    self._pass_blocks(sequence)
                 continue
             sequence.computed_s = now_s
             self.prefilling.remove(sequence)
@@ -154,6 +240,9 @@ class Scheduler:
         if self.on_full is not None and num_full > sequence.num_sealed_blocks:
             self.on_full(sequence, sequence.num_sealed_blocks)
         for i in range(sequence.num_sealed_blocks, num_full):
+            if self._in_flight:  # a step that reads this block, even if an equal one replaces it now
+                self.pool.acquire(table[i : i + 1])
+                self._unused.append(table[i : i + 1])
             block = self.pool.seal(table[i], keys[i], keys[i - 1] if i else None)
             if block != table[i]:
                 table[i] = block
@@ -170,11 +259,36 @@ class Scheduler:
         self.release(sequence)
         events.append(StepEvent(sequence, sequence.num_computed_tokens, finish_reason=reason, error=error))
 
+    def withdraw(self, sequence: Sequence) -> None:
+        """Take the sequence out of the batch. It keeps its blocks. Not during its step."""
+        self._remove(sequence)
+        sequence.withdrawn = False
+        sequence.state = State.KEPT_FOR_TRANSFER
+
     def release(self, sequence: Sequence) -> None:
         """Release the blocks of a sequence that is in no queue."""
         sequence.state = State.FINISHED
-        self.pool.release(sequence.block_table)
+        self._release_table(sequence)
+
+    def _release_table(self, sequence: Sequence) -> None:
+        blocks = sequence.block_table[sequence.num_passed_blocks :]
+        if self._in_flight:
+            self._unused.append(blocks)
+        else:
+            self.pool.release(blocks)
         sequence.block_table = []
+        sequence.num_passed_blocks = 0
+
+    def _pass_blocks(self, sequence: Sequence) -> None:
+        """Release the blocks before the window of the next token to compute."""
+        if not self.window or sequence.prefill_only or not sequence.block_table:
+            return
+        first, table = sequence.num_passed_blocks, sequence.block_table
+        end = (sequence.num_computed_tokens - self.window + 1) // self.pool.block_size
+        if end > first:
+            self.pool.release(table[first:end])
+            table[first:end] = [-1] * (end - first)
+            sequence.num_passed_blocks = end
 
     def _take_token(
         self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None, events: list[StepEvent]
@@ -191,6 +305,8 @@ class Scheduler:
             if sequence.state is not State.KEPT_FOR_TRANSFER:
                 self._remove(sequence)
                 self.release(sequence)
+        elif sequence.withdrawn and not self._in_flight:  # else the step in flight writes to its last block
+            self.withdraw(sequence)
 
     def _finish_reason(self, sequence: Sequence, token_id: int, index: int) -> FinishReason:
         sampling = sequence.sampling
@@ -239,8 +355,7 @@ class Scheduler:
 
     def _strip(self, sequence: Sequence) -> None:
         """Release all blocks and reset the progress. Sealed blocks stay cached while there is room."""
-        self.pool.release(sequence.block_table)
-        sequence.block_table = []
+        self._release_table(sequence)
         sequence.num_computed_tokens = sequence.num_sealed_blocks = 0
 
     def _add_chunk(self, chunks: list[Chunk], sequence: Sequence, budget: int) -> int:
@@ -259,10 +374,13 @@ class Scheduler:
             while sequence.state is State.DECODING and pool.num_free == 0:
                 preempted.append(self._preempt())
             if sequence.state is State.DECODING:
-                block = pool.allocate(1)[0]
-                sequence.block_table.append(block)
-                self._moved_blocks.append((sequence, len(sequence.block_table) - 1, block))
+                self._grow(sequence)
         return preempted
+
+    def _grow(self, sequence: Sequence) -> None:
+        block = self.pool.allocate(1)[0]
+        sequence.block_table.append(block)
+        self._moved_blocks.append((sequence, len(sequence.block_table) - 1, block))
 
     def _preempt(self) -> Sequence:
         victim = turns.last(self.decoding + self.prefilling)

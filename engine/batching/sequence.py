@@ -54,7 +54,7 @@ class Sequence:
     leading tokens with their KV in the pool. num_cached_tokens: tokens found in caches at first admission.
 
     ``order`` is the sequence's turn: arrived_s + patience_s, until it is exchanged with one of the same
-    tenant, whose sequences run by ``rank`` (see ``runtime.turns``). The last one is preempted first.
+    tenant. A tenant's sequences run by ``rank`` (see ``runtime.turns``). The last one is preempted first.
     """
 
     def __init__(
@@ -71,13 +71,15 @@ class Sequence:
         deadline_unix_s: float = math.inf,
         arrived_s: float = 0.0,
         patience_s: float = 0.0,
+        tbt_s: float = math.inf,
         tenant: str = "",
         prompt_logprobs: bool = False,
     ) -> None:
         """``keys`` may be shorter than the full blocks of ``token_ids``; the rest is hashed when needed.
 
         ``arrived_s``: by the engine's clock. Sequences that arrive within ``patience_s`` may go first.
-        ``priority``: among those of its tenant, lower first. With ``prompt_logprobs`` all prompt tokens are
+        ``priority``: among those of its tenant, lower first. ``tbt_s``: longest time wanted between two of
+        its tokens. With ``prompt_logprobs`` all prompt tokens are
         computed, without the prefix cache.
         """
         tokens = np.asarray(token_ids, dtype=np.int32)
@@ -97,6 +99,7 @@ class Sequence:
         self.priority = priority
         self.deadline_unix_s = deadline_unix_s
         self.arrived_s = arrived_s
+        self.tbt_s = tbt_s
         self.order: tuple[Any, ...] = (arrived_s + patience_s, request_id, attempt)
         self.rank: tuple[Any, ...] = (priority, *self.order)
         self.tenant = tenant  # owner of its cached blocks
@@ -106,11 +109,13 @@ class Sequence:
         self.block_table: list[int] = []
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
+        self.num_passed_blocks = 0  # leading blocks of block_table that were released: -1
         self.num_sealed_blocks = 0  # leading blocks of block_table known to carry their keys
         self.num_preemptions = 0
         self.state = State.NEW
         self.finish_reason = FinishReason.NONE
         self.cancelled = False
+        self.withdrawn = False  # leaves the batch after its step, with its blocks: see ``Engine.withdraw``
         self.row = -1  # in the decode batch
         self.stop_ids = sampling.stop_token_ids  # with the model's end-of-sequence tokens, once added
         self.scheduled_s = 0.0  # when its first step began
@@ -129,6 +134,14 @@ class Sequence:
         self.block_table = block_ids
         self.num_sealed_blocks = len(block_ids)
         self.num_computed_tokens = self.num_cached_tokens = len(block_ids) * block_size
+
+    def take_blocks(self, other: Sequence) -> None:
+        """Continue where ``other``, which has the same tokens and maybe one more, has come to. It is left
+        without blocks."""
+        self.block_table, other.block_table = other.block_table, []
+        self.keys = list(other.keys)
+        self.num_sealed_blocks = other.num_sealed_blocks
+        self.num_computed_tokens, self.num_cached_tokens = other.num_computed_tokens, other.num_cached_tokens
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:

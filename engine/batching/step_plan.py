@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from moonpool.engine.batching.sequence import FinishReason, Sequence, TokenLogprobs
 
+ENDS = -2
+
 
 @dataclass(slots=True)
 class Chunk:
@@ -29,6 +31,10 @@ class StepPlan:
     moved_blocks: list[
         tuple[Sequence, int, int]
     ]  # (sequence, column, block): changes of the decodes' block tables
+    after: list[int] | None = None
+    """Of a step launched before the last one's tokens are known: for each decode the row of the last step
+    that samples its newest token; -1: that is known; ``ENDS``: its sequence ends with the last step, so its
+    row computes nothing."""
 
     @property
     def num_tokens(self) -> int:
@@ -61,7 +67,8 @@ class StepEvent:
     """The effect of a step on one sequence. Fields without news keep their defaults.
 
     The KV of the sequence's first ``num_computed_tokens`` tokens is in the pool, in the blocks of its table
-    at this moment. An equal block may replace a table entry later, never during ``on_step``.
+    at this moment; -1 stands for blocks that its windows have passed. An equal block may replace a table
+    entry later, never during ``on_step``.
     """
 
     sequence: Sequence

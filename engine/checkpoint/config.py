@@ -10,6 +10,8 @@ from pkgutil import iter_modules
 from typing import Literal
 
 from moonpool.engine.checkpoint import families
+from moonpool.engine.checkpoint.fingerprint import fingerprint
+from moonpool.engine.checkpoint.quantisation import AtLoad, Method
 from moonpool.engine.checkpoint.rope import RopeConfig
 from moonpool.engine.checkpoint.weights import Derived
 from moonpool.engine.errors import UnsupportedModel
@@ -102,6 +104,12 @@ class ModelConfig:
     moe: MoeConfig | None = None  # None: every layer is dense
     # Tensors that the checkpoint stores in another form than Llama's; None: it stores all of them so.
     derived: Callable[[ModelConfig], dict[str, Derived]] | None = None
+    weights: Method | AtLoad | None = None  # in few bits; None: plain
+
+    @property
+    def widest_window(self) -> int:
+        """The most tokens that any layer attends to; 0: some layer attends to all."""
+        return max(self.windows) if all(self.windows) else 0
 
     def for_length(self, max_len: int) -> ModelConfig:
         """Return the model with the rotary frequencies for sequences of up to ``max_len`` tokens. Other
@@ -111,6 +119,27 @@ class ModelConfig:
             self,
             ropes=tuple(n if n.kind == "longrope" else o for n, o in zip(ropes, self.ropes, strict=True)),
         )
+
+    def fingerprint(self) -> bytes:
+        """Return 16 bytes that name the weights: those stored, and how they are changed at load. Raises
+        CheckpointError."""
+        return fingerprint(self.path, self.weights.name if isinstance(self.weights, AtLoad) else "")
+
+    def with_weights(self, option: str) -> ModelConfig:
+        """Return the model with weights by ``engine.weights``: ``auto`` (as stored), ``int8`` or ``int4``.
+
+        Raises UnsupportedModel where the checkpoint's are in few bits already.
+        """
+        if option == "auto":
+            return self
+        kind: Literal["int8", "int4"] = "int8" if option == "int8" else "int4"
+        if self.weights not in (None, AtLoad(kind)):
+            raise UnsupportedModel(
+                self.path,
+                f"engine.weights is {option}, but its weights are quantised already "
+                f"({self.weights.name if self.weights else ''}): set engine.weights to auto",
+            )
+        return replace(self, weights=AtLoad(kind))
 
     @classmethod
     def from_checkpoint(cls, path: Path | str) -> ModelConfig:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moonpool.engine.checkpoint.config import ModelConfig, MoeConfig
+from moonpool.engine.checkpoint.quantisation import method_of
 from moonpool.engine.checkpoint.rope import RopeConfig
 from moonpool.engine.errors import CheckpointError, UnsupportedModel
 
@@ -32,13 +33,13 @@ class ConfigWords:
         """Return the model as Llama's layers would compute it: without biases, windows and experts.
 
         ``activation``: the field that names it. ``partial_rotary``: partial_rotary_factor has a meaning.
-        ``quantized``: the quant_method that the family reads, if any.
+        ``quantized``: the quant_method that the family reads itself, if any.
 
         Raises CheckpointError or UnsupportedModel, which name the field.
         """
         path, raw = self.path, self.raw
-        if "quantization_config" in raw and not self.is_quantized(quantized):
-            raise UnsupportedModel(path, "quantized weights (quantization_config)")
+        words = raw.get("quantization_config")
+        weights = None if words is None or self.is_quantized(quantized) else method_of(path, words)
         if (gate := raw.get(activation, "silu")) not in _ACTIVATIONS:
             known = ", ".join(_ACTIVATIONS)
             raise UnsupportedModel(path, f"{activation} {gate!r}: only {known} are computed")
@@ -73,6 +74,7 @@ class ConfigWords:
             stored_dtype=self._stored_dtype(),
             eos_token_ids=self._eos_token_ids(),
             activation=_ACTIVATIONS[gate],
+            weights=weights,
         )
 
     def size(self, name: str, default: int | None = None) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.checkpoint.weights import Derived
+from moonpool.kernels import QuantisedWeight
 
 
 def split_rows(source: str, sizes: Mapping[str, int], width: int) -> dict[str, Derived]:
@@ -20,7 +21,7 @@ def split_rows(source: str, sizes: Mapping[str, int], width: int) -> dict[str, D
     return tensors
 
 
-def _rows(whole: Tensor, start: int, count: int) -> Tensor:
+def _rows(whole: Tensor | QuantisedWeight, start: int, count: int) -> Tensor | QuantisedWeight:
     return whole[start : start + count]
 
 
@@ -32,7 +33,11 @@ def half_split(name: str, shape: tuple[int, ...], head_dim: int, rotary_dim: int
     return Derived({name: shape}, partial(_half_split, head_dim=head_dim, rotary_dim=rotary_dim))
 
 
-def _half_split(rows: Tensor, head_dim: int, rotary_dim: int) -> Tensor:
+def _half_split(rows: Tensor | QuantisedWeight, head_dim: int, rotary_dim: int) -> Tensor | QuantisedWeight:
+    if isinstance(rows, QuantisedWeight):
+        order = _half_split(torch.arange(len(rows)), head_dim, rotary_dim)
+        assert isinstance(order, Tensor)
+        return rows[order]
     heads = rows.reshape(-1, head_dim, *rows.shape[1:]).clone()
     pairs = heads[:, :rotary_dim].reshape(len(heads), rotary_dim // 2, 2, *rows.shape[1:])
     heads[:, :rotary_dim] = pairs.transpose(1, 2).flatten(1, 2)

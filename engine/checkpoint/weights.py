@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.errors import CheckpointError, UnsupportedModel
+from moonpool.kernels import QuantisedWeight
 from moonpool.runtime.service.load_progress import Progress
 
 log = logging.getLogger(__name__)
@@ -24,7 +25,11 @@ log = logging.getLogger(__name__)
 Part = tuple[slice, ...]
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
-_PACKED = {"U8": torch.uint8}  # only sources of derived tensors, which become bfloat16
+# Only sources of derived tensors.
+_PACKED = {
+    **{"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64},
+    "F8_E4M3": torch.uint8,
+}
 _MAX_HEADER_NBYTES = 100 << 20
 
 
@@ -42,11 +47,31 @@ class Derived:
     """A tensor that is made from others, the sources (name → shape), which ``make`` gets in this order."""
 
     sources: Mapping[str, tuple[int, ...]]
-    make: Callable[..., Tensor]
+    make: Callable[..., Tensor | QuantisedWeight]
 
 
-# Not reported as unused: frequencies are computed, scales are for float8 pages.
-_OPTIONAL = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
+class Shapes:
+    """The shapes of stored tensors by name."""
+
+    def __init__(self, entries: Mapping[str, _Entry]) -> None:
+        self._entries = entries
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def __getitem__(self, name: str) -> tuple[int, ...]:
+        return self._entries[name].shape
+
+    def dtype(self, name: str) -> str:
+        """Its dtype in safetensors' words; empty for a missing tensor."""
+        return self._entries[name].dtype if name in self._entries else ""
+
+
+# Not reported as unused: frequencies are computed, scales are of float8 pages or of activations.
+_OPTIONAL = (
+    *("rotary_emb.inv_freq", ".k_scale", ".v_scale"),
+    *(".input_scale", ".output_scale", ".weight_shape"),
+)
 
 
 class Checkpoint:
@@ -71,6 +96,11 @@ class Checkpoint:
         self._uses: Counter[str] = Counter()
         self._nbytes_total = self._nbytes_done = 0
         self._unread: set[str] = set()
+
+    @property
+    def shapes(self) -> Shapes:
+        """Of what is stored."""
+        return Shapes(self._entries)
 
     def derive(self, tensors: Mapping[str, Derived]) -> None:
         """Read these names as tensors made from others. Before ``check``."""
@@ -101,7 +131,8 @@ class Checkpoint:
                     f"tensor {name} in {entry.file.name} has shape {list(entry.shape)}, "
                     f"config.json implies {list(shape)}",
                 )
-            if entry.dtype not in _DTYPES and (name in expected or entry.dtype not in _PACKED):
+            is_plain = name in expected and name not in self._derived
+            if entry.dtype not in _DTYPES and (is_plain or entry.dtype not in _PACKED):
                 raise UnsupportedModel(self.path, f"tensor {name} is stored as {entry.dtype}")
         self._unread = set(expected)
         self._uses = Counter(self._sources(expected))
@@ -114,7 +145,7 @@ class Checkpoint:
                 "checkpoint %s: %d tensors are not used, first %s", self.path, len(ignored), ignored[0]
             )
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str) -> Tensor | QuantisedWeight:
         """Return the tensor's part in its stored dtype: a read-only view of the mapped file, or made from
         such."""
         if name in self._unread:
@@ -137,18 +168,14 @@ class Checkpoint:
         tensor = torch.frombuffer(mapped, dtype=dtype, count=prod(entry.shape), offset=entry.start)
         return tensor.view(entry.shape)
 
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the stored dtype; of a tensor made from packed ones bfloat16."""
-        return _DTYPES.get(self._entries[self._sources([name])[0]].dtype, torch.bfloat16)
-
     def drop_pages(self) -> None:
         """Unmap the pages read so far. Views stay valid, but read their pages again."""
         for mapped in self._maps.values():
             mapped.madvise(mmap.MADV_DONTNEED)
 
     def find(self, name: str) -> Tensor | None:
-        """As ``read``; None for a missing tensor."""
-        return self.read(name) if name in self._entries else None
+        """A plain tensor as ``read``; None for a missing one."""
+        return self._stored(name)[self._part(name)] if name in self._entries else None
 
     def _nbytes(self, name: str) -> int:
         """Return the size of the tensor's part; of a derived one about its share of the sources."""
@@ -197,7 +224,7 @@ def _read_header(path: Path, file: Path) -> dict[str, _Entry]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(path, f"{file.name} is not a readable safetensors file: {error}") from error
     for name, entry in entries.items():
-        dtype = _DTYPES.get(entry.dtype)
+        dtype = _DTYPES.get(entry.dtype) or _PACKED.get(entry.dtype)
         if entry.end > file_nbytes:
             raise CheckpointError(
                 path, f"tensor {name} is cut off: {file.name} ends at byte {file_nbytes:,} of {entry.end:,}"

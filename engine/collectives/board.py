@@ -185,6 +185,10 @@ class SharedBoard:
             self._words[_ABORTED] = rank + 1
             self._step.wake()
 
+    @property
+    def is_aborted(self) -> bool:
+        return bool(self._words[_ABORTED])
+
     def check(self) -> None:
         """Raise RankLost if the group is aborted or its leader silent."""
         if aborted := self._words[_ABORTED]:

@@ -22,6 +22,10 @@ class HybridLink:
         self.all_to_all = local.all_to_all
         self.exchange_cp = local.exchange_cp
 
+    def serve(self) -> None:
+        for link in self._links:
+            link.serve()
+
     def close(self) -> None:
         for link in self._links:
             link.close()

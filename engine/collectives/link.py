@@ -65,4 +65,9 @@ class Link(Protocol):
         """
         ...
 
+    def serve(self) -> None:
+        """Limit each exchange to the time that a step may take; before, ranks load and compile. From any
+        thread."""
+        ...
+
     def close(self) -> None: ...

@@ -13,7 +13,7 @@ from threading import Thread
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.distributed_c10d import _abort_process_group, _set_pg_timeout
 
 from moonpool.engine.collectives.board import SharedBoard
 from moonpool.engine.errors import LinkBroken
@@ -30,7 +30,8 @@ class ProcessGroup:
     """One rank's side of the group of all ranks.
 
     Over Gloo exchanges have no time limit; waits raise RankLost when the board says so. Over NCCL, where the
-    GPU waits, NCCL's own limit is ``board.timeout_s``.
+    GPU waits, NCCL's own limit is ``start_timeout_s`` until ``limit_steps`` and ``board.timeout_s`` from then
+    on: in its first steps a rank compiles kernels while the others wait.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class ProcessGroup:
         self._board = board
         self._start = timedelta(seconds=start_timeout_s)
         self._waiter: WorkWaiter | None = None
+        self._groups: list[dist.ProcessGroup | None] = [None]  # that this rank is in; None: of all ranks
         hint = ""
         # When a rank is lost NCCL aborts its waiting kernels. Its default also ends this process.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
@@ -60,7 +62,6 @@ class ProcessGroup:
                 f"{_INTERFACE} to its interface on each of them"
             )
         with raising_rank_lost(board.rank, hint):
-            # Wait here for ranks that are still importing: the limit below is NCCL's for everything.
             store.set(f"here/{board.rank}", "")
             store.wait([f"here/{rank}" for rank in range(board.world_size)], self._start)
             dist.init_process_group(
@@ -68,19 +69,20 @@ class ProcessGroup:
                 store=store,
                 rank=board.rank,
                 world_size=board.world_size,
-                timeout=self._limit,
+                timeout=self._start,
                 device_id=device if device.type == "cuda" else None,
             )
             self._lift_limit(None)
 
-    @property
-    def _limit(self) -> timedelta:
-        """The time limit: of rendezvous over Gloo, of everything over NCCL."""
-        return self._start if self._waiter is not None else timedelta(seconds=self._board.timeout_s)
-
     def _lift_limit(self, group: dist.ProcessGroup | None) -> None:
         if self._waiter is not None:
             _set_pg_timeout(_NO_TIMEOUT, group)
+
+    def limit_steps(self) -> None:
+        """Have NCCL end exchanges that take longer than ``board.timeout_s``. From any thread."""
+        if self._waiter is None:
+            for group in self._groups:
+                _set_pg_timeout(timedelta(seconds=self._board.timeout_s), group)
 
     def groups(self, of: Iterable[Sequence[int]]) -> dist.ProcessGroup:
         """Make a group of each of these rank lists, in the same order on all ranks. Return this rank's
@@ -89,9 +91,10 @@ class ProcessGroup:
         with raising_rank_lost(self._board.rank):
             for ranks in of:
                 # torch requires every rank to make every group.
-                group = dist.new_group(list(ranks), timeout=self._limit)
+                group = dist.new_group(list(ranks), timeout=self._start)
                 if self._board.rank in ranks:
                     self._lift_limit(group)
+                    self._groups.append(group)
                     mine = group
         assert mine is not None, "this rank is in no group"
         return mine
@@ -110,6 +113,10 @@ class ProcessGroup:
     def close(self) -> None:
         if self._waiter is not None:
             self._waiter.stop()
+        elif self._board.is_aborted:
+            # An orderly end would wait for kernels that wait for the lost rank.
+            _abort_process_group()
+            return
         dist.destroy_process_group()
 
 

@@ -200,6 +200,9 @@ class ShmLink:
         self._clock.collective(began_ns, whole.nbytes)
         return whole
 
+    def serve(self) -> None:
+        """Nothing changes: waits have no limit, the board knows which rank is lost."""
+
     def close(self) -> None:
         self._areas = []
         self._tp.close()

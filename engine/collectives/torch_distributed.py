@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,16 @@ from moonpool.engine.sharding.parallel_plan import ParallelPlan, Shard
 
 # Most tensors of a rank in transit.
 _MAX_SENDS = 2
+
+
+def _named(*names: str) -> Any:
+    """Return the first of these functions of torch.distributed: versions of torch name them differently."""
+    return next(found for name in names if (found := getattr(dist, name, None)) is not None)
+
+
+# The second name is that of torch before 2.13.
+_all_gather = _named("all_gather_single", "all_gather_into_tensor")
+_reduce_scatter = _named("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 class TorchLink:
@@ -60,7 +71,7 @@ class TorchLink:
         padded = part.new_zeros((longest, *part.shape[1:]))
         padded[: len(part)] = part
         whole = part.new_empty((len(counts) * longest, *part.shape[1:]))
-        self._finish(dist.all_gather_single(whole, padded, group=self._tensor_group, async_op=True))
+        self._finish(_all_gather(whole, padded, group=self._tensor_group, async_op=True))
         runs = [
             run[:n] for run, n in zip(torch.split(whole, longest) if longest else (), counts, strict=False)
         ]
@@ -75,7 +86,7 @@ class TorchLink:
             run[: len(rows)] = rows
         total = whole.new_empty((longest, *whole.shape[1:]))
         flat = padded.flatten(0, 1)
-        self._finish(dist.reduce_scatter_single(total, flat, group=self._tensor_group, async_op=True))
+        self._finish(_reduce_scatter(total, flat, group=self._tensor_group, async_op=True))
         self._clock.collective(began_ns, whole.nbytes)
         return total[: counts[self._shard.tp_rank]]
 
@@ -134,6 +145,9 @@ class TorchLink:
         whole = torch.cat(parts, dim=1)
         self._clock.collective(began_ns, whole.nbytes)
         return whole
+
+    def serve(self) -> None:
+        self._ranks.limit_steps()
 
     def close(self) -> None:
         self._sent.clear()

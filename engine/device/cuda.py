@@ -33,21 +33,35 @@ def gpu_uuids(device: torch.device) -> tuple[str, ...]:
 class _Launched(Generic[Result]):
     result: Result
     event: torch.cuda.Event
+    device: torch.device
     kept: Any = None  # tensors that must live until the end
 
     def wait(self) -> Result:
-        self.event.synchronize()
+        with torch.cuda.device(self.device):
+            self.event.synchronize()
         return self.result
 
 
+def exact_products() -> None:
+    """Sum products of 16 bits in float32, also where a product is split: in this process, for all GPUs.
+
+    By default torch lets cuBLAS add partial sums in bfloat16. Their rounding differs with the batch.
+    """
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = False
+    matmul.allow_fp16_reduced_precision_reduction = False
+
+
 class CudaDevice:
-    """See ``Device``. From any thread."""
+    """See ``Device``. From any thread: each method makes the device the thread's current one, because CUDA
+    allocates memory on a current device at many calls that do not concern it."""
 
     runs_ahead = True
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.torch: Any = torch.device("cuda", index)
+        exact_products()
         self._steps = torch.cuda.Stream(self.torch)
         self._to_host = torch.cuda.Stream(self.torch)
         self._to_device = torch.cuda.Stream(self.torch)
@@ -58,7 +72,7 @@ class CudaDevice:
             result = step()
             event = torch.cuda.Event()
             event.record(self._steps)
-        return _Launched(result, event)
+        return _Launched(result, event, self.torch)
 
     def capture(self, step: Callable[[], Result]) -> Callable[[], Result]:
         with torch.cuda.stream(self._steps):
@@ -79,11 +93,16 @@ class CudaDevice:
 
     def upload(self, host: Tensor) -> Tensor:
         # Pinned first: a copy from pageable memory waits for the whole stream.
-        return host.contiguous().pin_memory().to(self.torch, non_blocking=True)
+        pinned = self._pinned(*host.shape, dtype=host.dtype).copy_(host)
+        return pinned.to(self.torch, non_blocking=True)
 
     def download(self, tensor: Tensor) -> Tensor:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host = self._pinned(*tensor.shape, dtype=tensor.dtype)
         return host.copy_(tensor, non_blocking=True)
+
+    def _pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        with torch.cuda.device(self.torch):
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Launched[None]:
         stream = self._to_host if sources and sources[0].is_cuda else self._to_device
@@ -93,29 +112,39 @@ class CudaDevice:
             # Blocking: waiting for copies is not urgent, and spinning would use a core.
             event = torch.cuda.Event(blocking=True)
             event.record(stream)
-        return _Launched(None, event, (sources, targets))
+        return _Launched(None, event, self.torch, (sources, targets))
+
+    def read(self, work: Callable[[], Result]) -> Launched[Result]:
+        with torch.cuda.stream(self._to_host):
+            result = work()
+            event = torch.cuda.Event(blocking=True)
+            event.record(self._to_host)
+        return _Launched(result, event, self.torch)
 
     def staging(self, *shape: int) -> npt.NDArray[np.uint8]:
-        array: npt.NDArray[np.uint8] = torch.empty(shape, dtype=torch.uint8, pin_memory=True).numpy()
+        array: npt.NDArray[np.uint8] = self._pinned(*shape, dtype=torch.uint8).numpy()
         return array
 
     def memory(self) -> DeviceMemory | None:
-        free, total = torch.cuda.mem_get_info(self.torch)
-        return DeviceMemory(total, free, torch.cuda.memory_reserved(self.torch))
+        with torch.cuda.device(self.torch):
+            free, total = torch.cuda.mem_get_info(self.torch)
+            return DeviceMemory(total, free, torch.cuda.memory_reserved(self.torch))
 
     def peak_nbytes(self, step: Callable[[], object]) -> int:
-        torch.cuda.synchronize(self.torch)
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated(self.torch)
-        torch.cuda.reset_peak_memory_stats(self.torch)
-        self.run(step).wait()
-        peak = torch.cuda.max_memory_reserved(self.torch)
-        torch.cuda.empty_cache()
+        with torch.cuda.device(self.torch):
+            torch.cuda.synchronize(self.torch)
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_allocated(self.torch)
+            torch.cuda.reset_peak_memory_stats(self.torch)
+            self.run(step).wait()
+            peak = torch.cuda.max_memory_reserved(self.torch)
+            torch.cuda.empty_cache()
         return peak - before
 
     def check(self) -> None:
         # An error that destroys the context is the answer to every later call. Not on the stream of steps: a
         # step may wait for a rank that is gone.
-        event = torch.cuda.Event()
-        event.record(self._to_host)
-        event.synchronize()
+        with torch.cuda.device(self.torch):
+            event = torch.cuda.Event()
+            event.record(self._to_host)
+            event.synchronize()

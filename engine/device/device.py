@@ -18,6 +18,10 @@ Returned = TypeVar("Returned", covariant=True)
 class Launched(Protocol[Returned]):
     """A running step or copy."""
 
+    @property
+    def result(self) -> Returned:
+        """What the step returned: tensors that later launches may use, values once it has ended."""
+
     def wait(self) -> Returned:
         """Return the result after everything launched has ended. From any thread; releases the GIL meanwhile.
         Raises the step's error."""
@@ -58,6 +62,10 @@ class Device(Protocol):
     def copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Launched[None]:
         """Launch copies between equal tensors, one of each pair in host memory. From any thread. Keep all
         tensors until the event has ended."""
+
+    def read(self, work: Callable[[], Result]) -> Launched[Result]:
+        """Launch ``work``, which only reads finished memory, beside the steps, in order with copies to the
+        host. From any thread."""
 
     def staging(self, *shape: int) -> npt.NDArray[np.uint8]:
         """Allocate host memory for asynchronous copies."""
@@ -103,6 +111,9 @@ class CpuDevice:
         for source, target in zip(sources, targets, strict=True):
             target.copy_(source)
         return _Done(None)
+
+    def read(self, work: Callable[[], Result]) -> Launched[Result]:
+        return _Done(work())
 
     def staging(self, *shape: int) -> npt.NDArray[np.uint8]:
         return np.empty(shape, np.uint8)

@@ -7,8 +7,9 @@ from math import prod
 import torch
 
 from moonpool.engine.checkpoint.config import ModelConfig
-from moonpool.engine.device.device import CpuDevice, Device
+from moonpool.engine.device.device import CpuDevice, Device, DeviceMemory
 from moonpool.engine.sharding.tensor_slices import expected_tensors
+from moonpool.runtime.config.engine_options import CPU_LIMITS, StepLimits
 from moonpool.runtime.config.options import EngineOptions
 from moonpool.runtime.errors import ConfigError
 
@@ -22,6 +23,23 @@ TORCH_DTYPES = {
 
 # Below this many weights a model on a CPU computes in float32 by default.
 SMALL_NUM_WEIGHTS = 100_000_000
+
+
+# By the memory of a GPU in GiB. A product of n tokens reads its weights once: below about 300 tokens (a
+# Hopper's operations by its bytes a second) it waits for memory, and a step costs one to two milliseconds of
+# launches, so chunks are long where their activations (about 0.2 MiB a token) fit easily beside weights.
+_GPU_LIMITS = (
+    (64, StepLimits(8192, 256)),
+    (32, StepLimits(4096, 256)),
+    (0, StepLimits(2048, 128)),
+)
+
+
+def step_limits(memory: DeviceMemory | None) -> StepLimits:
+    """Return the default sizes of steps on a device with this memory; None: main memory."""
+    if memory is None:
+        return CPU_LIMITS
+    return next(limits for gib, limits in _GPU_LIMITS if memory.total_nbytes >= gib << 30)
 
 
 def choose_device(option: str) -> Device:

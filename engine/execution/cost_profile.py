@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
@@ -15,17 +16,21 @@ from moonpool.runtime.cost_profile import CostProfile
 
 # How much one step's error moves the estimates.
 _GAIN = 0.05
+# The part of the time between two tokens that a step may take: the rest is for bookkeeping and messages.
+_STEP_PART = 0.9
 _BUDGET_S = 1.2
 _REPETITIONS = 4
 
 
 @dataclass(slots=True)
 class StepCosts:
-    """A measured profile, with a correction factor for prefills and one for decode steps."""
+    """A measured profile, with correction factors for prefills, for decode steps, and for steps with both:
+    these read the weights once."""
 
     profile: CostProfile[float]
     prefill_scale: float = 1.0
     decode_scale: float = 1.0
+    mixed_scale: float = 1.0
 
     def coefficients(self) -> dict[str, float]:
         """The fields of ``protos.Profile``, corrected, for decisions of this node."""
@@ -44,14 +49,30 @@ class StepCosts:
             seconds = self.decode_scale * profile.step_s(len(plan.decodes), contexts)
         for chunk in plan.chunks:
             seconds += self.prefill_scale * profile.prefill_s(chunk.num_tokens, chunk.start)
-        return seconds
+        return self.mixed_scale * seconds if plan.decodes and plan.chunks else seconds
+
+    def timely_tokens(self, decodes: list[Sequence], start: int, tbt_s: float) -> int:
+        """Prompt tokens after ``start`` earlier ones that fit into a step with ``decodes`` of ``tbt_s``."""
+        profile, scale = self.profile, self.prefill_scale
+        contexts = sum([sequence.num_tokens for sequence in decodes])
+        left_s = _STEP_PART * tbt_s / self.mixed_scale
+        left_s -= self.decode_scale * profile.step_s(len(decodes), contexts) + scale * profile.prefill_base_s
+        if left_s <= 0:
+            return 0
+        # left_s = token_s * n + pair_s * n * n
+        pair_s = scale * profile.prefill_attention_s / 2
+        token_s = scale * (profile.prefill_token_s + profile.prefill_attention_s * start)
+        below_s = token_s + math.sqrt(token_s * token_s + 4 * pair_s * left_s)
+        return int(2 * left_s / max(below_s, 1e-9))
 
     def correct(self, plan: StepPlan, predicted_s: float, actual_s: float) -> None:
-        """Learn from a step of one kind. A single outlier (a busy machine) changes little."""
-        if predicted_s <= 0 or (plan.decodes and plan.chunks):
+        """Learn from a step. A single outlier (a busy machine) changes little."""
+        if predicted_s <= 0:
             return
         gain = 1 + _GAIN * (min(actual_s / predicted_s, 4.0) - 1)
-        if plan.decodes:
+        if plan.decodes and plan.chunks:
+            self.mixed_scale *= gain
+        elif plan.decodes:
             self.decode_scale *= gain
         else:
             self.prefill_scale *= gain

@@ -63,9 +63,10 @@ class DecodeGraphs:
             "decode steps of %d batch sizes recorded in %.1f s", len(self._graphs), time.monotonic() - begun_s
         )
 
-    def run(self, plan: StepPlan) -> Tensor:
-        """Return logits [num_decodes, vocab] of a plan without chunks, valid until the next call."""
+    def run(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
+        """Return logits [num_decodes, vocab] of a plan without chunks, valid until the next call.
+        ``sampled``: see ``InputBuilder.prepare``."""
         n = len(plan.decodes)
         graph = next(graph for graph in self._graphs if graph.rows.size >= n)
-        self._inputs.prepare_padded(plan, graph.rows)
+        self._inputs.prepare_padded(plan, graph.rows, sampled)
         return graph.replay()[:n]

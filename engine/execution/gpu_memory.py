@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 CONTEXT_NBYTES = 768 << 20
 # Memory of recorded steps besides their logits, which each size has for itself.
 GRAPHS_NBYTES = 256 << 20
+# Buffers of NCCL for the exchanges of a rank.
+LINK_NBYTES = 512 << 20
 # Other processes may take a little more while this one starts.
 SPARE = 0.02
 
@@ -59,15 +61,15 @@ def choose_num_blocks(
 ) -> int:
     """Return ``num_blocks``, or where it is None as many blocks of ``layout`` as fit on the GPU.
 
-    On a GPU it runs a step of the largest shape, unless the model is one rank's part: that step needs the
-    other ranks. Raises GpuMemoryShort where the blocks, or a single one, do not fit.
+    On a GPU it runs a step of the largest shape, of one rank's part without its exchanges. Raises
+    GpuMemoryShort where the blocks, or a single one, do not fit.
     """
     if device.memory() is None:
         assert num_blocks is not None, "main memory is never sized by its free bytes"
         return num_blocks
-    step_nbytes = (
-        device.peak_nbytes(lambda: largest_step(model, device, options, layout)) if is_single_rank else 0
-    )
+    with model.without_ranks():
+        step_nbytes = device.peak_nbytes(lambda: largest_step(model, device, options, layout))
+    step_nbytes += 0 if is_single_rank else LINK_NBYTES
     memory = device.memory()  # after the buffers of loading are freed
     assert memory is not None
     rows = min(options.max_batch_size, options.max_batch_tokens)
@@ -102,7 +104,7 @@ def largest_step(model: Model, device: Device, options: EngineOptions, layout: K
 
     Writes no KV: every token has slot -1 and attends to one block of zeros.
     """
-    n, size = options.max_batch_tokens, options.block_size
+    n, size, shard = options.max_batch_tokens, options.block_size, model.shard
     shape = (1, *layout.shape)
 
     def ints(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -121,8 +123,16 @@ def largest_step(model: Model, device: Device, options: EngineOptions, layout: K
             chunk_lens=ints(n),
         ),
         torch.zeros(shape, dtype=TORCH_DTYPES[layout.dtype], device=device.torch),
+        None
+        if shard.is_first
+        else torch.zeros((n, model.config.hidden_size), dtype=model.dtype, device=device.torch),
     )
-    rows = min(options.max_batch_size, n)
+    rows, words = min(options.max_batch_size, n), model.config.vocab_size
+    logits = model.logits(hidden[:rows]) if shard.is_last else hidden[:0]
+    if shard.rank:
+        return
+    if logits.shape != (rows, words):  # the other ranks have the rest of them
+        logits = torch.zeros((rows, words), dtype=model.dtype, device=device.torch)
     costly = Sampling(temperature=1.0, top_p=0.9)
     batch = [Sequence("largest", 0, [0], 1, sampling=costly, root_key=b"") for _ in range(rows)]
-    sample(model.logits(hidden[:rows]), SamplingBatch(batch, model.config.vocab_size, device))
+    sample(logits, SamplingBatch(batch, words, device))

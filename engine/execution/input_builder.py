@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.batching.sequence import Sequence
-from moonpool.engine.batching.step_plan import Chunk, StepPlan
+from moonpool.engine.batching.step_plan import ENDS, Chunk, StepPlan
 from moonpool.engine.device.device import Device
 from moonpool.engine.model.inputs import StepInputs
 
@@ -45,9 +45,9 @@ class PaddedRows:
 class InputBuilder:
     """Builds ``StepInputs`` from plans.
 
-    On a CPU the returned tensors are the persistent arrays; on a GPU they are copied, block tables only where
-    they changed. A step with the same decoding sequences as the one before costs a few vector operations,
-    independent of the context length.
+    On a CPU the returned tensors are the persistent arrays; on a GPU they are copied, of block tables only
+    what changed: rows with a new sequence, and the blocks that others have got. A step with the same decoding
+    sequences as the one before costs a few vector operations, independent of the context length.
     """
 
     def __init__(
@@ -73,18 +73,34 @@ class InputBuilder:
         if device.runs_ahead:
             self.table = device.upload(self.table)
 
-    def prepare(self, plan: StepPlan) -> StepInputs:
-        """Return the tensors of the plan, valid until the next call."""
+    def prepare(self, plan: StepPlan, sampled: Tensor | None = None) -> StepInputs:
+        """Return the tensors of the plan, valid until the next call. ``sampled``: the tokens of the step
+        before, on the device, for a plan that was made before they were known."""
         n, same = len(plan.decodes), plan.version == self._version
         self._update(plan, same)
+        if not same:
+            self._decode_only = None
         if plan.chunks:
             return self._with_chunks(plan, n)
-        if not same or self._decode_only is None or self._device.runs_ahead:
+        if self._decode_only is None or self._device.runs_ahead:
             self._decode_only = self._decode_inputs(n, n)
+            self._feed(self._decode_only.token_ids, plan, sampled)
         return self._decode_only
 
-    def prepare_padded(self, plan: StepPlan, rows: PaddedRows) -> None:
-        """Write a plan without chunks into ``rows``, padded to their size."""
+    def _feed(self, token_ids: Tensor, plan: StepPlan, sampled: Tensor | None) -> None:
+        """Write the sampled tokens into ``token_ids``, on the device."""
+        if plan.after is None or sampled is None:
+            return
+        n = len(plan.decodes)
+        if plan.after == list(range(n)):
+            token_ids[:n].copy_(sampled[:n])
+            return
+        source = self._device.upload(torch.tensor(plan.after))
+        newest = sampled.index_select(0, source.clamp(min=0))
+        token_ids[:n].copy_(torch.where(source >= 0, newest, token_ids[:n]))
+
+    def prepare_padded(self, plan: StepPlan, rows: PaddedRows, sampled: Tensor | None = None) -> None:
+        """Write a plan without chunks into ``rows``, padded to their size. ``sampled``: see ``prepare``."""
         n, size = len(plan.decodes), rows.size
         self._update(plan, plan.version == self._version)
         packed = np.zeros((3, size), np.int64)
@@ -93,41 +109,54 @@ class InputBuilder:
         lens = np.zeros(size, np.int32)
         lens[:n] = self._lens[:n]
         rows.packed.copy_(self._device.upload(torch.from_numpy(packed)))
+        self._feed(rows.packed[0], plan, sampled)
         rows.lens.copy_(self._device.upload(torch.from_numpy(lens)))
 
     def _update(self, plan: StepPlan, same: bool) -> None:
         """Update tokens, positions, slots, lengths and block tables of the decodes."""
         n = len(plan.decodes)
-        if not same:
-            self._load_rows(plan)
-        for sequence, column, block in plan.moved_blocks:
-            if sequence.row >= 0:
-                self._table[sequence.row, column] = block
-        self._fill_decodes(plan.decodes, n)
-        if self._device.runs_ahead and n and (plan.moved_blocks or not same):
-            width = self._width(n)
-            changed = torch.from_numpy(self._table[:n, :width])
-            self.table[:n, :width].copy_(self._device.upload(changed))
+        rows = [] if same else self._load_rows(plan)
+        moved = {(s.row, column): block for s, column, block in plan.moved_blocks if s.row >= 0}
+        for (row, column), block in moved.items():
+            self._table[row, column] = block
+        self._fill_decodes(plan, n)
+        if not self._device.runs_ahead:
+            return
+        if rows:
+            width = max(len(plan.decodes[row].block_table) for row in rows)
+            blocks = self._device.upload(torch.from_numpy(self._table[rows, :width]))
+            self.table[:, :width].index_copy_(0, self._device.upload(torch.tensor(rows)), blocks)
+        if moved:
+            cells = torch.tensor([(*at, block) for at, block in moved.items()]).T.contiguous()
+            row, column, block = self._device.upload(cells)
+            self.table.index_put_((row, column), block.int())
 
-    def _load_rows(self, plan: StepPlan) -> None:
-        """Write the block tables of rows with a new sequence."""
+    def _load_rows(self, plan: StepPlan) -> list[int]:
+        """Write the block tables of rows with a new sequence. Return these rows."""
         before = self._sequences
-        for i, sequence in enumerate(plan.decodes):
-            if i >= len(before) or before[i] is not sequence:
-                blocks = sequence.block_table
-                self._table[i, : len(blocks)] = blocks
-                self._table[i, len(blocks) :] = -1
+        rows = [i for i, s in enumerate(plan.decodes) if i >= len(before) or before[i] is not s]
+        for i in rows:
+            blocks = plan.decodes[i].block_table
+            self._table[i, : len(blocks)] = blocks
+            self._table[i, len(blocks) :] = -1
         self._sequences = list(plan.decodes)
         self._version = plan.version
+        return rows
 
-    def _fill_decodes(self, decodes: list[Sequence], n: int) -> None:
+    def _fill_decodes(self, plan: StepPlan, n: int) -> None:
         """Fill in the newest token of each sequence; its KV is not in the pool yet."""
+        decodes, lens = plan.decodes, self._lens[:n]
         self._tokens[:n] = [sequence.last_token_id for sequence in decodes]
-        lens = self._lens[:n]
         lens[:] = [sequence.num_tokens for sequence in decodes]
+        after = None if plan.after is None else np.array(plan.after)
+        if after is not None:
+            lens += after >= 0
         positions = np.subtract(lens, 1, out=self._positions[:n])
         blocks = self._table[self._row_numbers[:n], positions >> self._shift].astype(np.int64)
         np.add(blocks * self._block_size, positions & (self._block_size - 1), out=self._slots[:n])
+        if after is not None:
+            lens[after == ENDS] = 0
+            self._slots[:n][after == ENDS] = -1
 
     def _width(self, n: int) -> int:
         """Return the number of blocks of the longest of the first ``n`` rows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,7 @@ from moonpool.engine.batching.step_plan import StepOutput, StepPlan
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.checkpoint.weights import Checkpoint
 from moonpool.engine.collectives.link import Link
-from moonpool.engine.device.device import Device
+from moonpool.engine.device.device import Device, Launched
 from moonpool.engine.device.selection import TORCH_DTYPES, page_dtype
 from moonpool.engine.device.threads import use_threads
 from moonpool.engine.errors import DeviceLost, WeightsTooLarge
@@ -33,9 +34,11 @@ from moonpool.runtime.service.load_progress import Progress
 
 
 @dataclass(slots=True)
-class _Step:
-    """Results of a step. token_ids: int64 [num_sampled], in host memory once the step has ended."""
+class Step:
+    """Results of a step. sampled: int64 [num_sampled], on the device; token_ids: the same, in host memory
+    once the step has ended."""
 
+    sampled: Tensor | None
     token_ids: Tensor | None
     logprobs: list[TokenLogprobs | None]
     prompt_logprobs: dict[int, list[TokenLogprobs]]
@@ -60,12 +63,13 @@ class ModelRunner:
         shard: Shard | None = None,
         link: Link | None = None,
         expert_load: Tensor | None = None,
+        agree: Callable[[int], int] | None = None,
     ) -> None:
         """Load the weights and create the pool, over ``pool_memory`` on a CPU.
 
         ``shard``: this rank's part of both; None: all. ``link``: to the other ranks. ``expert_load``: see
-        ``Model``. ``num_blocks``: None: as many as fit on the GPU beside the largest step. ``max_len`` is
-        lowered to the pool's capacity.
+        ``Model``. ``num_blocks``: None: as many as fit on the GPU beside the largest step, or of them those
+        that ``agree`` returns, where other ranks have as many. ``max_len`` is lowered to the pool's capacity.
 
         Raises CheckpointError, WeightsTooLarge, or GpuMemoryShort where the pool does not fit.
         """
@@ -98,6 +102,8 @@ class ModelRunner:
         self.num_blocks = choose_num_blocks(
             self.model, device, options, layout, num_blocks, is_single_rank=link is None
         )
+        if num_blocks is None and agree is not None:
+            self.num_blocks = agree(self.num_blocks)
         self.max_len = min(max_len, self.num_blocks * options.block_size)
         self.pool = device.run(lambda: pool_tensor(layout, self.num_blocks, device.torch, pool_memory)).wait()
         self._inputs = device.run(
@@ -128,8 +134,17 @@ class ModelRunner:
 
         Raises DeviceLost if no step can run any more; after another error the next step may.
         """
+        return self.finish(lambda: self.launch(plan))
+
+    def launch(self, plan: StepPlan, sampled: Tensor | None = None) -> Launched[Step]:
+        """Launch the plan's step. ``sampled``: of the step before, where ``plan.after`` refers to it; that
+        may still run."""
+        return self.device.run(lambda: self._compute(plan, sampled))
+
+    def finish(self, launched: Callable[[], Launched[Step]]) -> StepOutput:
+        """Wait for a step, which the function returns or fails to launch. Raises as ``execute``."""
         try:
-            step = self.device.run(lambda: self._compute(plan)).wait()
+            step = launched().wait()
         except Exception as error:
             try:
                 self.device.check()
@@ -149,15 +164,15 @@ class ModelRunner:
         self.model.expert_load.zero_()
 
     @torch.inference_mode()
-    def _compute(self, plan: StepPlan) -> _Step:
+    def _compute(self, plan: StepPlan, sampled: Tensor | None = None) -> Step:
         """Launch the step. Only logprobs may wait for values computed on the device."""
         if not plan.chunks:
             if self._graphs is not None:
-                logits = self._graphs.run(plan)
+                logits = self._graphs.run(plan, sampled)
             else:
-                logits = self._logits(self._forward(plan, self._inputs.prepare(plan)), None)
+                logits = self._logits(self._forward(plan, self._inputs.prepare(plan, sampled)), None)
             token_ids, logprobs = sample(logits, self._decode_sampling(plan))
-            return _Step(self.device.download(token_ids), logprobs, {})
+            return Step(token_ids, self.device.download(token_ids), logprobs, {})
         return self._finish_with_chunks(plan, self._forward(plan, self._inputs.prepare(plan)))
 
     def _forward(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
@@ -168,7 +183,7 @@ class ModelRunner:
         """Return logits [n, vocab] of all rows of ``hidden``, or of ``rows``."""
         return self.model.logits(hidden if rows is None else hidden[rows])
 
-    def _finish_with_chunks(self, plan: StepPlan, hidden: Tensor) -> _Step:
+    def _finish_with_chunks(self, plan: StepPlan, hidden: Tensor) -> Step:
         """Sample decodes and last chunks; compute prompt logprobs where requested."""
         num_decodes = len(plan.decodes)
         rows = list(range(num_decodes))
@@ -183,7 +198,7 @@ class ModelRunner:
                 rows.append(end - 1)
                 last_chunks.append(chunk.sequence)
         if not rows:
-            return _Step(None, [], prompt_logprobs)
+            return Step(None, None, [], prompt_logprobs)
         logits = self._logits(hidden, self.device.upload(torch.tensor(rows)))
         token_ids: list[Tensor] = []
         logprobs: list[TokenLogprobs | None] = []
@@ -196,7 +211,8 @@ class ModelRunner:
             if logprobs or more:
                 logprobs = (logprobs or [None] * num_decodes) + (more or [None] * len(last_chunks))
             token_ids.append(some)
-        return _Step(self.device.download(torch.cat(token_ids)), logprobs, prompt_logprobs)
+        sampled = torch.cat(token_ids)
+        return Step(sampled, self.device.download(sampled), logprobs, prompt_logprobs)
 
     def _describe_prompt(self, hidden: Tensor, sequence: Sequence, start: int) -> list[TokenLogprobs]:
         """Return prompt logprobs. hidden: [n, hidden], of tokens start … start + n - 1; each row predicts the
@@ -216,6 +232,7 @@ class ModelRunner:
         if self._sampling is None or self._sampling_version != plan.version:
             self._sampling = SamplingBatch(plan.decodes, self.config.vocab_size, self.device)
             self._sampling_version = plan.version
+        self._sampling.expect([int(row >= 0) for row in plan.after or ()])
         return self._sampling
 
 

@@ -31,6 +31,11 @@ class SamplingBatch:
             some = sequences[first : first + size]
             self.groups.append((first, first + len(some), _Group(some, vocab_size, device)))
 
+    def expect(self, num_unknown: list[int]) -> None:
+        """Sample for sequences with so many more output tokens, by row, than they have now; empty: none."""
+        for first, end, group in self.groups:
+            group.num_unknown = num_unknown[first:end] or [0] * (end - first)
+
 
 class _Group:
     """Rows of a batch that are sampled together. "Drawn" rows are the non-greedy ones."""
@@ -41,6 +46,7 @@ class _Group:
             return
         self._sequences = sequences
         self._device = device
+        self.num_unknown = [0] * len(sequences)
         params = [sequence.sampling for sequence in sequences]
         drawn = [i for i, p in enumerate(params) if not p.greedy]
         self.all_drawn = len(drawn) == len(params)
@@ -54,7 +60,7 @@ class _Group:
         cutting = [params[drawn[k]] for k in cut]
         self.top_k = self._column([p.top_k or vocab_size for p in cutting]).long().clamp_(max=vocab_size)
         self.top_p = self._column([p.top_p for p in cutting]).double()
-        self._drawn = [sequences[i] for i in drawn]
+        self._drawn = drawn
         self._seeds = np.array([params[i].seed for i in drawn], np.uint64)
         self.logprob_rows = [i for i, p in enumerate(params) if p.num_logprobs >= 0]
         self.num_logprobs = [params[i].num_logprobs for i in self.logprob_rows]
@@ -67,8 +73,12 @@ class _Group:
     def uniforms(self) -> Tensor:
         """Return a number in [0, 1) for each drawn row: float64 [num_drawn, 1], a hash of (seed, output
         index)."""
-        index = np.array([sequence.num_output_tokens for sequence in self._drawn], np.uint64)
+        index = np.array([self._index(i) for i in self._drawn], np.uint64)
         return self._device.upload(torch.from_numpy(uniform(self._seeds, index)[:, None]))
+
+    def _index(self, row: int) -> int:
+        """Return the index of the output token that is sampled next."""
+        return self._sequences[row].num_output_tokens + self.num_unknown[row]
 
     def adjust(self, logits: Tensor) -> Tensor:
         """Return logits (float32 [n, vocab]) with min_tokens, bias and penalties applied, in new memory."""
@@ -77,7 +87,7 @@ class _Group:
         scores = logits.clone()
         for i in self._min_tokens:
             sequence = self._sequences[i]
-            if sequence.num_output_tokens < sequence.sampling.min_tokens and sequence.stop_ids:
+            if self._index(i) < sequence.sampling.min_tokens and sequence.stop_ids:
                 scores[i, list(sequence.stop_ids)] = float("-inf")
         for i in self._biased:
             bias = self._sequences[i].sampling.logit_bias

@@ -6,7 +6,9 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from prometheus_client import Histogram
 
@@ -14,9 +16,12 @@ from moonpool.engine.batching.reservations import Reservations
 from moonpool.engine.batching.scheduler import Scheduler
 from moonpool.engine.batching.sequence import FinishReason, Sequence, State
 from moonpool.engine.batching.step_plan import StepEvent, StepOutput, StepPlan
+from moonpool.engine.device.device import Launched
 from moonpool.engine.errors import DeviceLost, RankLost
 from moonpool.engine.execution.cost_profile import StepCosts
-from moonpool.engine.execution.runner import ModelRunner
+from moonpool.engine.execution.runner import ModelRunner, Step
+
+Result = TypeVar("Result")
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +30,11 @@ _MODEL_SECONDS = Histogram(
     "Seconds of a step's tensors, by kind: decode, or prefill for steps with any part of a prompt",
     ["kind"],
     buckets=(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0),
+)
+DEVICE_IDLE_SECONDS = Histogram(
+    "moonpool_device_idle_seconds",
+    "Seconds from the end of a step to the launch of the next one, while there is work; 0: launched before",
+    buckets=(0.0, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.1),
 )
 # Bound once: looking a label up costs more than the observation.
 PREFILL_SECONDS = _MODEL_SECONDS.labels("prefill")
@@ -35,8 +45,21 @@ DECODE_SECONDS = _MODEL_SECONDS.labels("decode")
 INLINE_STEP_S = 0.004
 
 
+@dataclass(slots=True)
+class _Flight:
+    """A step that was launched. ``launched`` returns it, or raises the error of the launch."""
+
+    plan: StepPlan
+    begun_s: float
+    predicted_s: float
+    launched: Callable[[], Launched[Step]]
+
+
 class StepLoop:
     """Runs steps while there is work, sleeps otherwise.
+
+    On a GPU a step that only decodes is launched before the tokens of the one before are on the host: they
+    are fed on the device. Where a sequence has ended meanwhile, its next token is dropped.
 
     ``sequences``: all unfinished ones; a finished sequence is removed before ``report`` is called.
     """
@@ -66,7 +89,8 @@ class StepLoop:
         self._clock = clock
         self._report = report
         self._wake = asyncio.Event()
-        self._in_worker: StepPlan | None = None
+        self._in_flight: list[StepPlan] = []
+        self._ended_s: float | None = None  # of the step before; None: there was no work in between
         self._error: RankLost | None = None
 
     def fail(self, error: RankLost) -> None:
@@ -80,7 +104,7 @@ class StepLoop:
 
     def is_stepping(self, sequence: Sequence) -> bool:
         """Return whether a running step uses the sequence's blocks."""
-        return self._in_worker is not None and any(s is sequence for s in self._in_worker.sequences())
+        return any(s is sequence for plan in self._in_flight for s in plan.sequences())
 
     async def run(self) -> None:
         """Run until ``closing``; then every sequence ends as CANCELLED.
@@ -97,7 +121,7 @@ class StepLoop:
             plan = self.scheduler.schedule()
             if plan is None:
                 self._publish(events)
-                events = []
+                events, self._ended_s = [], None
                 await self._wake.wait()
                 continue
             if not plan.decodes and not plan.chunks:
@@ -108,16 +132,18 @@ class StepLoop:
             begun_s, predicted_s = self._clock(), self.costs.predict_s(plan)
             for chunk in plan.chunks:
                 chunk.sequence.scheduled_s = chunk.sequence.scheduled_s or begun_s
-            self._in_worker = plan
+            self._in_flight = [plan]
             await self.scheduler.pool.ready()
-            if predicted_s > INLINE_STEP_S or self.runner.device.runs_ahead or not self.runner.is_single_rank:
+            if self.runner.device.runs_ahead and self.runner.is_single_rank:
+                events = await self._run_ahead(plan, events)
+            elif predicted_s > INLINE_STEP_S or not self.runner.is_single_rank:
                 result = await self._run_in_worker(plan, events)
-                # Reported while the next step runs, so that a GPU does not wait.
+                # Reported while the next step runs.
                 events = self._postprocess(plan, begun_s, predicted_s, result)
             else:
                 self._publish(events)
                 own_events = self._postprocess(plan, begun_s, predicted_s, partial(self._execute, plan))
-                self._in_worker = None
+                self._in_flight = []
                 self._publish(own_events)
                 events = []
                 # Let the loop serve its sockets between two steps.
@@ -140,16 +166,83 @@ class StepLoop:
         # Younger sequences must not take the room it waits for.
         self.scheduler.admission_paused = is_next and self.reservations.first is first
 
-    async def _run_in_worker(self, plan: StepPlan, events: list[StepEvent]) -> Callable[[], StepOutput]:
-        """Run the plan, and meanwhile report the events of the step before."""
-        step = asyncio.get_running_loop().run_in_executor(self._worker, self._execute, plan)
+    async def _run_ahead(self, plan: StepPlan, events: list[StepEvent]) -> list[StepEvent]:
+        """Run the plan, and the steps that follow while each can be launched before the last one has ended.
+        Return the events of the last one; report the others, and first ``events``."""
+        flight: _Flight | None = await self._launch(plan, None)
+        try:
+            while flight is not None:
+                later = None
+                if not self.closing and self._error is None and not len(self.reservations):
+                    ahead = self.scheduler.schedule_ahead(flight.plan)
+                    if ahead is not None:
+                        self._in_flight.append(ahead)
+                        await self.scheduler.pool.ready()
+                        later = await self._launch(ahead, flight)
+                ending, flight = flight, later
+                result = await self._in_worker(partial(self.runner.finish, ending.launched), events)
+                events = self._postprocess_flight(ending, result, in_flight=later is not None)
+        finally:
+            if flight is not None:
+                # After an error: nothing may use the pool's memory any more.
+                ending = flight
+                rest = self._on_worker(partial(self.runner.finish, ending.launched))
+                await asyncio.gather(rest, return_exceptions=True)
+            self._in_flight = []
+            self.scheduler.step_ended(in_flight=False)
+        return events
+
+    async def _launch(self, plan: StepPlan, before: _Flight | None) -> _Flight:
+        begun_s, predicted_s = self._clock(), self.costs.predict_s(plan)
+        launching = self._on_worker(partial(self._launch_now, plan, before))
+        await asyncio.wait((launching,))
+        return _Flight(plan, begun_s, predicted_s, launching.result)
+
+    def _launch_now(self, plan: StepPlan, before: _Flight | None) -> Launched[Step]:
+        if before is None:
+            if self._ended_s is not None:
+                DEVICE_IDLE_SECONDS.observe(max(0.0, self._clock() - self._ended_s))
+            return self.runner.launch(plan)
+        launched = self.runner.launch(plan, before.launched().result.sampled)
+        DEVICE_IDLE_SECONDS.observe(0.0)
+        return launched
+
+    def _postprocess_flight(
+        self, flight: _Flight, result: Callable[[], StepOutput], *, in_flight: bool
+    ) -> list[StepEvent]:
+        del self._in_flight[0]
+        self.scheduler.step_ended(in_flight=in_flight)
+        begun_s = max(flight.begun_s, self._ended_s or 0.0)
+
+        def timed() -> StepOutput:
+            output = result()
+            self._ended_s = self._clock()
+            output.model_s = self._ended_s - begun_s
+            return output
+
+        return self._postprocess(flight.plan, begun_s, flight.predicted_s, timed)
+
+    def _on_worker(self, work: Callable[[], Result]) -> asyncio.Future[Result]:
+        return asyncio.get_running_loop().run_in_executor(self._worker, work)
+
+    async def _in_worker(
+        self, work: Callable[[], StepOutput], events: list[StepEvent]
+    ) -> Callable[[], StepOutput]:
+        """Do the work, and meanwhile report the events of the step before."""
+        step = self._on_worker(work)
         try:
             self._publish(events)
         finally:
             # Also after an error: the engine's end frees the pool's memory.
             await asyncio.wait((step,))
-            self._in_worker = None
         return step.result
+
+    async def _run_in_worker(self, plan: StepPlan, events: list[StepEvent]) -> Callable[[], StepOutput]:
+        """Run the plan, and meanwhile report the events of the step before."""
+        try:
+            return await self._in_worker(partial(self._execute, plan), events)
+        finally:
+            self._in_flight = []
 
     def _postprocess(
         self, plan: StepPlan, begun_s: float, predicted_s: float, result: Callable[[], StepOutput]

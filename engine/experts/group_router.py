@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.checkpoint.config import Routing
-from moonpool.kernels import PackedLinear
+from moonpool.kernels import Linear
 
 
 @dataclass(slots=True)
 class GroupRouter:
     """x: [n, hidden] → weights float32 [n, top_k] and expert ids int32 [n, top_k], as ``Router``."""
 
-    gate: PackedLinear
+    gate: Linear
     top_k: int
     renormalize: bool
     routing: Routing

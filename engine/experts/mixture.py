@@ -10,8 +10,9 @@ from torch import Tensor
 
 from moonpool.engine.experts.group_router import GroupRouter
 from moonpool.kernels import (
+    Linear,
     PackedExperts,
-    PackedLinear,
+    QuantisedExperts,
     combine_experts,
     group_by_expert,
     group_rows,
@@ -26,7 +27,7 @@ class Router:
     Every rank has the whole router and computes equal results for equal rows.
     """
 
-    gate: PackedLinear
+    gate: Linear
     top_k: int
     renormalize: bool
 
@@ -40,8 +41,8 @@ class Experts:
     → [m, hidden], with tp a summand.
     """
 
-    gate_up: PackedExperts
-    down: PackedExperts
+    gate_up: PackedExperts | QuantisedExperts
+    down: PackedExperts | QuantisedExperts
     activate: Callable[[Tensor], Tensor]
     gate_up_bias: Tensor | None = None  # [num_experts, 2 × inter]
     down_bias: Tensor | None = None  # [num_experts, hidden]
@@ -64,7 +65,7 @@ class SharedExpert:
     """The MLP for all tokens, with a gate or without: [n, hidden] → [n, hidden]."""
 
     mlp: Callable[[Tensor], Tensor]
-    gate: PackedLinear | None  # one output per token
+    gate: Linear | None  # one output per token
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.mlp(x) if self.gate is None else self.mlp(x).mul_(torch.sigmoid(self.gate(x)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
@@ -12,11 +11,10 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.device.device import Device
+from moonpool.kernels import checksum_spans
 from moonpool.kvstore.store import Bytes
-from moonpool.transfer import checksum
-
-# Host memory for blocks on their way to a hash or to disk.
-STAGING_NBYTES = 8 << 20
+from moonpool.transfer import Checksums, checksum
+from moonpool.transfer.native.arrays import U64
 
 
 class BlockBytes(Protocol):
@@ -103,16 +101,28 @@ class HostBytes:
         """Nothing to end: all calls are short."""
 
 
+def device_checksums(pool: Tensor, device: Device) -> Checksums:
+    """Return a function that computes xxh3-64 on the device, from any thread: of ``nbytes[i]`` bytes from
+    ``offsets[i]`` of ``pool`` on, uint64 [n]. Nothing writes these bytes meanwhile."""
+    memory = pool.view(torch.uint8).view(-1)
+
+    @torch.inference_mode()
+    def checksums(offsets: U64, nbytes: U64) -> U64:
+        where = [torch.from_numpy(np.ascontiguousarray(each).view(np.int64)) for each in (offsets, nbytes)]
+        found = device.read(lambda: device.download(checksum_spans(memory, *where))).wait()
+        return found.numpy().view(np.uint64)
+
+    return checksums
+
+
 class DeviceBytes(CopiedBytes):
-    """``tensor``: uint8 [num_blocks, block_nbytes]. Checksums are computed of a copy in main memory."""
+    """``tensor``: uint8 [num_blocks, block_nbytes]."""
 
     def __init__(self, tensor: Tensor, device: Device) -> None:
         self.block_nbytes = tensor.shape[1]
         self._tensor = tensor
         self._device = device
-        num_blocks = max(1, STAGING_NBYTES // tensor.shape[1])
-        self._staging = device.staging(num_blocks, tensor.shape[1])
-        self._staging_lock = threading.Lock()
+        self._checksums = device_checksums(tensor, device)
 
     def copy_out(self, block_ids: Sequence[int], destinations: Sequence[Bytes]) -> list[int]:
         targets = [torch.from_numpy(destination) for destination in destinations]
@@ -133,10 +143,6 @@ class DeviceBytes(CopiedBytes):
             copies.wait()
 
     def checksums(self, block_ids: Sequence[int]) -> list[int]:
-        found: list[int] = []
-        with self._staging_lock:
-            size = len(self._staging)
-            for first in range(0, len(block_ids), size):
-                some = block_ids[first : first + size]
-                found += self.copy_out(some, list(self._staging[: len(some)]))
+        offsets = np.array(block_ids, np.uint64) * np.uint64(self.block_nbytes)
+        found: list[int] = self._checksums(offsets, np.full_like(offsets, self.block_nbytes)).tolist()
         return found

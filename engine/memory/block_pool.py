@@ -16,11 +16,12 @@ class BlockPool:
     """Bookkeeping of ``num_blocks`` blocks; the bytes are elsewhere. One thread only.
 
     A block is *free* (no content), *used* (acquired at least once), or *idle*: sealed, not acquired, cached
-    until its room is needed. A user of a block also uses the blocks before it in its chain, so idle blocks
-    have no used children. Eviction goes leaf first: the pool always has a prefix of each chain.
+    until its room is needed. A user of a block also uses the blocks before it in its chain, except those that
+    it has passed: released because its window is behind them. Eviction goes leaf first: the pool always has a
+    prefix of each chain. Where only passed blocks are left to evict, the blocks after them lose their keys.
 
-    ``on_sealed(block, key)`` is called when a key becomes findable, ``on_evicted(block, key)`` before its
-    block is reused, while its bytes are valid, ``on_release()`` after a release. Cold copies in ``surplus``
+    ``on_sealed(block, key)`` is called when a key becomes findable, ``on_evicted(block, key)`` when it no
+    longer is, while its block's bytes are valid, ``on_release()`` after a release. Cold copies in ``surplus``
     are evicted first. Await ``ready`` before writing to allocated blocks: evicted bytes may still be read,
     until ``when_read`` returns.
     """
@@ -114,7 +115,8 @@ class BlockPool:
         it in the chain, None for the first.
 
         Returns the block of the key. If another block has it already, that one gets the caller as user and
-        ``block_id`` is released: store the returned id in the block table.
+        ``block_id`` is released: store the returned id in the block table. Where a block before it has lost
+        its key, it gets none.
         """
         assert self._refs[block_id] > 0, f"block {block_id} is sealed without a user"
         first = self._block_of.get(key)
@@ -125,6 +127,8 @@ class BlockPool:
             self.acquire((first,))
             self.release((block_id,))
             return first
+        if parent is not None and parent not in self._block_of:
+            return block_id
         self._block_of[key] = block_id
         self._keys[block_id] = key
         if parent is not None:
@@ -200,21 +204,41 @@ class BlockPool:
                 self._evict(block)
                 return
         # The head is a leaf, unless a prefix was released before the blocks after it.
-        self._evict(next(block for block in self._idle if num_children[block] == 0))
+        leaf = next((block for block in self._idle if num_children[block] == 0), None)
+        self._evict(self._passed() if leaf is None else leaf)
+
+    def _passed(self) -> int:
+        """Make the oldest passed block without idle children a leaf, and return it."""
+        children: dict[int, list[int]] = {}
+        for block, parent in enumerate(self._parents):
+            if parent >= 0:
+                children.setdefault(parent, []).append(block)
+        passed = next(b for b in self._idle if not any(child in self._idle for child in children[b]))
+        after = list(children[passed])
+        for block in after:
+            after += children.get(block, ())
+        for block in reversed(after):
+            self._unseal(block)
+        return passed
 
     def _evict(self, block: int) -> None:
+        self._unseal(block)
+        del self._idle[block]
+        self._free.append(block)
+
+    def _unseal(self, block: int) -> None:
+        """Take the key of a block without children."""
         key = self._keys[block]
         assert key is not None
         if self.on_evicted is not None:
             self.on_evicted(block, key)
         self.surplus.forget(key)
-        del self._idle[block], self._block_of[key]
+        del self._block_of[key]
         self._keys[block] = None
         parent = self._parents[block]
         if parent >= 0:
             self._num_children[parent] -= 1
             self._parents[block] = -1
-        self._free.append(block)
 
     def check_integrity(self) -> None:
         """Assert all invariants, in time proportional to the pool."""
@@ -231,7 +255,6 @@ class BlockPool:
             if parent >= 0:
                 children[parent] += 1
                 assert self._keys[parent] is not None, f"block {block} has lost its parent"
-                assert refs == 0 or self._refs[parent] > 0, f"block {block} is used without its parent"
         assert children == self._num_children, "child counts are off"
         assert all(key in self._block_of for key in self.surplus.unused()), "a copy that is not there"
         assert len(self._block_of) == sum(key is not None for key in self._keys), "a key names no block"

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from moonpool.engine.errors import RankLost
-from moonpool.engine.memory.block_bytes import STAGING_NBYTES, CopiedBytes
+from moonpool.engine.memory.block_bytes import CopiedBytes
 from moonpool.kvstore.blocks.layout import KVLayout
 from moonpool.kvstore.blocks.shards import BlockShard, Run, canonical_runs, overlaps
 from moonpool.kvstore.remote.rank_reader import RankRead
@@ -22,6 +22,8 @@ from moonpool.kvstore.store import Bytes
 from moonpool.protos import node_pb2
 from moonpool.transfer import AgentClosed, AgentDescriptor, TransferAgent, TransferError, checksum
 
+# Host memory for blocks on their way to a hash or to disk.
+STAGING_NBYTES = 8 << 20
 # How often a thread that waits for the loop checks that the loop still runs.
 _CHECK_S = 1.0
 

@@ -39,7 +39,7 @@ class Attention:
     ) -> None:
         self._config = config
         self._shard = shard
-        self._link = link
+        self.link = link
         self._dtype = dtype
         self.max_len = max_len
         self._scale = config.scale or config.head_dim**-0.5
@@ -61,6 +61,8 @@ class Attention:
         if pool.dtype != self._dtype:
             scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
         rules = {"scale": self._scale, "window": layer.window, "soft_cap": self._config.soft_cap, **scales}
+        if self._config.latent is not None:
+            rules["key_only"] = self._config.latent.rope_dim
         num_heads, head_dim = len(self._shard.heads), self._config.head_dim
         norms_heads = self._config.qk_norm == "head"
         if self._config.qk_norm == "all":
@@ -89,8 +91,8 @@ class Attention:
         if not inputs.others:
             q = write(qkv, inputs, num_heads)
             return _attend(q, inputs, pool, i, layer.sinks, **rules).view(len(qkv), -1)
-        assert self._link is not None
-        take = self._link.exchange_cp(qkv[:, num_heads * head_dim :], inputs.cp_token_counts)
+        assert self.link is not None
+        take = self.link.exchange_cp(qkv[:, num_heads * head_dim :], inputs.cp_token_counts)
         q = write(qkv, inputs, num_heads)
 
         def receive(other: RemoteTokens) -> None:
@@ -112,10 +114,10 @@ class Attention:
         config, shard = self._config, self._shard
         parts = torch.split(qkv, [len(layer.q_norm), len(layer.k_norm), len(layer.k_norm)], dim=1)[:2]
         squares = torch.stack([part.float().square().sum(-1) for part in parts], dim=1)
-        if shard.tp > 1 and self._link is not None:
+        if shard.tp > 1 and self.link is not None:
             # Ranks that have the same KV head count it once together.
             squares[:, 1] *= config.num_kv_heads / (len(shard.kv_heads) * shard.tp)
-            squares = self._link.all_reduce(squares)
+            squares = self.link.all_reduce(squares)
         sizes = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim)
         for part, weight, square, size in zip(
             parts, (layer.q_norm, layer.k_norm), squares.unbind(1), sizes, strict=True

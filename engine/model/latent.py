@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.checkpoint.config import LatentConfig
-from moonpool.kernels import PackedLinear, rms_norm
+from moonpool.kernels import Linear, rms_norm
 
 _EPS = 1e-6  # of the norms of projections, in every checkpoint
 
@@ -21,10 +21,10 @@ class LatentInput:
     """
 
     config: LatentConfig
-    q_a: PackedLinear | None
+    q_a: Linear | None
     q_a_norm: Tensor | None
-    q: PackedLinear
-    kv_a: PackedLinear
+    q: Linear
+    kv_a: Linear
     kv_a_norm: Tensor
     up_k: Tensor  # [heads, nope_dim, kv_rank]
 

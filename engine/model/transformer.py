@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -69,7 +72,11 @@ class Model:
         for i, layer in enumerate(self.layers):
             x, residual = self._norm(hidden, layer.attention_in, residual)
             part = layer.o(self.attention(layer.qkv(x), inputs, pool, i, layer))
-            if isinstance(layer.mlp, ExpertParallelMixture) and layer.mlp.worth_exchanging(len(part)):
+            if (
+                self.link is not None
+                and isinstance(layer.mlp, ExpertParallelMixture)
+                and layer.mlp.worth_exchanging(len(part))
+            ):
                 hidden, residual = self._exchange(part, residual, layer, layer.mlp), None
                 continue
             x, residual = self._norm(
@@ -80,6 +87,16 @@ class Model:
             return hidden if residual is None else hidden + residual
         normed, _ = self._norm(hidden, self.norm, residual)
         return normed
+
+    @contextmanager
+    def without_ranks(self) -> Iterator[None]:
+        """Compute without exchanges inside the ``with``: with wrong results, in the time and memory of a
+        step."""
+        link, self.link, self.attention.link = self.link, None, None
+        try:
+            yield
+        finally:
+            self.link = self.attention.link = link
 
     def _norm(self, hidden: Tensor, weight: Tensor | None, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the normed sum of both, and the sum. ``weight``: None: the sum is not normed."""

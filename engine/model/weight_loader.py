@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.checkpoint.config import LatentConfig, ModelConfig, MoeConfig
+from moonpool.engine.checkpoint.quantisation import AtLoad, derive_stored
 from moonpool.engine.checkpoint.weights import Checkpoint
 from moonpool.engine.collectives.link import Link
+from moonpool.engine.device.weight_copies import WeightCopies
 from moonpool.engine.experts.group_router import GroupRouter
 from moonpool.engine.experts.mixture import Experts, MixtureOfExperts, Router, SharedExpert
 from moonpool.engine.experts.parallel_mixture import ExpertParallelMixture
@@ -18,15 +20,24 @@ from moonpool.engine.model.activations import ACTIVATIONS, Activation
 from moonpool.engine.model.latent import LatentInput, LatentOutput
 from moonpool.engine.sharding.parallel_plan import Shard, run_of
 from moonpool.engine.sharding.tensor_slices import expected_tensors
-from moonpool.kernels import PackedExperts, PackedLinear
+from moonpool.kernels import (
+    Linear,
+    PackedExperts,
+    PackedLinear,
+    QuantisedExperts,
+    QuantisedWeight,
+    linear_of,
+)
+
+_EMBEDDING = "model.embed_tokens"
 
 
 @dataclass(slots=True)
 class Mlp:
     """The dense MLP: x [n, hidden] → [n, hidden], with tp a summand."""
 
-    gate_up: PackedLinear
-    down: PackedLinear
+    gate_up: Linear
+    down: Linear
     activate: Activation
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -36,10 +47,10 @@ class Mlp:
 @dataclass(slots=True)
 class Layer:
     attention_in: Tensor | None  # norms, see ``Norms``
-    qkv: PackedLinear | LatentInput
+    qkv: Linear | LatentInput
     q_norm: Tensor | None
     k_norm: Tensor | None
-    o: PackedLinear | LatentOutput
+    o: Linear | LatentOutput
     attention_out: Tensor | None
     mlp_in: Tensor | None
     mlp: Callable[[Tensor], Tensor]
@@ -65,8 +76,12 @@ class Loader:
     ) -> None:
         """``link``: for expert parallelism. ``expert_load``: int64 [num_layers, num_experts], counters of the
         mixtures. Raises CheckpointError or UnsupportedModel before any tensor is loaded."""
-        if config.derived is not None:
-            checkpoint.derive(config.derived(config))
+        derived = {} if config.derived is None else config.derived(config)
+        if isinstance(config.weights, AtLoad):
+            derived = config.weights.derive(expected_tensors(config), derived)
+        elif config.weights is not None:
+            derived = derive_stored(config.weights, expected_tensors(config), derived, checkpoint.shapes)
+        checkpoint.derive(derived)
         checkpoint.check(expected_tensors(config, shard), expected_tensors(config))
         self._config = config
         self._shard = shard
@@ -76,20 +91,25 @@ class Loader:
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._device = device
+        self._copies = WeightCopies(device)
 
     def embedding(self) -> Tensor:
         """Load [words of the shard, hidden] in its stored dtype, if that is narrower: widening a step's
         rows is exact and cheap, and this is the largest matrix of a small model."""
-        embedding = self._checkpoint.read("model.embed_tokens.weight")
+        embedding = _plain(self._checkpoint.read(f"{_EMBEDDING}.weight"))
         narrow = embedding.dtype.itemsize <= self._dtype.itemsize
-        ours = embedding.to(self._device, embedding.dtype if narrow else self._dtype, copy=True)
+        dtype = embedding.dtype if narrow else self._dtype
+        ours = torch.empty(embedding.shape, dtype=dtype, device=self._device)
+        self._copies.copy(ours, embedding)
         self._checkpoint.drop_pages()
         return ours
 
-    def head(self) -> PackedLinear:
-        tied = self._config.tie_word_embeddings
-        weight = self.matrix("model.embed_tokens.weight" if tied else "lm_head.weight")
-        return PackedLinear(weight, dtype=self._dtype)
+    def head(self) -> Linear:
+        name, method = "lm_head" if not self._config.tie_word_embeddings else _EMBEDDING, self._config.weights
+        if not isinstance(method, AtLoad):
+            return self._linear([name], bias=False)
+        words = method.head(self.tensor(f"{name}.weight").cpu())
+        return linear_of([words], None, self._dtype, self._device)
 
     def layer(self, i: int) -> Layer:
         config = self._config
@@ -131,7 +151,7 @@ class Loader:
             up_k=self._up(attention, latent)[:, : latent.nope_dim].contiguous(),
         )
 
-    def _latent_output(self, attention: str, o: PackedLinear) -> LatentOutput:
+    def _latent_output(self, attention: str, o: Linear) -> LatentOutput:
         latent = self._config.latent
         assert latent is not None
         up_v = self._up(attention, latent)[:, latent.nope_dim :]
@@ -212,13 +232,15 @@ class Loader:
             for c in columns
         ]
 
-    def _shared_gate(self, name: str) -> PackedLinear | None:
+    def _shared_gate(self, name: str) -> Linear | None:
         if self._shared_name != "shared_expert":
             return None
         return self._linear([f"{name}.shared_expert_gate"], bias=False)
 
-    def _packed_experts(self, names: list[list[str]]) -> PackedExperts:
+    def _packed_experts(self, names: list[list[str]]) -> PackedExperts | QuantisedExperts:
         """Load one matrix per expert, fused from those with the same input."""
+        if self._config.weights is not None:
+            return QuantisedExperts([self._linear(some, bias=False) for some in names])
         rows = self.matrix(*(f"{name}.weight" for some in names for name in some))
         return PackedExperts(rows.view(len(names), -1, rows.shape[1]), self._dtype)
 
@@ -249,22 +271,36 @@ class Loader:
 
     def matrix(self, *names: str) -> Tensor:
         """Load matrices to be packed: on a CPU that computes in float32, bfloat16 is kept."""
-        stored = {self._checkpoint.dtype(name) for name in names}
+        return self._stack_matrices([_plain(self._checkpoint.read(name)) for name in names])
+
+    def _stack_matrices(self, parts: list[Tensor]) -> Tensor:
+        stored = {part.dtype for part in parts}
         stays = self._device.type == "cpu" and self._dtype is torch.float32 and stored == {torch.bfloat16}
-        return self._stacked(names, torch.bfloat16 if stays else self._dtype)
+        return self._stack(parts, torch.bfloat16 if stays else self._dtype)
 
     def _stacked(self, names: Sequence[str], dtype: torch.dtype) -> Tensor:
-        parts = [self._checkpoint.read(name) for name in names]
+        return self._stack([_plain(self._checkpoint.read(name)) for name in names], dtype)
+
+    def _stack(self, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
         rows = [len(part) for part in parts]
         whole = torch.empty((sum(rows), *parts[0].shape[1:]), dtype=dtype, device=self._device)
         # Copied one by one: needs no memory beyond the result.
         for part, target in zip(parts, torch.split(whole, rows), strict=True):
-            target.copy_(part)
+            self._copies.copy(target, part)
             self._checkpoint.drop_pages()
         return whole
 
-    def _linear(self, names: list[str], *, bias: bool) -> PackedLinear:
+    def _linear(self, names: list[str], *, bias: bool) -> Linear:
         """Load one matrix fused from several with the same input."""
-        weight = self.matrix(*(f"{name}.weight" for name in names))
         biases = self.tensor(*(f"{name}.bias" for name in names)) if bias else None
-        return PackedLinear(weight, biases, self._dtype)
+        parts = [self._checkpoint.read(f"{name}.weight") for name in names]
+        plain = [part for part in parts if isinstance(part, Tensor)]
+        if len(plain) == len(parts):
+            return PackedLinear(self._stack_matrices(plain), biases, self._dtype)
+        linear = linear_of(parts, biases, self._dtype, self._device)
+        self._checkpoint.drop_pages()
+        return linear
+
+
+def _plain(weight: Tensor | QuantisedWeight) -> Tensor:
+    return weight if isinstance(weight, Tensor) else weight.dequantised()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moonpool.engine.engine import Engine
-from moonpool.engine.memory.block_bytes import BlockBytes, DeviceBytes, HostBytes
+from moonpool.engine.memory.block_bytes import BlockBytes, DeviceBytes, HostBytes, device_checksums
 from moonpool.engine.memory.block_memory import BlockMemory
 from moonpool.engine.memory.remote_rank_bytes import RemoteRankBytes
 from moonpool.engine.memory.shared_rank_bytes import SharedRankBytes
@@ -55,13 +55,14 @@ class EngineMemory:
             config.model,
             device=setup.device,
             pool_memory=None if region is None else region.array,
-            hosts=HostListener.from_options(options.parallel, agent.agent_id, config.transfer),
+            hosts=HostListener.from_options(options.parallel, agent.agent_id),
             separate_pools=separate_pools,
         )
         try:
             await engine.start(progress)
             if region is None:
-                region = agent.register(engine.pool_tensor, name="pool")
+                hasher = device_checksums(engine.pool_tensor, setup.device)
+                region = agent.register(engine.pool_tensor, name="pool", checksums=hasher)
             if engine.ranks is not None:
                 return await cls._of_ranks(engine, engine.ranks, config, agent, region)
         except BaseException:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from moonpool.engine.batching.sampling import Sampling
@@ -25,6 +27,7 @@ def sequence_of(work: node_pb2.Work, *, arrived_s: float, prompt_logprobs: bool 
         deadline_unix_s=work.deadline_unix_s,
         arrived_s=arrived_s,
         patience_s=work.patience_s,
+        tbt_s=work.tbt_s or math.inf,
         tenant=work.tenant,
         prompt_logprobs=prompt_logprobs,
     )

@@ -1,4 +1,4 @@
-"""The common part of both roles: an engine, memory that peers can read, an entry in the index."""
+"""The common part of all roles: an engine, memory that peers can read, an entry in the index."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from prometheus_client import REGISTRY
 
 from moonpool.engine.device.cuda import gpu_uuids
-from moonpool.engine.errors import NodeDraining, RankLost
+from moonpool.engine.errors import NodeDraining, RankLost, RoleUnsupported
 from moonpool.engine.node.engine_memory import EngineMemory
 from moonpool.engine.node.first_connections import connect_nodes
 from moonpool.engine.node.metrics import NODE_JOIN_SECONDS, RANKS_LOST, observe_engine
@@ -28,7 +28,7 @@ from moonpool.kvstore.eviction.tenant_metrics import TenantLabels, observe_tenan
 from moonpool.kvstore.index.node_publisher import IndexPublisher
 from moonpool.kvstore.index.redis.client import connect
 from moonpool.kvstore.index.redis.kv_index import KVIndex
-from moonpool.kvstore.index.redis.node_record import NodeLoad, NodeRecord
+from moonpool.kvstore.index.redis.node_record import NodeLoad, NodeRecord, stages_of
 from moonpool.kvstore.store.collector import observe_stores
 from moonpool.kvstore.tiers.metrics import evicted_totals
 from moonpool.protos import node_pb2
@@ -56,13 +56,15 @@ Key = tuple[str, int]  # request id, attempt
 
 
 class EngineNode(ABC):
-    """A node of either role. Subclasses add their own service and count their requests.
+    """A node of any role. Subclasses add their own service and count their requests.
 
     ``await run(context)`` returns when the node has drained. Everything runs on one event loop. What a start
     opens is closed in reverse order, however far the start came.
     """
 
     role: str
+    stages: tuple[str, ...]
+    """The stages of requests that it can serve, whatever its role is now."""
 
     def __init__(self, config: Config, *, clock: Callable[[], float] = time.time) -> None:
         self.config = config
@@ -90,6 +92,10 @@ class EngineNode(ABC):
     @abstractmethod
     def num_requests(self) -> int:
         """Return the number of requests that a drain waits for."""
+
+    def num_in_stage(self, stage: str) -> int:
+        """Return the number of requests in one of its stages."""
+        return self.num_requests() if stage in self.stages else 0
 
     @abstractmethod
     async def stop(self) -> None:
@@ -119,6 +125,30 @@ class EngineNode(ABC):
             self.publisher.announce()
         if self.health.judgement.fatal:
             self.draining.set()
+
+    async def switch(self, role: str, limit_s: float) -> int:
+        """Change the role in place; conductors learn of it at once. Pool, cache and index entries stay.
+
+        Waits up to ``limit_s`` for the end of the requests in a stage that the role no longer has, and
+        returns how many are left. They go on, as do those that a conductor places before it has learned of
+        the role.
+
+        Raises RoleUnsupported or NodeDraining; the role is unchanged then.
+        """
+        self.check_takes_work()
+        stages = stages_of(role)
+        if not stages or not set(stages) <= set(self.stages):
+            raise RoleUnsupported(self.node_id, role, self.stages)
+        if role != self.role:
+            log.info("the role changes from %s to %s", self.role, role)
+            self.role = role
+            self.publisher.announce()
+        ends_s = time.monotonic() + limit_s
+        former = [stage for stage in self.stages if stage not in stages]
+        # Polled, as by a drain.
+        while (num_left := sum(map(self.num_in_stage, former))) and time.monotonic() < ends_s:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        return num_left
 
     def check_takes_work(self) -> None:
         if self.state != "ready":
@@ -172,7 +202,7 @@ class EngineNode(ABC):
                     raise NodeUnfit(self.node_id, self.health.judgement.reasons)
         except RankLost as lost:
             if self.num_starts == 1 and not self._ready_s:
-                raise  # the next start would fail likewise
+                raise  # the next start would fail in the same way
             return lost
         return None
 
@@ -233,8 +263,10 @@ class EngineNode(ABC):
             ranks=memory.ranks,
         )
         if not self.metrics_url:
-            port = serve_metrics(config.node.host, config.node.metrics_port)
-            self.metrics_url = f"http://{config.node.host}:{port}/metrics"
+            page = serve_metrics(
+                config.node.host, config.node.metrics_port, keyed=bool(config.conductor.tenants_path)
+            )
+            self.metrics_url = f"http://{config.node.host}:{page.port}/metrics"
         self._identity = NodeRecord(
             node_id=self.node_id,
             epoch=self.epoch,
@@ -247,6 +279,7 @@ class EngineNode(ABC):
             layout=engine.layout.fingerprint.hex(),
             kv_address=self.kv_address.SerializeToString(),
             replica=self.replica,
+            stages=self.stages,
             extra={"version": own_version(), "options": agreement_of(config)},
         )
         stack.callback(REGISTRY.unregister, observe_engine(engine))
@@ -334,6 +367,7 @@ class EngineNode(ABC):
             self.health.judgement.reasons,
             self.health.readings(),
             unix_s=self.clock(),
+            role=self.role,
             load=NodeLoad(
                 num_running=stats.num_running,
                 num_waiting=stats.num_waiting,
@@ -345,7 +379,7 @@ class EngineNode(ABC):
             ),
             tiers=self.store.fill(),
             profile=self.profile(),
-            links=self.agent.bandwidth(),
+            links=self.exchange.bandwidth(),
             extra=self._extra(),
         )
 
@@ -353,6 +387,7 @@ class EngineNode(ABC):
         plan = self.engine.plan
         extra: dict[str, Any] = {
             "join_s": round(self.join_s, 3),
+            "chunk_tokens": self.config.engine.max_batch_tokens,
             "num_starts": self.num_starts,
             "versions": self._versions,
             "evicted": evicted_totals(),

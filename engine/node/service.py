@@ -1,4 +1,4 @@
-"""The gRPC services of every engine node: ``protos.Node`` and ``protos.Experts``."""
+"""The gRPC services of every engine node: ``protos.Node``, ``protos.Roles`` and ``protos.Experts``."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ def node_servicers(node: EngineNode) -> list[rpc.Servicer]:
     """Return the services that every role has."""
     return [
         (node_pb2_grpc.add_NodeServicer_to_server, NodeService(node)),
+        (node_pb2_grpc.add_RolesServicer_to_server, RoleService(node)),
         (node_pb2_grpc.add_ExpertsServicer_to_server, ExpertService(node)),
     ]
 
@@ -122,6 +123,18 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def Cancel(self, request: node_pb2.CancelRequest, context: RpcContext) -> node_pb2.CancelReply:
         self._node.cancel((request.request_id, request.attempt))
         return node_pb2.CancelReply()
+
+
+class RoleService(node_pb2_grpc.RolesServicer):
+    """``protos.Roles``, on the node's loop."""
+
+    def __init__(self, node: EngineNode) -> None:
+        self._node = node
+
+    async def Switch(self, request: node_pb2.SwitchRequest, context: RpcContext) -> node_pb2.SwitchReply:
+        former = self._node.role
+        num_left = await self._node.switch(request.role, request.limit_s)
+        return node_pb2.SwitchReply(former_role=former, num_left=num_left)
 
 
 class ExpertService(node_pb2_grpc.ExpertsServicer):

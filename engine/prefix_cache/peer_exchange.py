@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import grpc.aio
 
 from moonpool.engine.memory.block_memory import BlockMemory
+from moonpool.engine.prefix_cache.read_limit import ReadLimit
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.remote.peer_leases import RemoteLeases
 from moonpool.kvstore.remote.sharded_reader import ShardedReader
@@ -68,6 +69,7 @@ class PeerExchange:
         self._memory = memory
         self._agent = agent
         self._deadline_s = deadline_s
+        self._limit = ReadLimit(agent.options.read_nbytes_per_s)
         self.leases = RemoteLeases(deadline_s)
 
     async def close(self) -> None:
@@ -77,6 +79,11 @@ class PeerExchange:
     def channel(self, address: str) -> grpc.aio.Channel:
         """Return the channel to a peer's gRPC server. It reconnects by itself."""
         return self.leases.channel(address)
+
+    def bandwidth(self) -> dict[str, float]:
+        """Bytes/s by node id that reads from the connected peers get."""
+        most = self._limit.nbytes_per_s
+        return {node_id: min(rate, most) for node_id, rate in self._agent.bandwidth().items()}
 
     async def connect(self, source: node_pb2.KvAddress) -> KvSource:
         """Connect to the peer described by ``source``. Raises PeerIncompatible, or TransferError if
@@ -105,6 +112,8 @@ class PeerExchange:
         regions, offsets = blocks.region[first:end], blocks.offset[first:end]
         checksums = list(blocks.checksum[first:end]) or None
         with tracing.span("read blocks", num_blocks=len(block_ids), nbytes=nbytes * len(block_ids)) as span:
+            node_id = source.address.node_id
+            deadline_s -= await self._limit.turn(node_id, nbytes * len(block_ids), deadline_s)
             await self._memory.pool.ready()
             if source.peer is None:
                 report = await self._reader.read(

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from moonpool.engine.checkpoint.config import ModelConfig
-from moonpool.engine.checkpoint.fingerprint import fingerprint
 from moonpool.engine.errors import RankRefused
 from moonpool.engine.execution.logit_rows import LOGIT_ROWS
 from moonpool.engine.sharding.expert_placement import ExpertPlacement
@@ -17,7 +16,6 @@ from moonpool.runtime.config.options import (
     EngineOptions,
     ParallelOptions,
     TcpOptions,
-    TlsOptions,
     TransferOptions,
 )
 
@@ -39,7 +37,7 @@ class Assignment:
     link: str
     options: EngineOptions
     model_len: int  # longest sequence of the model and its options; max_len: also of the pool
-    num_blocks: int
+    num_blocks: int | None  # None: on GPUs, as many as fit on each of them
     max_len: int
     first_device: int = 0  # of the node's GPUs on each machine
     experts: dict[str, object] | None = None  # ``asdict`` of an ExpertPlacement
@@ -82,7 +80,7 @@ class Assignment:
     def identity(self, config: ModelConfig) -> dict[str, str]:
         """Return the properties that must be equal on all ranks, as this process finds them."""
         return {
-            "model": fingerprint(config.path).hex(),
+            "model": config.fingerprint().hex(),
             "dtype": self.dtype,
             "plan": str(self.plan),
             "block size": str(self.options.block_size),
@@ -96,12 +94,7 @@ class Assignment:
 def unpack_transfer_options(words: dict[str, Any]) -> TransferOptions:
     """Restore options from the JSON of their ``asdict``."""
     return TransferOptions(
-        **words
-        | {
-            "transports": tuple(words["transports"]),
-            "tcp": TcpOptions(**words["tcp"]),
-            "tls": TlsOptions(**words["tls"]),
-        }
+        **words | {"transports": tuple(words["transports"]), "tcp": TcpOptions(**words["tcp"])}
     )
 
 

@@ -63,6 +63,7 @@ class RankGroup:
         self.lost: RankLost | None = None
         self._listener = hosts
         self._timeout_s = timeout_s
+        self._start_timeout_s = 0.0  # of the model that is open
         self._separate_pools = separate_pools
         self._memory: GroupMemory | None = None  # while a model is open
         self._runner: ParallelRunner | None = None
@@ -101,10 +102,11 @@ class RankGroup:
         pool_memory: npt.NDArray[np.uint8] | None = None,
         progress: Progress | None = None,
     ) -> ParallelRunner:
-        """Load the model on all ranks. ``assignment``: rank 0's, without paths.
+        """Load the model on all ranks. ``assignment``: rank 0's, without paths; without a number of blocks
+        all take as many as fit on the GPU of each. Until ``serve`` exchanges may take long: ranks compile.
 
-        Raises CheckpointError (of rank 0's part), RankLost (another rank failed to load, or in time) or
-        RankRefused. The group can then only be closed.
+        Raises CheckpointError (of rank 0's part), RankLost (another rank failed, or no rank made progress for
+        ``start_timeout_s``) or RankRefused. The group can then only be closed.
         """
         if self.lost is not None:
             raise self.lost
@@ -135,7 +137,21 @@ class RankGroup:
         assignments, board = memory.assignments, memory.board
         self._heartbeat = board.start_heartbeat()
         self._watcher = vital(self._watch(board), "heartbeats of ranks")
-        total = TotalProgress(progress, self.world_size)
+        loop, limit_s = asyncio.get_running_loop(), parallel.start_timeout_s
+        self._start_timeout_s = limit_s
+        limit = asyncio.timeout(limit_s)
+        waits = True
+
+        def put_off() -> None:
+            if waits and not limit.expired():
+                limit.reschedule(loop.time() + limit_s)
+
+        def report(done: int, nbytes: int, name: str) -> None:
+            loop.call_soon_threadsafe(put_off)
+            if progress is not None:
+                progress(done, nbytes, name)
+
+        total = TotalProgress(report, self.world_size)
         clock = ExchangeClock()
 
         def load() -> ParallelRunner:
@@ -152,27 +168,30 @@ class RankGroup:
                     memory.expert_load,
                     pool_memory=pool_memory,
                     progress=total.of(0),
+                    agree=lambda fitting: asyncio.run_coroutine_threadsafe(
+                        self._agree(fitting), loop
+                    ).result(),
                 )
             except BaseException:
                 link.close()
                 raise
 
-        limit_s = parallel.start_timeout_s
         loads = [
             asyncio.ensure_future(rank.load(assignments[rank.rank], total.of(rank.rank)))
             for rank in self.ranks
         ]
         try:
-            async with asyncio.timeout(limit_s):
-                self._runner = runner = await asyncio.get_running_loop().run_in_executor(worker, load)
+            async with limit:
+                self._runner = runner = await loop.run_in_executor(worker, load)
                 found = await asyncio.gather(*loads)
         except TimeoutError:
             # Loads that were not done were cancelled with the wait. If all are done, rank 0 is late.
             late = [rank for rank, load in zip(self.ranks, loads, strict=True) if not _succeeded(load)]
             where = late[0].where if late else ""
-            reason = f"it was not ready within {limit_s:g} s{where} (engine.parallel.start_timeout_s)"
+            reason = f"it made no progress for {limit_s:g} s{where} (engine.parallel.start_timeout_s)"
             raise RankLost(late[0].rank if late else 0, reason) from None
         finally:
+            waits = False
             for task in loads:
                 task.cancel()
             await asyncio.wait(loads)
@@ -183,14 +202,37 @@ class RankGroup:
         log.info("%d ranks (%s) ready after %.2f s", self.world_size, assignment.plan, took_s)
         return runner
 
+    async def _agree(self, fitting: int) -> int:
+        """Have all ranks make pools of the same number of blocks: the least of ``fitting``, rank 0's, and
+        theirs. Raises RankLost."""
+        least = min([fitting, *await asyncio.gather(*(rank.fitting_blocks() for rank in self.ranks))])
+        for rank in self.ranks:
+            rank.set_num_blocks(least)
+        return least
+
+    def serve(self) -> None:
+        """From now on an exchange that takes ``timeout_s`` is lost: every kernel has been compiled."""
+        assert self._runner is not None
+        self._runner.serve()
+        for rank in self.ranks:
+            rank.serve()
+
     async def start_agents(
         self, options: TransferOptions, agent_id: str, epoch: int
     ) -> list[tuple[bytes, int]]:
         """Start a transfer agent over the pool of each other rank: (descriptor, region). A model must be
-        open. Raises RankLost."""
-        return await asyncio.gather(
-            *(rank.start_agent(options, f"{agent_id}/{rank.rank}", epoch) for rank in self.ranks)
-        )
+        open. Raises RankLost, also of a rank that does not answer within ``start_timeout_s``."""
+
+        async def start(rank: RankProcess) -> tuple[bytes, int]:
+            try:
+                async with asyncio.timeout(self._start_timeout_s):
+                    return await rank.start_agent(options, f"{agent_id}/{rank.rank}", epoch)
+            except TimeoutError:
+                reason = f"it started no transfer agent within {self._start_timeout_s:g} s{rank.where}"
+                self.abort(error := RankLost(rank.rank, f"{reason} (engine.parallel.start_timeout_s)"))
+                raise error from None
+
+        return await asyncio.gather(*map(start, self.ranks))
 
     async def refresh_expert_load(self) -> None:
         """Fetch the expert load of ranks without shared memory. A model must be open. Raises RankLost."""

@@ -66,6 +66,7 @@ class GroupMemory:
         self.assignments = [replace(leader, rank=rank) for rank in range(plan.world_size)]
         if separate_pools:
             return
+        assert leader.num_blocks is not None, "only GPUs are asked how many fit, and they share no pools"
         pages = page_dtype(options, leader.dtype)
         for rank in range(1, plan.world_size):
             layout = plan.shard(config, rank).layout(config, options.block_size, pages)

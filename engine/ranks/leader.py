@@ -60,6 +60,7 @@ class ParallelRunner(ModelRunner):
         *,
         pool_memory: npt.NDArray[np.uint8] | None = None,
         progress: Progress | None = None,
+        agree: Callable[[int], int] | None = None,
     ) -> None:
         super().__init__(
             config,
@@ -73,6 +74,7 @@ class ParallelRunner(ModelRunner):
             shard=assignment.shard(config),
             link=link,
             expert_load=expert_load.tables[0] if expert_load and device.torch.type == "cpu" else None,
+            agree=agree,
         )
         self._expert_load = expert_load
         self.clock = clock
@@ -127,6 +129,10 @@ class ParallelRunner(ModelRunner):
         super().forget_expert_load()
         if self._expert_load is not None:
             self._expert_load.tables.zero_()
+
+    def serve(self) -> None:
+        """See ``Link.serve``."""
+        self._link.serve()
 
     def end_steps(self) -> None:
         """End the step loops of the other ranks. No step is running."""

@@ -15,6 +15,7 @@ from moonpool.engine.ranks.assignment import Assignment
 from moonpool.engine.ranks.hosts.channel import RankChannel
 from moonpool.kvstore.remote.rank_reader import RankRead
 from moonpool.runtime.config.options import TransferOptions
+from moonpool.runtime.security import process
 from moonpool.runtime.service.load_progress import Progress
 from moonpool.runtime.service.vital import vital
 from moonpool.transfer import TransferError
@@ -62,15 +63,32 @@ class RankProcess:
     async def load(self, assignment: Assignment, progress: Progress | None = None) -> dict[str, str]:
         """Load the assigned part and return the rank's identity. Raises RankLost."""
         self._progress = progress
+        if assignment.num_blocks is None:
+            self._expect("fits")
         loaded = self._ask("loaded", {"load": assignment.pack()})
         self._expect("ended")
         identity: dict[str, str] = (await loaded)["identity"]
         return identity
 
+    async def fitting_blocks(self) -> int:
+        """Wait until a rank that loads without a number of blocks has its weights; return how many blocks
+        fit beside them. It then waits for ``set_num_blocks``. Raises RankLost."""
+        found: int = (await self._waiting["fits", 0])["num_blocks"]
+        return found
+
+    def set_num_blocks(self, num_blocks: int) -> None:
+        self._send({"num_blocks": num_blocks})
+
+    def serve(self) -> None:
+        """See ``Link.serve``."""
+        self._send({"serve": True})
+
     async def start_agent(self, options: TransferOptions, agent_id: str, epoch: int) -> tuple[bytes, int]:
         """Start a transfer agent in the rank. Return its descriptor and the region of the pool. Raises
         RankLost."""
         command = {"options": asdict(options), "agent_id": agent_id, "epoch": epoch}
+        if not self.where:  # other machines have their own, and the key does not leave this one
+            command["security"] = asdict(process.current().options)
         found = await self._ask("agent", {"agent": command})
         return b64decode(found["descriptor"]), found["region"]
 
@@ -98,7 +116,7 @@ class RankProcess:
             done.exception()  # mark it as retrieved
             raise
         if "error" in found:
-            raise TransferError(f"rank {self.rank}: {found['error']}")
+            raise TransferError.of_facts(found["error"], f"rank {self.rank}: ")
         transport: str = found["transport"]
         return transport
 

@@ -25,21 +25,27 @@ from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.checkpoint.weights import Checkpoint
 from moonpool.engine.collectives.board import SharedBoard, SharedMemory
 from moonpool.engine.collectives.exchange_clock import ExchangeClock
-from moonpool.engine.device.selection import TORCH_DTYPES, page_dtype
+from moonpool.engine.collectives.link import Link
+from moonpool.engine.device.cuda import exact_products
+from moonpool.engine.device.selection import TORCH_DTYPES, choose_device, page_dtype
 from moonpool.engine.device.threads import use_threads
 from moonpool.engine.errors import RankLost
+from moonpool.engine.execution.gpu_memory import choose_num_blocks
 from moonpool.engine.execution.runner import pool_tensor
 from moonpool.engine.experts.load import ExpertLoad
+from moonpool.engine.memory.block_bytes import device_checksums
 from moonpool.engine.model.transformer import Model
 from moonpool.engine.ranks.assignment import Assignment, unpack_transfer_options
 from moonpool.engine.ranks.link_factory import open_link
 from moonpool.engine.ranks.stage import RankStep, run_steps
 from moonpool.engine.sharding.tensor_slices import TensorSlices
 from moonpool.kvstore.remote.rank_reader import AgentReader, RankRead
-from moonpool.runtime.config.options import LogOptions
+from moonpool.runtime.config.options import LogOptions, SecurityOptions
 from moonpool.runtime.errors import MoonpoolError
 from moonpool.runtime.observing.log import setup_logging
-from moonpool.transfer import Span, TransferAgent, WriteGrant
+from moonpool.runtime.security import process
+from moonpool.runtime.security.roles import NODE, Caller
+from moonpool.transfer import Span, TransferAgent, TransferError, WriteGrant
 
 log = logging.getLogger(__name__)
 
@@ -70,10 +76,11 @@ def report(kind: str, **facts: object) -> None:
 class LeaderCommands:
     """The thread that executes the leader's commands. Ends the process when the leader ends.
 
-    pool, expert_load: of the open model, set before "loaded" is reported.
+    link, pool, expert_load: of the open model, set before "loaded" is reported.
     """
 
     def __init__(self) -> None:
+        self.link: Link | None = None
         self.pool: SharedMemory | Tensor | None = None
         self.expert_load: Tensor | None = None
         self._agent: TransferAgent | None = None
@@ -81,6 +88,7 @@ class LeaderCommands:
         self._writable: WriteGrant | None = None
         self._reads: dict[int, asyncio.Task[None]] = {}
         self.assignments: queue.Queue[Assignment] = queue.Queue()
+        self.nums_blocks: queue.Queue[int] = queue.Queue()
         threading.Thread(target=self._run, name="commands", daemon=True).start()
 
     def _run(self) -> None:
@@ -101,6 +109,11 @@ class LeaderCommands:
             match command:
                 case {"load": words}:
                     self.assignments.put(Assignment.unpack(words))
+                case {"num_blocks": num_blocks}:
+                    self.nums_blocks.put(num_blocks)
+                case {"serve": _}:
+                    assert self.link is not None
+                    self.link.serve()
                 case {"agent": words}:
                     await self._start_agent(words)
                 case {"grant": _}:
@@ -121,6 +134,8 @@ class LeaderCommands:
         if self._agent is not None:
             await self._agent.close()
         options = unpack_transfer_options(words["options"])
+        me = Caller(NODE, words["agent_id"])
+        process.use(process.Security(SecurityOptions(**words["security"]), me))
         self._agent = agent = await TransferAgent.start(
             options, agent_id=words["agent_id"], epoch=words["epoch"]
         )
@@ -129,7 +144,8 @@ class LeaderCommands:
         if isinstance(pool, SharedMemory):
             region = agent.register_shared(pool.fd, "pool")
         else:
-            region = agent.register(pool.view(torch.uint8), name="pool")
+            hasher = device_checksums(pool, choose_device(str(pool.device)))
+            region = agent.register(pool.view(torch.uint8), name="pool", checksums=hasher)
         self._reader = AgentReader(agent, region)
         self._writable = None
         report("agent", descriptor=b64encode(agent.describe().pack()).decode(), region=region.id)
@@ -149,9 +165,12 @@ class LeaderCommands:
         try:
             report("read", number=number, transport=await self._reader.read(request))
         except asyncio.CancelledError:
-            report("read", number=number, error="cancelled")
-        except MoonpoolError as error:
-            report("read", number=number, error=str(error))
+            report("read", number=number, error=TransferError("cancelled").facts())
+        except TransferError as error:
+            report("read", number=number, error=error.facts())
+        except Exception as error:
+            log.exception("a read failed: a defect")
+            report("read", number=number, error=TransferError(f"{type(error).__name__}: {error}").facts())
         finally:
             del self._reads[number]
 
@@ -177,11 +196,13 @@ def serve(assignment: Assignment, commands: LeaderCommands) -> None:
 def _run(assignment: Assignment, board: SharedBoard, commands: LeaderCommands) -> None:
     options = assignment.options
     config = ModelConfig.from_checkpoint(Path(assignment.model)).for_length(assignment.model_len)
+    config = config.with_weights(options.weights)
     shard, device = assignment.shard(config), assignment.torch_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        exact_products()
     clock = ExchangeClock()
-    link = open_link(assignment, config, board, clock)
+    commands.link = link = open_link(assignment, config, board, clock)
     reported_s = 0.0
 
     def progress(done: int, total: int, name: str) -> None:
@@ -201,10 +222,16 @@ def _run(assignment: Assignment, board: SharedBoard, commands: LeaderCommands) -
         expert_load=_expert_load(assignment, config),
     )
     layout = shard.layout(config, options.block_size, page_dtype(options, assignment.dtype))
+    num_blocks = choose_num_blocks(
+        model, choose_device(str(device)), options, layout, assignment.num_blocks, is_single_rank=False
+    )
+    if assignment.num_blocks is None:
+        report("fits", num_blocks=num_blocks)
+        num_blocks = commands.nums_blocks.get()
     memory = None
     if device.type == "cpu":
-        memory = _pool_memory(assignment, assignment.num_blocks * layout.block_nbytes)
-    pool = pool_tensor(layout, assignment.num_blocks, device, None if memory is None else memory.array)
+        memory = _pool_memory(assignment, num_blocks * layout.block_nbytes)
+    pool = pool_tensor(layout, num_blocks, device, None if memory is None else memory.array)
     commands.pool = pool if memory is None else memory
     commands.expert_load = model.expert_load
     report("loaded", identity=assignment.identity(config))

@@ -31,12 +31,14 @@ class AttentionCase:
     queries: int = 1
     capped: bool = False  # scores, as in Gemma 2
     writes_lse: bool = False  # for attention sinks and merges
+    key_only: int = 0  # elements of a latent
 
     @property
     def name(self) -> str:
         kind = str(self.q_dtype).removeprefix("torch.")
         kind = {"float32": "wide", FP8: "fp8"}.get(kind, kind) if self.pool_dtype != FP8 else f"{kind}/fp8"
         several = f" Q{self.queries}" if self.queries > 1 else ""
+        several += f" K{self.key_only}" if self.key_only else ""
         several += " capped" * self.capped + " lse" * self.writes_lse
         return f"{kind} D{self.head_dim} G{self.group} B{self.block_size}{several}"
 
@@ -51,6 +53,8 @@ def attention_cases(arch: int) -> Iterator[AttentionCase]:
     for group, block_size in ((1, 16), (7, 16), (8, 256), (8, 64), (32, 64)):
         yield AttentionCase(torch.bfloat16, torch.bfloat16, 128, group, block_size)
         yield AttentionCase(torch.bfloat16, FP8, 128, group, block_size)
+    for pages in (torch.bfloat16, FP8):  # DeepSeek's latents
+        yield AttentionCase(torch.bfloat16, pages, 576, group=16, block_size=64, key_only=64)
     yield AttentionCase(torch.bfloat16, torch.bfloat16, 256, group=2, capped=True)
     yield AttentionCase(torch.bfloat16, torch.bfloat16, 64, group=8, writes_lse=True)
     for queries in (4, 16):
@@ -64,8 +68,9 @@ def decode_case(case: AttentionCase, arch: int, choice: Any = None) -> Case:
     choice = choice or decode_choice(case.head_dim, rows, case.q_dtype, case.pool_dtype, arch)
     pointer = POINTERS[case.q_dtype]
     constants = triton_decode.decode_constants(
-        queries=case.queries, group=case.group, head_dim=case.head_dim, batch=64, choice=choice
-    )
+        queries=case.queries, group=case.group, head_dim=case.head_dim, batch=64, choice=choice,
+        key_only=case.key_only,
+    )  # fmt: skip
     return Case(
         f"decode {case.name}",
         triton_decode.decode_partition,
@@ -79,7 +84,8 @@ def decode_case(case: AttentionCase, arch: int, choice: Any = None) -> Case:
         STRIDES | RULES | dict.fromkeys(("table_stride", "batch", "wanted"), "i32"),
         constants
         | {"ROWS": rows, "BLOCK_SIZE": case.block_size, "FP8": fp8_mode(case.pool_dtype, arch)}
-        | {"CAPPED": case.capped, "WRITE_LSE": case.writes_lse},
+        | {"CAPPED": case.capped, "WRITE_LSE": case.writes_lse}
+        | {"REST_PADDED": padded(case.key_only, 16) if case.key_only else 1},
         choice.num_warps,
         choice.num_stages,
         multiplies_tiles=case.q_dtype != torch.float32,
@@ -93,8 +99,9 @@ def prefill_case(case: AttentionCase, arch: int, choice: Any = None) -> Case:
     choice = choice or prefill_choice(case.head_dim, case.q_dtype, case.pool_dtype, arch)
     pointer = POINTERS[case.q_dtype]
     constants = triton_prefill.prefill_constants(
-        group=case.group, head_dim=case.head_dim, block_size=case.block_size, batch=64, choice=choice
-    )
+        group=case.group, head_dim=case.head_dim, block_size=case.block_size, batch=64, choice=choice,
+        key_only=case.key_only,
+    )  # fmt: skip
     half = case.q_dtype != torch.float32
     return Case(
         f"prefill {case.name}",

@@ -12,11 +12,14 @@ import torch
 from moonpool.kernels.compilation.attention_cases import attention_cases, decode_case, prefill_case
 from moonpool.kernels.compilation.kernel_case import POINTERS, STRIDES, Case
 from moonpool.kernels.reference import FP8
+from moonpool.kernels.reference.quantised import Kind
 from moonpool.kernels.triton import adapters as triton_adapters
+from moonpool.kernels.triton import checksums as triton_checksums
 from moonpool.kernels.triton import decode as triton_decode
 from moonpool.kernels.triton import experts as triton_experts
 from moonpool.kernels.triton import kv as triton_kv
 from moonpool.kernels.triton import merge as triton_merge
+from moonpool.kernels.triton import quantised as triton_quantised
 from moonpool.kernels.triton import rows as triton_rows
 from moonpool.kernels.triton.launch import decode_choice
 
@@ -130,13 +133,61 @@ def expert_and_adapter_cases(dtype: torch.dtype) -> Iterator[Case]:
     )
 
 
-def other_cases() -> Iterator[Case]:
+def checksum_cases() -> Iterator[Case]:
+    spans = dict.fromkeys(("spans", "keys", "sums"), "*i64") | {"memory": "*u8"}
+    yield Case(
+        "checksum KiBs",
+        triton_checksums.sum_kibs,
+        spans,
+        {"row_kibs": "i32"},
+        {"KIBS": triton_checksums.KIBS_PER_PROGRAM},
+        loads_nbytes=8,
+    )
+    yield Case(
+        "checksum chain",
+        triton_checksums.chain_kibs,
+        spans | {"found": "*i64"},
+        {"row_kibs": "i32"},
+        {"TURN": triton_checksums.KIBS_PER_TURN},
+        num_warps=1,
+    )
+
+
+def quantised_cases(dtype: torch.dtype, arch: int) -> Iterator[Case]:
+    pointer = POINTERS[dtype]
+    kinds: tuple[tuple[Kind, int, bool], ...] = (
+        ("int8", 4096, False),
+        ("int4", 128, True),
+        ("int4", 64, False),
+        ("int4", 32, False),
+        ("fp8", 128, False),
+    )
+    for kind, group, has_zeros in kinds:
+        for rows in (8, 512):
+            choice = triton_quantised.QuantisedChoice.of(rows, group, dtype)
+            yield Case(
+                f"quantised {kind} G{group} {choice.rows}",
+                triton_quantised.quantised_tile,
+                dict.fromkeys(("x", "out"), pointer) | {"codes": "*u8", "scales": "*fp32", "zeros": "*i16"},
+                dict.fromkeys(("n", "outs", "ins", "code_stride", "group", "groups"), "i32"),
+                triton_quantised.quantised_constants(kind, choice, has_zeros=has_zeros, arch=arch),
+                choice.num_warps,
+                choice.num_stages,
+                multiplies_tiles=True,
+                loads_nbytes=16,
+                divisible=("outs", "ins", "group"),
+            )
+
+
+def other_cases(arch: int) -> Iterator[Case]:
     """The cases of all kernels but attention."""
     yield from merge_cases()
     yield from row_cases(torch.bfloat16)
     yield from kv_cases(torch.bfloat16, torch.bfloat16)
     yield from kv_cases(torch.bfloat16, FP8)
     yield from expert_and_adapter_cases(torch.bfloat16)
+    yield from checksum_cases()
+    yield from quantised_cases(torch.bfloat16, arch)
 
 
 def all_cases(arch: int) -> Iterator[Case]:
@@ -144,4 +195,4 @@ def all_cases(arch: int) -> Iterator[Case]:
         yield decode_case(case, arch)
         if case.queries == 1:
             yield prefill_case(case, arch)
-    yield from other_cases()
+    yield from other_cases(arch)

@@ -98,14 +98,16 @@ class Resources:
 
 
 def compile_case(case: Case, arch: int) -> Resources:
-    """Compile for ``sm_<arch>``. All pointers and strides are assumed to be multiples of 16, as in use."""
+    """Compile for ``sm_<arch>``, as for a launch: all pointers and strides that Triton specializes are
+    multiples of 16."""
     names = case.kernel.arg_names
     types = case.pointers | case.scalars
     signature = {name: types.get(name, "constexpr") for name in names}
     attributes = {
         (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(names)
-        if name in case.pointers or name.endswith(("stride", "offset")) or name in case.divisible
+        for i, (name, parameter) in enumerate(zip(names, case.kernel.params, strict=True))
+        if not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
+        and (name in case.pointers or name.endswith(("stride", "offset")) or name in case.divisible)
     }
     constants = {(names.index(name),): value for name, value in case.constants.items()}
     source = ASTSource(fn=case.kernel, signature=signature, constexprs=constants, attrs=attributes)

@@ -9,6 +9,7 @@ from moonpool.runtime.machine.processor import instructions
 # The instruction sets that the kernels, or torch's own, use.
 _RELEVANT = (
     "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_fp16",
+    "avx512_vnni", "avx512vbmi",
     "amx_bf16", "asimd", "bf16", "sve",
 )  # fmt: skip
 

@@ -37,6 +37,9 @@ POOL_PAIRS = {
     **{(dtype, dtype): f"{name}_{name}" for dtype, name in DTYPE_NAMES.items()},
     **{(dtype, torch.float8_e4m3fn): f"{name}_f8" for dtype, name in DTYPE_NAMES.items()},
 }
+# Weights in few bits, by name.
+KINDS = {"int8": "int8", "int4": "int4", "fp8": "fp8"}
+QUANTISED_PAIRS = {(dtype, kind): f"{name}_{kind}" for dtype, name in DTYPE_NAMES.items() for kind in KINDS}
 _UNTYPED = {None: ""}
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -46,9 +49,9 @@ _FUNCTIONS: dict[str, tuple[dict[Any, str], list[Any]]] = {
     "silu_mul": (DTYPE_NAMES, [_P, _P, _I, _I]),
     "argmax_rows": (DTYPE_NAMES, [_P, _P, _I, _I]),
     "merge": (DTYPE_NAMES, [_P, _P, _P, _P, _I, _I, _I]),
-    "pack": (DTYPE_NAMES, [_P, _P, _I, _I]),
+    "pack": ({**DTYPE_NAMES, **KINDS}, [_P, _P, _I, _I]),
     "unpack": (DTYPE_NAMES, [_P, _P, _I, _I]),
-    "packed_size": (DTYPE_NAMES, [_I, _I]),
+    "packed_size": ({**DTYPE_NAMES, **KINDS}, [_I, _I]),
     "route_experts": (DTYPE_NAMES, [_P, _P, _P, _I, _I, _I, _I]),
     "combine_experts": (DTYPE_NAMES, [_P, _P, _P, _P, _I, _I, _I]),
     "group_by_expert": (_UNTYPED, [_P, _P, _P, _I, _I]),
@@ -59,6 +62,8 @@ _FUNCTIONS: dict[str, tuple[dict[Any, str], list[Any]]] = {
     "prefill": (POOL_PAIRS, [_P, _I, _P, _P, _P, _P, _I, _P, _P, _P, _I, _I, _F, _F, _I, _F]),
     "linear": (LINEAR_PAIRS, [_P, _P, _P, _P, _I, _I, _I]),
     "grouped_linear": (LINEAR_PAIRS, [_P, _P, _P, _P, _I, _I, _I, _I]),
+    "quantised_linear": (QUANTISED_PAIRS, [_P, _P, _P, _P, _P, _P, _I, _I, _I, _I]),
+    "vector_width": (_UNTYPED, []),
     "set_threads": (_UNTYPED, [_I]),
     "get_threads": (_UNTYPED, []),
 }
@@ -123,7 +128,7 @@ def _bind(loaded: ctypes.CDLL) -> dict[str, dict[Any, Function]]:
         for key, suffix in forms.items():
             function = getattr(loaded, f"{name}_{suffix}" if suffix else name)
             function.argtypes = arguments
-            function.restype = _I if name in ("packed_size", "get_threads") else None
+            function.restype = _I if name in ("packed_size", "get_threads", "vector_width") else None
             table[name][key] = function
     return table
 

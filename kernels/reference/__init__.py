@@ -14,6 +14,7 @@ from moonpool.kernels.reference.attention import (
     paged_decode_attention,
     paged_prefill_attention,
 )
+from moonpool.kernels.reference.checksums import checksum_spans
 from moonpool.kernels.reference.dtypes import FP8, to_pool_dtype
 from moonpool.kernels.reference.experts import (
     combine_experts,
@@ -23,13 +24,16 @@ from moonpool.kernels.reference.experts import (
     route_experts,
 )
 from moonpool.kernels.reference.kv import rotate, rotate_and_write, write_kv
+from moonpool.kernels.reference.quantised import QuantisedWeight, quantised_matmul
 from moonpool.kernels.reference.rows import argmax_rows, rms_norm, silu_mul
 
 __all__ = [
     "FP8",
     "AttentionOptions",
+    "QuantisedWeight",
     "add_lora",
     "argmax_rows",
+    "checksum_spans",
     "combine_experts",
     "group_by_expert",
     "group_rows",
@@ -37,6 +41,7 @@ __all__ = [
     "merge_attention_states",
     "paged_decode_attention",
     "paged_prefill_attention",
+    "quantised_matmul",
     "rms_norm",
     "rotate",
     "rotate_and_write",

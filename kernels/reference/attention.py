@@ -19,6 +19,7 @@ class AttentionOptions(TypedDict, total=False):
     q_positions: Tensor | None
     k_scale: float
     v_scale: float
+    key_only: int
     out: Tensor | None
     lse: Tensor | None
 
@@ -84,6 +85,7 @@ def paged_prefill_attention(
     q_positions: Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    key_only: int = 0,
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
@@ -96,7 +98,10 @@ def paged_prefill_attention(
     of its table; by default the last query is the last of them. (A rank with only some of a sequence's keys
     passes positions relative to its first key; a query at context_lens or beyond sees all of them.)
 
-    The pool has the dtype of q or is float8_e4m3fn; float8 values are multiplied by k_scale and v_scale.
+    The pool has the dtype of q or is float8_e4m3fn; float8 values are multiplied by k_scale and v_scale. With
+    ``key_only`` the caller uses the result from that element of each head on only: the first ones, which a
+    latent has for scores, are undefined.
+
     Returns out (or a new tensor): [num_tokens, num_heads, head_dim]. lse: float32 [num_tokens, num_heads] is
     filled with the natural logarithm of each row's sum of exponentials. A query that sees no key gets zeros
     and -inf.
@@ -132,6 +137,7 @@ def paged_decode_attention(
     q_positions: Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    key_only: int = 0,
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:

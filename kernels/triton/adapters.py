@@ -17,7 +17,7 @@ INS = 128  # inputs of a step of the first product
 OUTS = 128  # outputs of a program of the second
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["ids", "low"])
 def lora_down(x, a, ids, low, ins, rank, RANK: tl.constexpr, INS: tl.constexpr):
     """Grid: (n,). x: [n, ins]; a: [adapters, rank, ins]; low: float32 [n, rank], a[ids[i]] @ x[i]."""
     row = tl.program_id(0).to(tl.int64)
@@ -39,7 +39,7 @@ def lora_down(x, a, ids, low, ins, rank, RANK: tl.constexpr, INS: tl.constexpr):
         tl.store(low + row * rank + ranks, sums, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["ids", "scales", "low"])
 def lora_up(y, b, ids, scales, low, outs, rank, RANK: tl.constexpr, OUTS: tl.constexpr):
     """Grid: (n, tiles of OUTS outputs). y: [n, outs], added to; b: [adapters, outs, rank]."""
     row = tl.program_id(0).to(tl.int64)

@@ -2,7 +2,7 @@
 
 # Triton is untyped, and its compile-time constants are capitals.
 # mypy: disable-error-code="import-untyped,untyped-decorator,no-untyped-def"
-# ruff: noqa: N803
+# ruff: noqa: N803, N806
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from moonpool.kernels.triton.launch import (
     DecodeChoice,
     architecture,
     decode_choice,
+    heads_of_latents,
     num_multiprocessors,
     padded,
 )
@@ -29,23 +30,29 @@ from moonpool.kernels.triton.merge import (
 )
 
 
-# Values that change from step to step are not specialized, so that nothing compiles while serving.
-@triton.jit(do_not_specialize=["batch", "wanted", "window"])
+# Values and addresses that change from step to step are not specialized, so that nothing compiles while
+# serving.
+@triton.jit(
+    do_not_specialize=["table_stride", "batch", "wanted", "window"],
+    do_not_specialize_on_alignment=["table", "contexts", "positions", "lse", "scratch_lse"],
+)
 def decode_partition(
     q, pool, table, contexts, positions, out, lse, scratch, scratch_lse, layer_offset, block_stride,
     kv_stride, head_stride, table_stride, batch, wanted, scale, v_scale, window, soft_cap,
     QUERIES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MIN_TILES: tl.constexpr,
     BATCH_PADDED: tl.constexpr, POSITIONS: tl.constexpr, CAPPED: tl.constexpr, WRITE_LSE: tl.constexpr,
-    FP8: tl.constexpr,
+    FP8: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr,
 ):  # fmt: skip
     """One partition of one sequence's context, for all its queries and the query heads of one kv head.
 
     Grid: (num_kv_heads, batch + wanted). q, out: [batch, QUERIES, num_heads, DIM]; lse: float32 [batch,
     QUERIES, num_heads]; positions: int32 [batch], of the first query, read only with POSITIONS. The result of
     a sequence with one partition goes to out; others go to scratch: float32 [programs, num_kv_heads, QUERIES
-    * GROUP, DIM], and scratch_lse: [programs, num_kv_heads, QUERIES * GROUP].
+    * GROUP, DIM], and scratch_lse: [programs, num_kv_heads, QUERIES * GROUP]. Before the DIM elements of a
+    head are REST ones that only scores use.
     """
+    WIDTH: tl.constexpr = DIM + REST
     head, program = tl.program_id(0), tl.program_id(1)
     first_tile, partitions, partition_ends, tiles_per_partition = partition_contexts(
         contexts, positions, batch, wanted, window, QUERIES, TILE, MIN_TILES, BATCH_PADDED, POSITIONS
@@ -72,7 +79,12 @@ def decode_partition(
     row_position = position + row // GROUP
     row_first = tl.where(window > 0, row_position - window + 1, 0)
     at = (sequence * QUERIES + row // GROUP).to(tl.int64) * num_heads + head * GROUP + row % GROUP
-    query = tl.load(q + at[:, None] * DIM + dims[None, :], mask=valid, other=0.0)
+    query = tl.load(q + at[:, None] * WIDTH + REST + dims[None, :], mask=valid, other=0.0)
+    rests = tl.arange(0, REST_PADDED)
+    query_rest = query
+    if REST > 0:
+        with_rest = row_there[:, None] & (rests < REST)[None, :]
+        query_rest = tl.load(q + at[:, None] * WIDTH + rests[None, :], mask=with_rest, other=0.0)
     pool += layer_offset + head.to(tl.int64) * head_stride
     table += sequence.to(tl.int64) * table_stride
 
@@ -89,14 +101,19 @@ def decode_partition(
         if BLOCK_SIZE % TILE == 0:
             # Tiles are aligned, so that each lies in one block.
             offset = tl.load(table + start // BLOCK_SIZE).to(tl.int64) * block_stride
-            offset += ((start % BLOCK_SIZE) + tl.arange(0, TILE)) * DIM
+            offset += ((start % BLOCK_SIZE) + tl.arange(0, TILE)) * WIDTH
         else:
             block = tl.load(table + token // BLOCK_SIZE, mask=exists, other=0)
-            offset = block.to(tl.int64) * block_stride + (token % BLOCK_SIZE) * DIM
+            offset = block.to(tl.int64) * block_stride + (token % BLOCK_SIZE) * WIDTH
         readable = exists[:, None] & (dims < DIM)[None, :]
-        stored = tl.load(pool + offset[:, None] + dims[None, :], mask=readable, other=0)
+        stored = tl.load(pool + offset[:, None] + REST + dims[None, :], mask=readable, other=0)
         k = widened(stored, q.dtype.element_ty, FP8)
         scores = tl.dot(query, tl.trans(k), input_precision="tf32x3")
+        if REST > 0:
+            there = exists[:, None] & (rests < REST)[None, :]
+            stored = tl.load(pool + offset[:, None] + rests[None, :], mask=there, other=0)
+            k = widened(stored, q.dtype.element_ty, FP8)
+            scores += tl.dot(query_rest, tl.trans(k), input_precision="tf32x3")
         if CAPPED:
             scores *= scale
             # tanh through exp2: exact at both ends.
@@ -112,14 +129,14 @@ def decode_partition(
         factor = tl.exp2(top - base)
         total = total * factor + tl.sum(weights, 1)
         if FP8 == 0:
-            v = tl.load(pool + kv_stride + offset[:, None] + dims[None, :], mask=readable, other=0)
+            v = tl.load(pool + kv_stride + offset[:, None] + REST + dims[None, :], mask=readable, other=0)
             gathered = gathered * factor[:, None]
             gathered += tl.dot(weights.to(v.dtype), v, input_precision="tf32x3")
         else:
             # Two bytes at a time: tensor cores read V by columns, and only pairs of bytes can be transposed.
             words = (pool + kv_stride).to(tl.pointer_type(tl.uint16))
             there = exists[:, None] & (pairs < DIM // 2)[None, :]
-            both = tl.load(words + (offset // 2)[:, None] + pairs[None, :], mask=there, other=0)
+            both = tl.load(words + ((offset + REST) // 2)[:, None] + pairs[None, :], mask=there, other=0)
             probabilities = weights.to(tl.float16)
             gathered = gathered * factor[:, None] + tl.dot(probabilities, halves_of(both & 0xFF, FP8))
             odd = odd * factor[:, None] + tl.dot(probabilities, halves_of(both >> 8, FP8))
@@ -130,7 +147,9 @@ def decode_partition(
     gathered = gathered * (v_scale / tl.where(total == 0, 1.0, total))[:, None]
     log = tl.where(total == 0, float("-inf"), (top + tl.log2(total)) * 0.6931471805599453)
     if num_partitions == 1:
-        tl.store(out + at[:, None] * DIM + dims[None, :], gathered.to(out.dtype.element_ty), mask=valid)
+        tl.store(
+            out + at[:, None] * WIDTH + REST + dims[None, :], gathered.to(out.dtype.element_ty), mask=valid
+        )
         if WRITE_LSE:
             tl.store(lse + at, log, mask=row_there)
     else:
@@ -140,14 +159,22 @@ def decode_partition(
 
 
 def decode_constants(
-    *, queries: int, group: int, head_dim: int, batch: int, choice: DecodeChoice, positions: bool = False
+    *,
+    queries: int,
+    group: int,
+    head_dim: int,
+    batch: int,
+    choice: DecodeChoice,
+    positions: bool = False,
+    key_only: int = 0,
 ) -> dict[str, Any]:
     """Constants of both ``decode_partition`` and ``merge_partitions``."""
     return {
         "QUERIES": queries,
         "GROUP": group,
-        "DIM": head_dim,
-        "DIM_PADDED": padded(head_dim, 16),
+        "DIM": head_dim - key_only,
+        "DIM_PADDED": padded(head_dim - key_only, 16),
+        "REST": key_only,
         "TILE": choice.tile,
         "MIN_TILES": max(1, MIN_PARTITION_TOKENS // choice.tile),
         "BATCH_PADDED": padded(batch, 256),  # one value for all usual batch sizes
@@ -168,6 +195,7 @@ def paged_decode_attention(
     q_positions: Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    key_only: int = 0,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     num_programs: int | None = None,
@@ -176,6 +204,9 @@ def paged_decode_attention(
     batch, num_heads, head_dim = q.shape[0], q.shape[-2], q.shape[-1]
     queries = 1 if q.dim() == 3 else q.shape[1]
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
+    strides = pool.stride()
+    if key_only and num_kv_heads == 1:
+        num_kv_heads, strides = heads_of_latents(num_heads, queries), (*strides[:3], 0)
     group = num_heads // num_kv_heads
     out = torch.empty_like(q) if out is None else out
     if batch == 0:
@@ -190,13 +221,12 @@ def paged_decode_attention(
     splits = wanted > 1
     num_partitions = batch + wanted
     shape = (num_partitions, num_kv_heads, queries * group) if splits else (1,)
-    scratch = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
+    scratch = torch.empty((*shape, head_dim - key_only), dtype=torch.float32, device=q.device)
     scratch_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     constants = decode_constants(
         queries=queries, group=group, head_dim=head_dim, batch=batch, choice=choice,
-        positions=q_positions is not None,
+        positions=q_positions is not None, key_only=key_only,
     )  # fmt: skip
-    strides = pool.stride()
     positions = context_lens if q_positions is None else q_positions
     lse_out = scratch_lse if lse is None else lse
     decode_partition[(num_kv_heads, num_partitions)](
@@ -205,7 +235,7 @@ def paged_decode_attention(
         scale * k_scale, v_scale, window, soft_cap,
         **constants, ROWS=rows, BLOCK_SIZE=block_size, CAPPED=soft_cap > 0, WRITE_LSE=lse is not None,
         FP8=fp8_mode(pool.dtype, arch, not q.is_cuda), num_warps=choice.num_warps,
-        num_stages=choice.num_stages,
+        num_stages=choice.num_stages, REST_PADDED=padded(key_only, 16) if key_only else 1,
     )  # fmt: skip
     if splits:
         merge_partitions[(batch, queries * num_heads)](

@@ -35,7 +35,7 @@ class GroupedChoice:
         return cls(64, 128, ins, 8, 3)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["offsets"])
 def grouped_tile(
     x, weights, offsets, out, num_experts, outs, ins,
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr,

@@ -23,7 +23,7 @@ def slot_offset(slot, block_stride, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr)
     return slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * DIM
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def write_token(
     k, v, pool, slots, layer_offset, block_stride, kv_stride, head_stride, k_factor, v_factor,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr,
@@ -58,7 +58,7 @@ def norm_weights(q_norm, k_norm, at, there, is_q, normed, NORM_Q: tl.constexpr, 
     return tl.where(normed[:, None], tl.where(is_q[:, None], of_q[None, :], of_k[None, :]), 1.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def rotate_heads(
     qkv, positions, cos, sin, pool, slots, q, q_norm, k_norm, layer_offset, block_stride, kv_stride,
     head_stride, eps, k_factor, v_factor,

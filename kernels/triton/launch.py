@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 TABLE_PATH = Path(__file__).with_name("launch.json")
+# Query rows of a program over latents.
+LATENT_ROWS = 16
 # Multiprocessors assumed without a GPU: those of an H200.
 ASSUMED_MULTIPROCESSORS = 132
 
@@ -98,6 +100,13 @@ def num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return ASSUMED_MULTIPROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def heads_of_latents(num_heads: int, queries: int = 1) -> int:
+    """The kv heads that query heads over one latent are divided into: all read the same memory, and the
+    accumulators of so many query rows of a latent's width fit into registers."""
+    group = max(1, LATENT_ROWS // queries)
+    return num_heads // next(n for n in range(min(group, num_heads), 0, -1) if num_heads % n == 0)
 
 
 def padded(n: int, least: int = 1) -> int:

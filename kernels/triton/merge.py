@@ -76,13 +76,17 @@ def softmax_weighted(
     return gathered, tl.where(total == 0, float("-inf"), top + tl.log2(total) * 0.6931471805599453)
 
 
-# Values that change from step to step are not specialized, so that nothing compiles while serving.
-@triton.jit(do_not_specialize=["batch", "wanted", "window"])
+# Values and addresses that change from step to step are not specialized, so that nothing compiles while
+# serving.
+@triton.jit(
+    do_not_specialize=["batch", "wanted", "window"],
+    do_not_specialize_on_alignment=["contexts", "positions", "lse", "scratch_lse"],
+)
 def merge_partitions(
     scratch, scratch_lse, contexts, positions, out, lse, batch, wanted, window,
     KV_HEADS: tl.constexpr, QUERIES: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr, TILE: tl.constexpr, MIN_TILES: tl.constexpr, BATCH_PADDED: tl.constexpr,
-    POSITIONS: tl.constexpr, WRITE_LSE: tl.constexpr, PARTS_PER_STEP: tl.constexpr,
+    POSITIONS: tl.constexpr, REST: tl.constexpr, WRITE_LSE: tl.constexpr, PARTS_PER_STEP: tl.constexpr,
 ):  # fmt: skip
     """Merge the partitions that ``decode_partition`` wrote to scratch. Grid: (batch, QUERIES * num_heads)."""
     sequence = tl.program_id(0)
@@ -102,12 +106,12 @@ def merge_partitions(
     )
     to = sequence.to(tl.int64) * (QUERIES * KV_HEADS * GROUP) + tl.program_id(1)
     dims = tl.arange(0, DIM_PADDED)
-    tl.store(out + to * DIM + dims, row.to(out.dtype.element_ty), mask=dims < DIM)
+    tl.store(out + to * (DIM + REST) + REST + dims, row.to(out.dtype.element_ty), mask=dims < DIM)
     if WRITE_LSE:
         tl.store(lse + to, log)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_parts"])
+@triton.jit(do_not_specialize=["num_rows", "num_parts"], do_not_specialize_on_alignment=["lses", "lse"])
 def merge_states(
     outs, lses, out, lse, num_rows, num_parts,
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, PARTS_PER_STEP: tl.constexpr,

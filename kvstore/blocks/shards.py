@@ -54,7 +54,7 @@ class SplitLayout:
     num_layers: int
     num_kv_heads: int
     head_nbytes: int
-    # Also of latents, taken as two halves: nobody splits the only head, so the runs are the same.
+    # Also of latents, taken as two halves: the only head is never split, so the runs are the same.
     num_components: int = 2
 
     @classmethod

@@ -66,14 +66,16 @@ class ObjectMissing(StoreClientError):
 
 
 class ObjectUnreachable(StoreClientError):
-    """The object exists, and no node that has its bytes answers."""
+    """The object exists, and no node that has its bytes answers. ``why``: in another way."""
 
     code = "UNAVAILABLE"
 
-    def __init__(self, name: str, places: Sequence[str]) -> None:
+    def __init__(self, name: str, places: Sequence[str], why: str = "") -> None:
         super().__init__(
             f"the object {name!r} is on {', '.join(places)}, and none of them answers: try again, start them "
             "again, or store it with more copies"
+            if not why
+            else f"the object {name!r} was not read: {why}"
         )
 
 

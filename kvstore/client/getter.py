@@ -20,7 +20,7 @@ from moonpool.transfer import GrantLapsed, TransferError
 
 log = logging.getLogger(__name__)
 
-# Looks at a record whose places do not have the bytes: each means that the object was replaced, or repaired.
+# Looks at a record that names places without the bytes: each means that the object was replaced, or repaired.
 _MOST_LOOKS = 5
 
 
@@ -33,6 +33,7 @@ class _Search:
     places: tuple[str, ...] = ()
     gone: set[str] = field(default_factory=set)  # places that do not have these bytes any more
     silent: set[str] = field(default_factory=set)  # places that did not answer
+    lapsed: str = ""  # a place granted its memory for too short a time: its words
     found: Array | None = None
     done: bool = False
 
@@ -43,6 +44,9 @@ class _Search:
         self.storage, self.places = here.storage, here.places
         self.gone.add(node_id)
         self.done = not here.storage
+
+    def unreachable(self) -> Exception:
+        return ObjectUnreachable(self.request.name, self.places, self.lapsed)
 
 
 class Getter:
@@ -73,7 +77,7 @@ class Getter:
         """Read the object of each, or find that there is none.
 
         Raises ``NoRecords``, ``NoNodeAnswered``; ``ObjectUnreachable``: the places that may have it are
-        silent.
+        silent, or granted their memory for too short a time.
         """
         waiting = list(searches)
         for look in range(_MOST_LOOKS):
@@ -94,12 +98,12 @@ class Getter:
             ]
             for search in waiting:
                 if not search.done and search not in again and search.silent:
-                    raise ObjectUnreachable(search.request.name, search.places)
+                    raise search.unreachable()
             # The same record twice, and none of its places has the bytes: they are lost.
             waiting = again
             if not waiting:
                 return
-        raise ObjectUnreachable(waiting[0].request.name, waiting[0].places)
+        raise waiting[0].unreachable()
 
     async def _look(self, nodes: Mapping[str, RemoteStore], searches: Iterable[_Search]) -> None:
         """Ask for the record of each, at its most likely place, which sends the bytes at once if it has
@@ -112,7 +116,7 @@ class Getter:
                 order = preference_order(search.request.key, nodes)
                 node_id = next((each for each in order if each not in refusals.node_ids), None)
                 if node_id is None:
-                    raise refusals.error()
+                    raise search.unreachable() if search.lapsed else refusals.error()
                 plan.setdefault(node_id, []).append(search)
             answers = await asyncio.gather(
                 *(self._receive(nodes[each], some, refusals, storage=False) for each, some in plan.items())
@@ -168,10 +172,10 @@ class Getter:
         except (NodeUnavailable, RemoteError) as error:
             node.forget_peer()
             refusals.add(node.node_id, error)
-        except GrantLapsed:
-            raise
         except (TransferError, SourceBusy) as error:
             log.info("nothing was read from %s: %s", node.node_id, error)
+            for search in searches:
+                search.lapsed = str(error) if isinstance(error, GrantLapsed) else search.lapsed
             node.forget_peer()
             refusals.silent.add(node.node_id)
         return None
@@ -190,4 +194,4 @@ class Getter:
         await self._read_places(nodes, searches)
         for search in searches:
             if not search.done and search.silent:
-                raise ObjectUnreachable(search.request.name, search.places)
+                raise search.unreachable()

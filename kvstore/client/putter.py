@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from random import SystemRandom
@@ -14,11 +15,14 @@ from moonpool.kvstore.client.errors import NoRecords, OutcomeUnknown, PutFailed,
 from moonpool.kvstore.client.memory import LocalMemory
 from moonpool.kvstore.client.tenant import Tenant
 from moonpool.kvstore.client.upload import Upload, send
+from moonpool.kvstore.errors import raise_one
 from moonpool.kvstore.objects.chunks import SMALL_NBYTES
 from moonpool.kvstore.remote.object_store import RemoteStore
 from moonpool.protos import store_pb2
 from moonpool.runtime.errors import NodeUnavailable, RemoteError
 from moonpool.transfer import TransferError
+
+log = logging.getLogger(__name__)
 
 # One round of a batch: enough to amortise the calls, few enough to end well within the deadline and with far
 # fewer regions than an agent can have.
@@ -156,10 +160,9 @@ class Putter:
                 raise PutFailed(info.name, f"is on {len(have)} hosts, {copies} were requested", reasons)
 
         outcomes = await asyncio.gather(*map(copy, infos, places), return_exceptions=True)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                await self._discard(nodes, infos, places)
-                raise outcome
+        if any(isinstance(each, BaseException) for each in outcomes):
+            await self._discard(nodes, infos, places)
+            raise_one(outcomes, PutFailed)
 
     async def copy(
         self,
@@ -235,9 +238,7 @@ class Putter:
                     raise PutFailed(infos[each].name, "was not stored", [reason])
 
         outcomes = await asyncio.gather(*(publish(*each) for each in by_node.items()), return_exceptions=True)
-        failures = [each for each in outcomes if isinstance(each, BaseException)]
-        for failure in sorted(failures, key=lambda each: not isinstance(each, OutcomeUnknown)):
-            raise failure
+        raise_one(outcomes, OutcomeUnknown)
 
     async def _discard(
         self,
@@ -249,8 +250,14 @@ class Putter:
         storage = [info.storage for info in infos]
         request = store_pb2.AbortRequest(owner=self._tenant.owner, storage=storage)
         holders = {node_id for each in places for node_id in each}
-        calls = (nodes[node_id].call("Abort", request) for node_id in holders)
-        await asyncio.gather(*calls, return_exceptions=True)
+
+        async def abort(node: RemoteStore) -> None:
+            try:
+                await node.call("Abort", request)
+            except (NodeUnavailable, RemoteError) as error:
+                log.info("%s keeps bytes of a put that failed for a while: %s", node.node_id, error)
+
+        await asyncio.gather(*(abort(nodes[node_id]) for node_id in holders))
 
 
 def _order(key: bytes, nodes: Mapping[str, RemoteStore], preferred: str = "") -> list[str]:

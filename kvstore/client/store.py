@@ -185,6 +185,13 @@ class StoreClient:
         found = await self._find(keys)
         return [key in found for key in keys]
 
+    async def batch_readable(self, names: Sequence[str]) -> list[bool]:
+        """``batch_exists`` of objects with a copy on a node that is in the index: a copy on a node that is
+        gone returns with the node, or never."""
+        keys = [self.tenant.key(name) for name in names]
+        found, nodes = await self._find(keys), await self._nodes.current()
+        return [key in found and not nodes.keys().isdisjoint(found[key].places) for key in keys]
+
     async def stat(self, name: str, *, stale: set[str] | None = None) -> ObjectStat | None:
         """Describe an object without reading it; None: there is none."""
         key = self.tenant.key(name)

@@ -29,6 +29,8 @@ _log = logging.getLogger(__name__)
 
 # Storage that others reach as well as the engine, or a word of later versions, is not the engine's own.
 _LOCAL = (None, "LOCAL")
+# Of one engine: 64 million tokens in blocks of 16.
+_MAX_BLOCKS = 1 << 22
 _TIERS = {"GPU": Tier.POOL, "CPU": Tier.HOST, "STORAGE": Tier.SSD}
 
 
@@ -89,6 +91,9 @@ class ExternalNode:
             return
         for number, name in enumerate(event.block_hashes):
             if name not in self._blocks:
+                if len(self._blocks) >= _MAX_BLOCKS:
+                    _skip("full", len(event.block_hashes) - number)
+                    return
                 reason, part = self._tokens(event, number)
                 if reason:
                     _skip(reason, len(event.block_hashes) - number)

@@ -13,7 +13,7 @@ skipped_blocks = Counter(
     "moonpool_kv_events_skipped_blocks_total",
     "Blocks of an engine that their tokens do not identify: the block before is unknown (orphan), images or "
     "salts are in their hash (extra), they are not of full attention (group), or the size differs (size). "
-    "Blocks in storage that is not the engine's own (remote).",
+    "Blocks in storage that is not the engine's own (remote), or beyond what one engine may have (full).",
     ["reason"],
 )
 published_batches = Counter("moonpool_kv_events_published_batches_total", "Batches of KV events sent.")

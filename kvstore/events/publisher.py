@@ -12,10 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 import zmq.asyncio
+import zmq.auth.asyncio
 
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.tier import Tier
-from moonpool.kvstore.events import metrics
+from moonpool.kvstore.events import curve, metrics
+from moonpool.kvstore.events.curve import EndpointInvalid
 from moonpool.kvstore.events.messages import (
     AllBlocksCleared,
     BlockRemoved,
@@ -24,8 +26,8 @@ from moonpool.kvstore.events.messages import (
     KvEvent,
     encode,
 )
-from moonpool.kvstore.events.subscriber import EndpointInvalid
 from moonpool.runtime.config.options import EventsOptions
+from moonpool.runtime.security import process
 from moonpool.runtime.service.vital import vital
 
 _log = logging.getLogger(__name__)
@@ -34,6 +36,8 @@ _MEDIA = {Tier.POOL: "GPU", Tier.HOST: "CPU", Tier.SSD: "STORAGE"}
 _END = (-1).to_bytes(8, "big", signed=True)
 # Described blocks that are not stored yet; more than the running prompts of any pool.
 _MAX_DESCRIBED = 1 << 16
+# What subscribers send: their topics, and the numbers they missed.
+_MAX_RECEIVED_NBYTES = 4096
 
 
 _Block = tuple[BlockKey | None, bytes]  # the key before it, and its tokens as int32
@@ -66,25 +70,33 @@ class EventPublisher:
         self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=options.replay_batches)
         self._next_seq = 0
         self._tasks: list[asyncio.Task[None]] = []
+        self._authenticator: zmq.auth.asyncio.AsyncioAuthenticator | None = None
 
     async def start(self) -> None:
-        """Bind. Raises ``EndpointInvalid``."""
+        """Bind; beyond this machine with CURVE. Raises ``EndpointInvalid``, ``ConfigError``."""
+        endpoints = [self._options.zmq_endpoint, self._options.replay_endpoint]
+        security = process.current()
+        keys = [curve.keys_for(each, security, "use tcp://127.0.0.1 or ipc://") for each in endpoints if each]
         self._context = zmq.asyncio.Context()
+        if used := next((each for each in keys if each is not None), None):
+            self._authenticator = curve.authenticate(self._context, used)
         self._pub = self._context.socket(zmq.PUB)
-        self.endpoint = self._bind(self._pub, self._options.zmq_endpoint)
+        self.endpoint = self._bind(self._pub, endpoints[0], keys[0])
         self._tasks = [vital(self._send_forever(), "KV events")]
-        if self._options.replay_endpoint:
+        if endpoints[1]:
             self._router = self._context.socket(zmq.ROUTER)
-            self.replay_endpoint = self._bind(self._router, self._options.replay_endpoint)
+            self.replay_endpoint = self._bind(self._router, endpoints[1], keys[1])
             self._tasks.append(vital(self._replay_forever(), "replay of KV events"))
         # Subscribers of a former process on this address must forget its blocks.
         self._pending.append(AllBlocksCleared())
 
-    def _bind(self, socket: zmq.asyncio.Socket, endpoint: str) -> str:
+    def _bind(self, socket: zmq.asyncio.Socket, endpoint: str, keys: curve.CurveKeys | None) -> str:
+        socket.set(zmq.MAXMSGSIZE, _MAX_RECEIVED_NBYTES)
+        curve.serve(socket, keys)
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
+            self._destroy()
             raise EndpointInvalid(f"cannot publish KV events at {endpoint!r}: {error}") from error
         return socket.get_string(zmq.LAST_ENDPOINT)
 
@@ -94,7 +106,13 @@ class EventPublisher:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._tasks:
             self._tasks = []
-            self._context.destroy(linger=0)
+            self._destroy()
+
+    def _destroy(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
+            self._authenticator = None
+        self._context.destroy(linger=0)
 
     def describe(self, keys: Sequence[BlockKey], token_ids: npt.NDArray[np.int32], first: int = 0) -> None:
         """``keys``: a chain from its start; ``token_ids``: all its tokens. Blocks from ``first`` on may be

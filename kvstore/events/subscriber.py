@@ -10,17 +10,16 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from moonpool.kvstore.errors import StoreError
-from moonpool.kvstore.events import metrics
+from moonpool.kvstore.events import curve, metrics
+from moonpool.kvstore.events.curve import EndpointInvalid
 from moonpool.kvstore.events.messages import EventBatch, EventCorrupt, decode
+from moonpool.runtime.security import process
 
 _log = logging.getLogger(__name__)
 
 _END = -1
-
-
-class EndpointInvalid(StoreError):
-    """ZeroMQ cannot use this address; ``str(error)`` names it."""
+# Of one frame: 65,536 blocks of 16 tokens have about 8 MiB. The connection of a larger one is closed.
+_MAX_BATCH_NBYTES = 32 << 20
 
 
 class Lost:
@@ -39,10 +38,24 @@ class EventSource:
         replay_endpoint: str = "",
         *,
         topic: str = "",
+        plain: bool = False,
         replay_timeout_s: float = 2.0,
         max_queued: int = 100_000,
     ) -> None:
-        """``endpoint``: such as ``tcp://host:5557``. Raises ``EndpointInvalid``."""
+        """``endpoint``: such as ``tcp://host:5557``. ``plain``: the engine has no CURVE.
+
+        Raises:
+            EndpointInvalid: not an address, or events would pass a network in clear without ``plain``.
+            ConfigError: our key is only a role's.
+        """
+        security = process.current()
+        self._keys = {
+            each: None
+            if plain
+            else curve.keys_for(each, security, "say that this engine has no CURVE (--plain)")
+            for each in (endpoint, replay_endpoint)
+            if each
+        }
         self._context = zmq.asyncio.Context()
         self._replay_endpoint = replay_endpoint
         self._replay_timeout_s = replay_timeout_s
@@ -58,6 +71,8 @@ class EventSource:
         self._connect(self._socket, endpoint)
 
     def _connect(self, socket: zmq.asyncio.Socket, endpoint: str) -> None:
+        socket.set(zmq.MAXMSGSIZE, _MAX_BATCH_NBYTES)
+        curve.connect(socket, self._keys[endpoint])
         try:
             socket.connect(endpoint)
         except zmq.ZMQError as error:

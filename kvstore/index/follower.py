@@ -10,11 +10,11 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from moonpool.kvstore.errors import ChangesCorrupt
+from moonpool.kvstore.errors import ChangesCorrupt, EntryCorrupt, EntryRefused
 from moonpool.kvstore.index import metrics
 from moonpool.kvstore.index.mirror_state import MirrorState
-from moonpool.kvstore.index.redis.kv_index import Event, KVIndex, StreamPosition, skipped
-from moonpool.kvstore.index.redis.node_record import RecordCorrupt
+from moonpool.kvstore.index.redis.entries import Event, skipped
+from moonpool.kvstore.index.redis.kv_index import KVIndex, StreamPosition
 
 _log = logging.getLogger(__name__)
 
@@ -108,6 +108,7 @@ class Follower:
         """Replace the state node by node. Concurrent changes are in the logs, the stream or both; applying
         them twice is harmless."""
         copy, found = self._copy, set()
+        copy.forget_events()
         for node_id in await self._index.node_ids():
             if await self._read_node(node_id):
                 found.add(node_id)
@@ -120,22 +121,28 @@ class Follower:
         self.instance, self.seq, self._last = tip.instance, tip.seq, None
 
     async def _read_node(self, node_id: str) -> bool:
-        """Replay one node's log, without what is corrupt in it. False: the node is gone, or its record cannot
-        be read and was never read."""
-        position, epoch = 0, -1
+        """Replay one node's log, without what cannot be used. False: the node is gone, or its record cannot
+        be used and never could."""
+        position, life = 0, (-1, 0)
         while True:
             try:
                 page = await self._index.read_log(node_id, position)
-            except RecordCorrupt as error:
+            except EntryCorrupt:
                 # Its next heartbeat replaces the record. ``MirrorCheck`` has it read again.
-                skipped("the record", node_id, error)
                 return node_id in self._copy.nodes
             if page is None:
                 return False
-            if page.epoch != epoch or page.base > position > 0:
+            if (page.epoch, page.life) != life or page.base > position > 0:
                 # The first page, or the log was trimmed or restarted meanwhile.
-                self._copy.join(page.record)
-                epoch, position = page.epoch, page.base
+                try:
+                    self._copy.begin(page)
+                except EntryCorrupt as error:
+                    self._index.skip_record(node_id, b"%d %d" % (page.epoch, page.life), error)
+                    return node_id in self._copy.nodes
+                self._index.unreadable.pop(node_id, None)
+                began, position, life = position, page.base, (page.epoch, page.life)
+                if began > page.base:
+                    continue  # another log: its first batches were not asked for
             for batch in page.batches:
                 try:
                     self._copy.change(node_id, batch)
@@ -144,8 +151,7 @@ class Follower:
             position = max(position, page.base) + len(page.batches)
             await asyncio.sleep(0)
             if not page.batches:
-                if page.complete:
-                    self._copy.complete(node_id)
+                self._copy.read_to(page, position)
                 return True
 
     async def follow(self) -> None:
@@ -186,6 +192,8 @@ class Follower:
             await self._drop_lapsed(tip)
         for node_id in [name for name, until_s in copy.missing.items() if until_s <= now_s]:
             copy.leave(node_id, "lapsed")
+        self.suspects |= copy.doubted
+        copy.doubted = set()
         while self.suspects:
             node_id = self.suspects.pop()
             if not await self._read_node(node_id) and node_id in copy.nodes:
@@ -198,8 +206,16 @@ class Follower:
         metrics.mirror_nodes.set(len(copy.nodes))
 
     async def _drop_lapsed(self, tip: StreamPosition) -> None:
+        copy = self._copy
         for node_id in tip.lapsed:
-            record = self._copy.nodes.get(node_id)
-            if record is not None and await self._index.drop(node_id, record.epoch):
+            record = copy.nodes.get(node_id)
+            if record is not None and await self._index.drop(
+                node_id, record.epoch, life=copy.seen[node_id].life
+            ):
                 metrics.lapsed_nodes.inc()
                 _log.warning("node %s (epoch %d) dropped: its lease ended", node_id, record.epoch)
+        for node_id in [name for name, seen in copy.seen.items() if self._index.expired(seen.number)]:
+            if node_id not in copy.missing:
+                overdue = EntryRefused("expired", "its lease in Redis goes on, its record was not renewed")
+                skipped("the lease", node_id, overdue)
+                copy.leave(node_id, "lapsed")

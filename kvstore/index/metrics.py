@@ -22,13 +22,15 @@ mirror_lag = Gauge(
 mirror_blocks = Gauge("moonpool_index_mirror_blocks", "Different blocks in the mirror.")
 mirror_nodes = Gauge("moonpool_index_mirror_nodes", "Nodes in the mirror.")
 mirror_events = Counter("moonpool_index_mirror_events_total", "Stream entries applied.")
-corrupt_entries = Counter(
-    "moonpool_index_corrupt_entries_total",
-    "Records, batches and stream entries of the index that could not be read and were skipped.",
+skipped_entries = Counter(
+    "moonpool_index_skipped_entries_total",
+    "Records, batches and stream entries in Redis that were skipped: unreadable, forged (made without the "
+    "cluster's key, or for another place), replayed, or expired.",
+    ["reason"],
 )
 mirror_snapshots = Counter(
     "moonpool_index_mirror_snapshots_total", "Times the whole index was read.", ["cause"]
-)  # start, gap, instance (Redis lost its data), history (it went back)
+)  # start, gap, instance (Redis lost its data), history (it went back), failed (a defect here)
 mirror_checks = Counter(
     "moonpool_index_mirror_checks_total", "Times a part of the mirror was compared with Redis."
 )

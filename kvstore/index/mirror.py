@@ -18,6 +18,7 @@ from moonpool.kvstore.index.mirror_check import MirrorCheck
 from moonpool.kvstore.index.mirror_state import MirrorState
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.node_record import NodeRecord
+from moonpool.runtime.service.vital import restarted
 
 _log = logging.getLogger(__name__)
 
@@ -97,7 +98,11 @@ class IndexMirror:
         """Read the index and follow it. Raises ``IndexUnavailable``: nothing runs then."""
         await self._follower.connect()
         self._set_connected(True)
-        self._tasks = [asyncio.create_task(each) for each in (self._run(), self._sweep(), self._compare())]
+        self._tasks = [
+            restarted(self._run, "index mirror", on_failure=lambda: self._set_connected(False, "failed")),
+            restarted(self._sweep, "sweep of the index mirror"),
+            restarted(self._compare, "check of the index mirror"),
+        ]
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -122,32 +127,27 @@ class IndexMirror:
 
     async def _run(self) -> None:
         attempt = 0
-        try:
-            while True:
-                try:
-                    if not self.connected:
-                        await self._follower.connect()
-                        self._set_connected(True)
-                        self._status(
-                            f"in step with Redis again: {self.num_blocks:,} blocks of {len(self.nodes)} nodes"
-                        )
-                    attempt = 0
-                    await self._follower.follow()
-                except MirrorBehind as behind:
-                    _log.warning("index mirror reads everything again: %s", behind)
-                    self._set_connected(False, behind.cause)
-                    self._status(f"everything is read again ({behind.cause}): {behind}")
-                except IndexUnavailable as error:
-                    if self.connected:
-                        _log.warning("index mirror keeps what it has: %s", error)
-                        self._status(f"keeps what it has: {error}")
-                    self._set_connected(False)
-                    await asyncio.sleep(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
-                    attempt += 1
-        except Exception:
-            _log.exception("index mirror stopped; it keeps what it has")
-            self._set_connected(False)
-            raise
+        while True:
+            try:
+                if not self.connected:
+                    await self._follower.connect()
+                    self._set_connected(True)
+                    self._status(
+                        f"in step with Redis again: {self.num_blocks:,} blocks of {len(self.nodes)} nodes"
+                    )
+                attempt = 0
+                await self._follower.follow()
+            except MirrorBehind as behind:
+                _log.warning("index mirror reads everything again: %s", behind)
+                self._set_connected(False, behind.cause)
+                self._status(f"everything is read again ({behind.cause}): {behind}")
+            except IndexUnavailable as error:
+                if self.connected:
+                    _log.warning("index mirror keeps what it has: %s", error)
+                    self._status(f"keeps what it has: {error}")
+                self._set_connected(False)
+                await asyncio.sleep(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
+                attempt += 1
 
     async def _sweep(self) -> None:
         while True:

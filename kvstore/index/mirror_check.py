@@ -7,13 +7,13 @@ import contextlib
 import logging
 
 from moonpool.kvstore.blocks.tier import Tier
-from moonpool.kvstore.errors import ChangesCorrupt
+from moonpool.kvstore.errors import ChangesCorrupt, EntryCorrupt
 from moonpool.kvstore.index import metrics
 from moonpool.kvstore.index.follower import Follower
 from moonpool.kvstore.index.mirror_state import MirrorState
 from moonpool.kvstore.index.redis.changes import REMOVED, decode, pick
-from moonpool.kvstore.index.redis.kv_index import KVIndex, LogPage, skipped
-from moonpool.kvstore.index.redis.node_record import RecordCorrupt
+from moonpool.kvstore.index.redis.entries import LogPage
+from moonpool.kvstore.index.redis.kv_index import KVIndex
 
 _log = logging.getLogger(__name__)
 
@@ -48,14 +48,15 @@ class MirrorCheck:
         metrics.mirror_checks.inc()
         metrics.mirror_difference.set(num_blocks)
         metrics.mirror_differences.inc(num_blocks)
-        if differing:
+        self._follower.suspects |= differing
+        # Nodes that cannot be read were named when that was found.
+        if differing := differing - self._index.unreadable.keys():
             _log.warning(
                 "the mirror differs from Redis in %d of the blocks looked at (one in %d); read again: %s",
                 num_blocks,
                 num_parts,
                 ", ".join(sorted(differing)),
             )
-            self._follower.suspects |= differing
         return num_blocks
 
     async def _nodes_that_differ(self) -> set[str]:
@@ -94,8 +95,7 @@ class MirrorCheck:
         while True:
             try:
                 page = await self._index.read_log(node_id, position)
-            except RecordCorrupt as error:
-                skipped("the record", node_id, error)
+            except EntryCorrupt:
                 return held, None
             if page is None:
                 return held, None

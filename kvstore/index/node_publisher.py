@@ -11,11 +11,12 @@ from typing import Protocol
 
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.tier import Tier
-from moonpool.kvstore.errors import ChangesCorrupt, EpochSuperseded, IndexUnavailable, NodeUnknown
+from moonpool.kvstore.errors import EntryCorrupt, EpochSuperseded, IndexUnavailable, NodeUnknown
 from moonpool.kvstore.index import metrics
 from moonpool.kvstore.index.redis.changes import REMOVED, decode, encode, split
-from moonpool.kvstore.index.redis.kv_index import KVIndex, skipped
-from moonpool.kvstore.index.redis.node_record import NodeRecord, RecordCorrupt
+from moonpool.kvstore.index.redis.entries import skipped
+from moonpool.kvstore.index.redis.kv_index import KVIndex
+from moonpool.kvstore.index.redis.node_record import NodeRecord
 from moonpool.runtime.config.options import IndexOptions
 from moonpool.runtime.service.vital import vital
 
@@ -229,13 +230,15 @@ class IndexPublisher:
                 page = await self._index.read_log(record.node_id, self._log_base, _TIDY_BATCHES)
                 if page is None or page.epoch != record.epoch or page.base != self._log_base:
                     raise NodeUnknown(record.node_id, record.epoch)
+                if b"" in page.batches:  # what is not ours was refused
+                    raise NodeUnknown(record.node_id, record.epoch)
                 named = [
                     (BlockKey(key), op)
                     for batch in page.batches
                     for op, packed in decode(batch)
                     for key in split(packed)
                 ]
-            except (RecordCorrupt, ChangesCorrupt) as error:
+            except EntryCorrupt as error:
                 # Registering again replaces the record and the log.
                 skipped("the log", record.node_id, error)
                 raise NodeUnknown(record.node_id, record.epoch) from error

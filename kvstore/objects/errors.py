@@ -103,6 +103,12 @@ class ChangeUnknown(StoreError):
         super().__init__(f"it is not known whether the records of objects were changed: {reason}")
 
 
+class LayoutRefused(StoreError):
+    """A caller named a layout that would cost too much here. Nothing was made for it."""
+
+    code = "RESOURCE_EXHAUSTED"
+
+
 class OtherLayout(StoreError):
     code = "FAILED_PRECONDITION"
 

@@ -64,7 +64,7 @@ class ObjectQuotas:
     def victims(
         self, owner: bytes, key: bytes, nbytes: int, under_way_nbytes: int
     ) -> list[store_pb2.StoredObject]:
-        """The owner's objects to drop before ``nbytes`` are put under ``key``, whose former value goes
+        """The owner's objects to drop before ``nbytes`` are put under ``key``; its former value goes
         anyway, while its other puts bring ``under_way_nbytes``.
 
         Raises ``OverQuota``: dropping all that may be dropped is not enough.

@@ -3,10 +3,14 @@
 Records are spread over ``NUM_BUCKETS`` hashes, which a Redis Cluster spreads over its shards.
 
     NAMESPACE:objects:N   hash   owner + key of an object -> "version expires_ms storage payload";
-                                 "generation" -> random text, made with the hash
+                                 "generation" -> random text, made with the hash;
+                                 "lost_ms" -> when a caller knew another generation, for the first time
+
+Nodes seal the payload for its hash, field and storage (``index.redis.seal``); version and expiry are Redis's.
 
 A hash without a generation is new, or Redis lost its data. A caller that knows another generation is told so,
-and nothing is changed.
+and for a while after the first of them so is every other, also one that has known nothing; and nothing is
+changed.
 """
 
 from __future__ import annotations
@@ -15,18 +19,26 @@ from moonpool.kvstore.index.redis.lua_scripts import Script
 
 NUM_BUCKETS = 16
 
-# ARGV 1: the generation that the caller knows, empty: none; 2: the name of a new one.
+# ARGV 1: the generation that the caller knows, empty: none; 2: the name of a new one; 3: for how many ms
+# after a loss the hash is not used, 0: for a call that restores it.
 _PRELUDE = """
 local known = redis.call('HGET', KEYS[1], 'generation')
 if not known then
   known = ARGV[2]
   redis.call('HSET', KEYS[1], 'generation', known)
 end
-if ARGV[1] ~= '' and ARGV[1] ~= known then return {'LOST', known} end
 local time = redis.call('TIME')
 local now_us = time[1] * 1000000 + time[2]
 local now_ms = math.floor(now_us / 1000)
 local function whole(number) return string.format('%.0f', number) end
+local lost_ms = tonumber(redis.call('HGET', KEYS[1], 'lost_ms') or '')
+local differs = ARGV[1] ~= '' and ARGV[1] ~= known
+if differs and not lost_ms then
+  lost_ms = now_ms
+  redis.call('HSET', KEYS[1], 'lost_ms', whole(lost_ms))
+end
+local left_ms = lost_ms and math.max(lost_ms + tonumber(ARGV[3]) - now_ms, 0) or 0
+if differs or (left_ms > 0 and tonumber(ARGV[3]) > 0) then return {'LOST', known, whole(left_ms)} end
 local function header(value)
   local version, expires, storage = string.match(value, '^(%d+) (%d+) (%x+) ')
   -- A value that cannot be read is older than any: a put replaces it.
@@ -42,7 +54,7 @@ local reply = {'OK', known, whole(now_ms)}
 read = Script(
     _PRELUDE
     + """
-for i = 3, #ARGV do
+for i = 4, #ARGV do
   local value = redis.call('HGET', KEYS[1], ARGV[i])
   if value then
     local _, expires = header(value)
@@ -62,7 +74,7 @@ return reply
 put = Script(
     _PRELUDE
     + """
-for i = 3, #ARGV, 4 do
+for i = 4, #ARGV, 4 do
   local field, storage, ttl_ms = ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 2])
   local former = redis.call('HGET', KEYS[1], field)
   local version, same = now_us, false
@@ -88,7 +100,7 @@ return reply
 remove = Script(
     _PRELUDE
     + """
-for i = 3, #ARGV, 2 do
+for i = 4, #ARGV, 2 do
   local value = redis.call('HGET', KEYS[1], ARGV[i])
   local gone, left = '', ''
   if value then
@@ -112,16 +124,16 @@ return reply
 swap = Script(
     _PRELUDE
     + """
-local value = redis.call('HGET', KEYS[1], ARGV[3])
-if value ~= ARGV[4] then
+local value = redis.call('HGET', KEYS[1], ARGV[4])
+if value ~= ARGV[5] then
   reply[4] = 0
   return reply
 end
-if ARGV[5] == '' then
-  redis.call('HDEL', KEYS[1], ARGV[3])
+if ARGV[6] == '' then
+  redis.call('HDEL', KEYS[1], ARGV[4])
 else
   local version, expires, storage = header(value)
-  redis.call('HSET', KEYS[1], ARGV[3], value_of(version, expires, storage, ARGV[5]))
+  redis.call('HSET', KEYS[1], ARGV[4], value_of(version, expires, storage, ARGV[6]))
 end
 reply[4] = 1
 return reply
@@ -133,10 +145,10 @@ return reply
 restore = Script(
     _PRELUDE
     + """
-local value = redis.call('HGET', KEYS[1], ARGV[3])
-if not value or header(value) < tonumber(ARGV[4]) then
-  value = value_of(tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6], ARGV[7])
-  redis.call('HSET', KEYS[1], ARGV[3], value)
+local value = redis.call('HGET', KEYS[1], ARGV[4])
+if not value or header(value) < tonumber(ARGV[5]) then
+  value = value_of(tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], ARGV[8])
+  redis.call('HSET', KEYS[1], ARGV[4], value)
 end
 reply[4] = value
 return reply

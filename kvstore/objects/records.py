@@ -15,14 +15,15 @@ from google.protobuf.message import DecodeError
 from redis.exceptions import ConnectionError
 
 from moonpool.kvstore.blocks.keys import KEY_NBYTES
-from moonpool.kvstore.errors import IndexUnavailable
-from moonpool.kvstore.index.metrics import corrupt_entries
+from moonpool.kvstore.errors import EntryRefused, IndexUnavailable, raise_one
+from moonpool.kvstore.index.metrics import skipped_entries
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.lua_scripts import Script
 from moonpool.kvstore.objects import record_scripts as scripts
 from moonpool.kvstore.objects.errors import ChangeUnknown, RecordsLost, RecordsUnavailable
 from moonpool.protos import store_pb2
-from moonpool.runtime.number_checks import NumberOutOfRange, check_message
+from moonpool.runtime.message_checks import check_message
+from moonpool.runtime.number_checks import NumberOutOfRange
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ _FRESH_S = 1.0
 _SCAN_COUNT = 512
 # Most objects of one call: it holds Redis for about a millisecond.
 _BATCH = 256
+# Of an owner, in a field's name.
+_OWNER_CHARS = 32
 
 Name = tuple[bytes, bytes]  # owner and key of an object, 16 bytes each
 
@@ -99,7 +102,7 @@ class Records:
     async def read(self, names: Sequence[Name]) -> list[Record | None]:
         """The record of each, one round trip for all; None: there is no such object."""
         found = await self._each(names, "read", scripts.read, lambda name: [_field(name)], 1, _unavailable)
-        return [_record(value) for (value,) in found]
+        return [self._record(_field(name), value) for name, (value,) in zip(names, found, strict=True)]
 
     async def scan(self, cursor: int, owner: bytes | None = None) -> tuple[list[Record], int]:
         """A page of all records, or of an owner's, and the next cursor; 0: the first, and after the last one.
@@ -118,7 +121,7 @@ class Records:
         found = [
             record
             for field, value in pairs
-            if field != b"generation" and (record := _record(value)) is not None
+            if field not in (b"generation", b"lost_ms") and (record := self._record(field, value)) is not None
             if not record.body.expires_ms or record.body.expires_ms > now_ms
         ]
         if following == 0:
@@ -145,7 +148,7 @@ class Records:
                 _field((record.owner, record.info.key)),
                 _hex(record.info.storage),
                 ttl_ms,
-                _payload(record),
+                self._payload(record),
             ]
 
         found = await self._each(
@@ -158,10 +161,12 @@ class Records:
             lambda each: (each[0].owner, each[0].info.key),
         )
         done: list[tuple[Record, Record | None]] = []
-        for value, former in found:
-            record = _record(value)
-            assert record is not None, "Redis answers a put with the record"
-            done.append((record, _record(former)))
+        for (put, _), (value, former) in zip(records, found, strict=True):
+            field = _field((put.owner, put.info.key))
+            record = self._record(field, value)
+            if record is None:
+                raise ChangeUnknown(f"the record of {put.info.name!r} was changed by another process")
+            done.append((record, self._record(field, former)))
         return done
 
     async def remove(self, objects: Sequence[tuple[Name, int]]) -> list[tuple[Record | None, int]]:
@@ -176,7 +181,10 @@ class Records:
             ChangeUnknown,
             lambda each: each[0],
         )
-        return [(_record(value), int(left or b"0", 16)) for value, left in found]
+        return [
+            (self._record(_field(name), value), int(left or b"0", 16))
+            for (name, _), (value, left) in zip(objects, found, strict=True)
+        ]
 
     async def swap(
         self, former: Record, places: Iterable[str], copies: int | None = None, *, restoring: bool = False
@@ -189,7 +197,7 @@ class Records:
             body.copies = copies
         del body.places[:]
         body.places.extend(places)
-        payload = _payload(body) if body.places else b""
+        payload = self._payload(body) if body.places else b""
         number = bucket_of(former.body.info.key)
         args = [_field(former.name), former.value, payload]
         (done,) = await self._call(number, "swap", scripts.swap, args, ChangeUnknown, restoring=restoring)
@@ -201,7 +209,7 @@ class Records:
         return [number for number, bucket in enumerate(self._buckets) if bucket.lost]
 
     async def look(self) -> None:
-        """Notice lost buckets, also where nobody asks."""
+        """Notice lost buckets, also without a request for them."""
         calls = (
             self._call(number, "read", scripts.read, [], _unavailable)
             for number, bucket in enumerate(self._buckets)
@@ -218,12 +226,13 @@ class Records:
             record.version,
             record.expires_ms,
             _hex(record.info.storage),
-            _payload(record),
+            self._payload(record),
         ]
         number = bucket_of(record.info.key)
         (value,) = await self._call(number, "restore", scripts.restore, args, ChangeUnknown, restoring=True)
-        found = _record(value)
-        assert found is not None, "Redis answers with the record"
+        found = self._record(_field((record.owner, record.info.key)), value)
+        if found is None:
+            raise ChangeUnknown(f"the record of {record.info.name!r} was changed by another process")
         return found
 
     def restored(self, number: int) -> bool:
@@ -235,6 +244,43 @@ class Records:
         bucket.generation, bucket.lost = bucket.lost, b""
         self.on_generation(number, bucket.generation)
         return True
+
+    # ------------------------------------------------------------------ values
+
+    def _place(self, field: bytes) -> bytes:
+        """What a payload is sealed for: the hash and its field."""
+        return self._buckets[bucket_of(field[_OWNER_CHARS:])].key.encode() + b":" + field
+
+    def _payload(self, record: store_pb2.ObjectRecord) -> bytes:
+        """The record without what the header of its value says, sealed."""
+        body = store_pb2.ObjectRecord()
+        body.CopyFrom(record)
+        body.ClearField("version")
+        body.ClearField("expires_ms")
+        field = _field((record.owner, record.info.key))
+        return self._index.seals.seal(
+            b"O", self._place(field), body.SerializeToString(), life=record.info.storage
+        )
+
+    def _record(self, field: bytes, value: bytes) -> Record | None:
+        """None: there is none, or it cannot be used (logged and counted); the next put replaces it."""
+        if not value:
+            return None
+        try:
+            version, expires_ms, storage, sealed = value.split(b" ", 3)
+            if len(field) != _OWNER_CHARS + KEY_NBYTES:
+                raise ValueError(f"its field has {len(field)} bytes")
+            life, _, payload = self._index.seals.open(b"O", self._place(field), sealed)
+            if life != int(storage, 16):
+                raise EntryRefused("forged", f"it was written for the storage {_hex(life)}")
+            body = store_pb2.ObjectRecord.FromString(payload)
+            body.version, body.expires_ms = int(version), int(expires_ms)
+            check_message(body)
+        except (ValueError, DecodeError, NumberOutOfRange, EntryRefused) as error:
+            skipped_entries.labels(getattr(error, "reason", "unreadable")).inc()
+            log.error("the record of an object in Redis was skipped: %s: %.200r", error, value)
+            return None
+        return Record(body, value)
 
     # ------------------------------------------------------------------ calls
 
@@ -268,11 +314,8 @@ class Records:
         if len(calls) == 1:
             await calls[0]
         else:
-            outcomes = await asyncio.gather(*calls, return_exceptions=True)
-            failures = [each for each in outcomes if isinstance(each, BaseException)]
             # An unknown outcome must not be taken for a refusal.
-            for each in sorted(failures, key=lambda each: not isinstance(each, ChangeUnknown)):
-                raise each
+            raise_one(await asyncio.gather(*calls, return_exceptions=True), ChangeUnknown)
         return answers
 
     async def _call(
@@ -289,10 +332,11 @@ class Records:
         if bucket.lost and not restoring:
             raise RecordsLost(self._restoring_s)
         known = bucket.lost or bucket.generation
+        closed_ms = 0 if restoring else round(1000 * self._restoring_s)
         began_ms = time.time() * 1000
         try:
             reply = await self._index.run(
-                f"{what} of objects' records", script, [bucket.key], [known, token_hex(8), *args]
+                f"{what} of objects' records", script, [bucket.key], [known, token_hex(8), closed_ms, *args]
             )
         except IndexUnavailable as error:
             if _was_refused(error):
@@ -300,7 +344,9 @@ class Records:
             raise failure(str(error)) from error
         self._answered_s = self._clock()
         if reply[0] == b"LOST":
-            bucket.lost, bucket.open_s = reply[1], self._clock() + self._restoring_s
+            # Others may have noticed before. What is known here is restored first, also if that is late.
+            left_s = self._restoring_s if restoring else int(reply[2]) / 1000
+            bucket.lost, bucket.open_s = reply[1], self._clock() + left_s
             raise RecordsLost(self._restoring_s)
         if not known:
             bucket.generation = reply[1]
@@ -314,7 +360,7 @@ def bucket_of(key: bytes) -> int:
 
 
 def _was_refused(error: IndexUnavailable) -> bool:
-    """Whether nothing was sent: there was nobody to connect to."""
+    """Whether nothing was sent: there was no connection."""
     # redis-py connects before it sends, and does not try again. It says so in the text alone.
     return isinstance(error.__cause__, ConnectionError) and " connecting to " in str(error.__cause__)
 
@@ -329,30 +375,3 @@ def _field(name: Name) -> bytes:
 
 def _hex(storage: int) -> str:
     return f"{storage:016x}"
-
-
-def _payload(record: store_pb2.ObjectRecord) -> bytes:
-    """The record without what the header of its value says."""
-    body = store_pb2.ObjectRecord()
-    body.CopyFrom(record)
-    body.ClearField("version")
-    body.ClearField("expires_ms")
-    return body.SerializeToString()
-
-
-def _record(value: bytes) -> Record | None:
-    """None: there is none, or it cannot be read, which is logged and counted; the next put replaces it."""
-    if not value:
-        return None
-    try:
-        version, expires_ms, _, payload = value.split(b" ", 3)
-        body = store_pb2.ObjectRecord.FromString(payload)
-        body.version, body.expires_ms = int(version), int(expires_ms)
-        if len(body.info.key) != KEY_NBYTES:
-            raise ValueError(f"its key has {len(body.info.key)} bytes, not {KEY_NBYTES}")
-        check_message(body)
-    except (ValueError, DecodeError, NumberOutOfRange) as error:
-        corrupt_entries.inc()
-        log.error("the record of an object in Redis was skipped: %s: %.200r", error, value)
-        return None
-    return Record(body, value)

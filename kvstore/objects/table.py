@@ -1,4 +1,4 @@
-"""The inventory of a store node: the objects whose bytes it has, by storage id."""
+"""The inventory of a store node: the objects with bytes here, by storage id."""
 
 from __future__ import annotations
 

@@ -103,7 +103,12 @@ class RemoteStore:
         request = store_pb2.OpenRequest(
             owner=owner, objects=wanted, ttl_s=2 * self._deadline_s, close_lease_id=done
         )
-        reply: store_pb2.OpenReply = await self.call("Open", request)
+        try:
+            reply: store_pb2.OpenReply = await self.call("Open", request)
+        except BaseException:
+            # The node may not have heard that they are ended; hearing it twice is harmless.
+            self._end_leases(done)
+            raise
         return list(reply.objects), reply.chunk_nbytes, self._held(asked_s, reply.granted_s)
 
     def _held(self, asked_s: float, granted_s: float) -> HeldGrant:
@@ -111,7 +116,10 @@ class RemoteStore:
 
     def release(self, opened: Sequence[store_pb2.OpenedObject]) -> None:
         """The chunks have been read. Returns at once; the node is told with the next call, or soon."""
-        self._done += [lease_id for each in opened for lease_id in each.lease_id]
+        self._end_leases([lease_id for each in opened for lease_id in each.lease_id])
+
+    def _end_leases(self, lease_ids: Sequence[int]) -> None:
+        self._done += lease_ids
         if self._done and self._closing is None:
             self._closing = asyncio.create_task(self._close_leases())
 

@@ -6,12 +6,13 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack
 from random import SystemRandom
 from typing import Any
 
 import grpc.aio
+from prometheus_client import REGISTRY
 
 from moonpool.kvstore.blocks import keys as block_keys
 from moonpool.kvstore.blocks.keys import BlockKey
@@ -78,6 +79,14 @@ class StoreNode(node_pb2_grpc.NodeServicer):
         self._reconciler: Reconciler | None = None
         self._publisher: IndexPublisher | None = None
 
+    def first_layout(self, maker: ShelfFactory) -> OpaqueLayout | None:
+        """The layout of KV blocks to begin with; None: that of the first blocks that are read."""
+        return maker.stored_layout()
+
+    def pages(self) -> Mapping[str, Callable[[], bytes]]:
+        """JSON pages beside ``/metrics``, by path; called on a thread."""
+        return {}
+
     async def run(self, context: ServiceContext) -> None:
         """Start, announce, serve until told to stop, leave the index. Raises what prevents the start."""
         async with AsyncExitStack() as stack:
@@ -110,8 +119,8 @@ class StoreNode(node_pb2_grpc.NodeServicer):
             self.node_id, kv_region, make_kv, agent, leases, deadline_s=config.transfer.deadline_s
         )
         stack.push_async_callback(self._kv.close, config.node.drain_s)
-        if (kept := maker.stored_layout()) is not None:
-            await self._kv.open_layout(kept)
+        if (first := self.first_layout(maker)) is not None:
+            await self._kv.open_layout(first)
         object_region = await self._start_objects(stack, maker)
         service = StoreService(
             self.node_id,
@@ -133,9 +142,16 @@ class StoreNode(node_pb2_grpc.NodeServicer):
         )
         stack.push_async_callback(server.stop, 0.5)
         self._rpc_address = f"{config.node.host}:{port}"
-        metrics_port = serve_metrics(config.node.host, config.node.metrics_port)
-        self._metrics_url = f"http://{config.node.host}:{metrics_port}/metrics"
-        observe_stores(lambda: [(shelf.name, shelf.store) for shelf in self._shelves()])
+        metrics = serve_metrics(
+            config.node.host,
+            config.node.metrics_port,
+            keyed=bool(config.conductor.tenants_path),
+            pages=self.pages(),
+        )
+        stack.callback(metrics.close)
+        self._metrics_url = f"http://{config.node.host}:{metrics.port}/metrics"
+        observed = observe_stores(lambda: [(shelf.name, shelf.store) for shelf in self._shelves()])
+        stack.callback(REGISTRY.unregister, observed)
         if self._reconciler is not None:
             # Before anybody is sent here: what was only in memory is gone.
             await self._reconciler.turn()
@@ -208,9 +224,8 @@ class StoreNode(node_pb2_grpc.NodeServicer):
         )
         redis = connect(index.redis_url)
         stack.push_async_callback(redis.aclose)
-        self._publisher = IndexPublisher(
-            KVIndex(redis, index.namespace), self.record, index, lambda: self._kv.blocks()
-        )
+        self.index = KVIndex(redis, index.namespace)
+        self._publisher = IndexPublisher(self.index, self.record, index, lambda: self._kv.blocks())
         stack.push_async_callback(self._publisher.close)
         await self._publisher.start()
 

@@ -12,6 +12,7 @@ from moonpool.kvstore.errors import StoreError
 from moonpool.kvstore.objects.errors import PutBroken
 from moonpool.kvstore.objects.records import Name, Record, Records
 from moonpool.kvstore.objects.shelf import ObjectShelf
+from moonpool.kvstore.remote.object_store import RemoteStore
 from moonpool.protos import store_pb2
 from moonpool.runtime.errors import NodeUnavailable, RemoteError
 
@@ -48,8 +49,8 @@ class RecordKeeper:
     # ------------------------------------------------------------------ changes
 
     async def publish(self, owner: bytes, wanted: Sequence[store_pb2.PublishObject]) -> list[str]:
-        """Make objects visible whose bytes are here; returns why each is not, or "". The former bytes are
-        dropped everywhere, soon."""
+        """Make objects visible that have their bytes here; returns why each is not, or "". The former bytes
+        are dropped everywhere, soon."""
         errors = [""] * len(wanted)
         changes: list[tuple[int, store_pb2.StoredObject, store_pb2.ObjectRecord]] = []
         for number, each in enumerate(wanted):
@@ -202,16 +203,20 @@ class RecordKeeper:
             news, self._news = self._news, {}
             nodes = await self._peers.current()
             calls = [
-                nodes[node_id].call(
-                    "Reconcile", store_pb2.ReconcileRequest(owner=owner, keys=block_keys.pack(keys))
+                self._send(
+                    nodes[node_id], store_pb2.ReconcileRequest(owner=owner, keys=block_keys.pack(keys))
                 )
                 for node_id, by_owner in news.items()
                 if node_id in nodes
                 for owner, keys in by_owner.items()
             ]
-            for outcome in await asyncio.gather(*calls, return_exceptions=True):
-                if isinstance(outcome, BaseException):
-                    log.info("a node did not hear of changed objects: %s", outcome)
+            await asyncio.gather(*calls)
+
+    async def _send(self, node: RemoteStore, news: store_pb2.ReconcileRequest) -> None:
+        try:
+            await node.call("Reconcile", news)
+        except (NodeUnavailable, RemoteError) as error:
+            log.info("%s did not hear of changed objects: %s", node.node_id, error)
 
     def _start(self, name: str, work: Callable[[], Coroutine[None, None, None]]) -> None:
         """Run ``work`` in the background, unless it runs. What it does not finish, ``Reconciler`` does."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moonpool.kvstore.blocks.layout import BlockFormat, OpaqueLayout
+from moonpool.kvstore.objects.errors import LayoutRefused
 from moonpool.kvstore.store import TieredStore
 from moonpool.kvstore.store.residency import OnChange
 from moonpool.kvstore.tiers.ssd import SsdTier
@@ -14,6 +15,10 @@ from moonpool.transfer import Region
 
 # The fingerprint of objects' chunks: change it with the order of bytes in them.
 _CHUNK_FORMAT = b"moonpool-chunk-1".ljust(16, b"\0")
+# Callers name the layouts. Each has its own files on disk, of up to store.ssd.capacity_nbytes.
+MAX_FOLDERS = 8
+# Each slot takes some hundred bytes besides its block.
+MAX_SLOTS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +34,10 @@ class ShelfFactory:
         return cls(config, Path(path) / node_id if path else None)
 
     async def kv(self, layout: OpaqueLayout, region: Region, on_change: OnChange) -> TieredStore:
-        """The store of KV blocks of one layout, with a folder of its own."""
-        options = self.config.store
-        return await _make(layout, options, region, on_change, self._folder(kv_folder(layout)))
+        """The store of KV blocks of one layout, with a folder of its own. Raises ``LayoutRefused``."""
+        folder = self._folder(kv_folder(layout))
+        _check_cost(layout, region, folder)
+        return await _make(layout, self.config.store, region, on_change, folder)
 
     async def objects(self, region: Region, on_change: OnChange) -> TieredStore:
         """The store of objects' chunks: LRU, and everything goes to disk at once."""
@@ -93,6 +99,22 @@ async def _make(
     return TieredStore(
         layout, options, region.array, ssd=ssd, on_change=on_change, keep_until_written=keep_until_written
     )
+
+
+def _check_cost(layout: OpaqueLayout, region: Region, folder: Path | None) -> None:
+    if (num_slots := region.nbytes // layout.block_nbytes) > MAX_SLOTS:
+        raise LayoutRefused(
+            f"blocks of {layout.block_nbytes} bytes would make {num_slots} slots of this node's memory, more "
+            f"than {MAX_SLOTS}"
+        )
+    if folder is None or folder.exists():
+        return
+    others = sorted(path.name for path in folder.parent.glob("kv-*"))
+    if len(others) >= MAX_FOLDERS:
+        raise LayoutRefused(
+            f"{folder.parent} has KV blocks of {len(others)} layouts, the most: remove the folders of models "
+            f"that are not served any more ({', '.join(others)})"
+        )
 
 
 def kv_folder(layout: OpaqueLayout) -> str:

@@ -53,7 +53,7 @@ class Copier:
             except asyncio.CancelledError as error:
                 cancelled = error
         if cancelled is not None:
-            copying.exception()  # retrieved: nobody else asks for it
+            copying.exception()  # retrieved, or asyncio would log it
             raise cancelled
         return copying.result()
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.tiers import metrics
 from moonpool.kvstore.tiers.copier import Copier
 from moonpool.kvstore.tiers.host import HostTier
 from moonpool.kvstore.tiers.in_transit import InTransit
@@ -127,7 +128,7 @@ class Demoter:
                 try:
                     checksums = await self._copier.run(partial(self._copy, demotions))
                 except Exception as error:
-                    # Whoever waits for these blocks must go on, the writer to disk too.
+                    # All that wait for these blocks must go on, the writer to disk too.
                     expected = isinstance(error, MoonpoolError)
                     _log.log(
                         logging.WARNING if expected else logging.ERROR,
@@ -136,6 +137,7 @@ class Demoter:
                         error,
                         exc_info=not expected,
                     )
+                    metrics.EVICTED_BLOCKS.labels("pool", "failed").inc(num_blocks)
                     for demotion in demotions:
                         self._abandon(demotion)
                     continue

@@ -25,7 +25,8 @@ CORRUPT_BLOCKS = Counter(
 EVICTED_BLOCKS = Counter(
     "moonpool_store_evicted_blocks_total",
     "Copies that left a tier. below, above: another tier has the block; written: it goes to disk; dropped: "
-    "it is lost; surplus: an unused extra copy; orphaned: its predecessor is gone; removed; quota.",
+    "it is lost; surplus: an unused extra copy; orphaned: its predecessor is gone; "
+    "failed: copying it failed; removed; quota.",
     ["tier", "reason"],
 )
 REFUSED_BLOCKS = Counter(

@@ -152,6 +152,7 @@ class WriteQueue:
         self._queue.pop(key, None)
         self._unwritten.pop(key, None)
         self._unpin(key)
+        self._wake_waiting()  # there may be room now, and no write under way that would end
 
     def _enqueue(self, key: BlockKey) -> None:
         if key not in self._writing:
@@ -216,9 +217,12 @@ class WriteQueue:
 
     def _finish(self, key: BlockKey) -> None:
         self._unpin(key)
+        self._wake_waiting()
+        self._on_finished(key)
+
+    def _wake_waiting(self) -> None:
         self._finished.set()
         self._finished = asyncio.Event()
-        self._on_finished(key)
 
     def _unpin(self, key: BlockKey) -> None:
         evicted = self.evicted.take(key)

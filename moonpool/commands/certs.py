@@ -7,15 +7,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.table import Table
 
-from moonpool.runtime.security import certificates
+from moonpool.commands.options import console
+from moonpool.kvstore.events.curve import CurveKeys
+from moonpool.runtime.observing.metrics_server import metrics_key
+from moonpool.runtime.redaction import hide
+from moonpool.runtime.security import certificates, revocation
 from moonpool.runtime.security.call_tokens import RoleKeys
-from moonpool.runtime.security.roles import ROLES, Caller
+from moonpool.runtime.security.roles import REVOKED_NAME, ROLES, Caller
 
 _DIRECTORY = click.Path(file_okay=False, path_type=Path)
-_SOON_DAYS = 30
 
 
 @click.group()
@@ -26,7 +28,9 @@ def certs() -> None:
     moonpool certs init DIR                   the authority
     moonpool certs issue DIR node prefill-0   a certificate; also of a conductor, a client, an operator
     moonpool certs show DIR                   all of them, with their expiry
+    moonpool certs revoke DIR node prefill-0  refuse that certificate from now on
     moonpool certs key                        a new cluster key
+    moonpool certs events                     the CURVE keys of KV events, for other tools
     """
 
 
@@ -54,23 +58,43 @@ def issue(directory: Path, role: str, name: str, addresses: tuple[str, ...], day
 
 @certs.command()
 @click.argument("directory", type=_DIRECTORY)
+@click.argument("role", type=click.Choice(ROLES))
+@click.argument("name")
+@click.option(
+    "--reason", default="key-compromise", show_default=True, type=click.Choice(list(revocation.REASONS))
+)
+def revoke(directory: Path, role: str, name: str, reason: str) -> None:
+    """Refuse the present certificate of NAME. Running processes do once they have the new crl.pem."""
+    click.echo(
+        f"copy {revocation.revoke(directory, Caller(role, name), reason)} to every host, beside security.ca"
+    )
+
+
+@certs.command()
+@click.argument("directory", type=_DIRECTORY)
 def show(directory: Path) -> None:
-    """List the certificates in DIRECTORY. The exit status is 1 if one has expired or will within 30 days."""
+    """List the certificates in DIRECTORY. The exit status is 1 if one has expired or will soon.
+
+    Soon: within 30 days, or with less than a quarter of its life left.
+    """
     table = Table("file", "role", "name", "other names", "expires", "days left", box=None)
+    revoked = revocation.revoked_beside(directory / "ca.pem")
     fine = True
-    for file in sorted(directory.glob("*.pem")):
+    for file in sorted(set(directory.glob("*.pem")) - {directory / REVOKED_NAME}):
         found = certificates.describe(file)
-        left = (found.expires - datetime.now(UTC)).days
-        fine &= left >= _SOON_DAYS
+        now = datetime.now(UTC)
+        left, soon = (found.expires - now).days, found.expires_soon(now)
+        fine &= not soon
         owner = found.owner or Caller("authority" if file.name == "ca.pem" else "none", "")
-        style = "" if left >= _SOON_DAYS else "bold red" if left < 0 else "yellow"
+        state = f"revoked: {revoked[found.serial]}" if found.serial in revoked else str(left)
+        style = "" if not soon else "bold red" if left < 0 else "yellow"
         names = ", ".join(found.addresses)
         table.add_row(
-            file.name, owner.role, owner.name, names, f"{found.expires:%Y-%m-%d}", str(left), style=style
+            file.name, owner.role, owner.name, names, f"{found.expires:%Y-%m-%d}", state, style=style
         )
     if not table.row_count:
         raise certificates.CertificateError(f"{directory} has no certificates: `moonpool certs init` begins")
-    Console().print(table)
+    console.print(table)
     if not fine:
         raise SystemExit(1)
 
@@ -80,7 +104,25 @@ def show(directory: Path) -> None:
 @click.option("--from", "cluster_key", envvar="MOONPOOL_CLUSTER_KEY", default="", help="That cluster key.")
 def key(role: str | None, cluster_key: str) -> None:
     """Print a new cluster key, or with --role the key of one role: enough to make calls as that role."""
+    hide(cluster_key)
     if role is None:
         click.echo(secrets.token_hex(32))
         return
     click.echo(RoleKeys(cluster_key).text_of(role))
+
+
+@certs.command()
+@click.option("--from", "cluster_key", envvar="MOONPOOL_CLUSTER_KEY", required=True, help="The cluster key.")
+def events(cluster_key: str) -> None:
+    """Print the CURVE keys with which a subscriber that is not Moonpool's reads KV events of its nodes."""
+    keys = CurveKeys.derive(RoleKeys(cluster_key).derived)
+    click.echo(f"server public key {keys.server_public.decode()}")
+    click.echo(f"client public key {keys.client_public.decode()}")
+    click.echo(f"client secret key {keys.client_secret.decode()}")
+
+
+@certs.command()
+@click.option("--from", "cluster_key", envvar="MOONPOOL_CLUSTER_KEY", required=True, help="The cluster key.")
+def metrics(cluster_key: str) -> None:
+    """Print the key with which Prometheus reads the metrics of nodes, as a bearer token."""
+    click.echo(metrics_key(RoleKeys(cluster_key).derived))

@@ -96,10 +96,13 @@ async def _answer(
 ) -> None:
     reply = reply or Reply()
     stream = client.chat(messages, reply, max_tokens=max_tokens, temperature=temperature)
-    async with aclosing(stream) as pieces:
-        async for text in pieces:
-            console.out(text, end="", highlight=False)
-    console.print()
+    try:
+        async with aclosing(stream) as pieces:
+            async for text in pieces:
+                console.out(text, end="", highlight=False)
+    finally:
+        if reply.text:
+            console.print()  # also before the sentence about what broke it off
     cached = reply.usage["prompt_tokens_details"]["cached_tokens"]
     if console.is_terminal:
         console.print(

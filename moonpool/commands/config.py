@@ -10,6 +10,7 @@ import click
 
 from moonpool.commands.options import config_options
 from moonpool.runtime.config.loading import explain, load_config, to_toml
+from moonpool.runtime.redaction import redacted
 
 
 @click.command("config")
@@ -17,7 +18,7 @@ from moonpool.runtime.config.loading import explain, load_config, to_toml
 @config_options
 def config_command(all_options: bool, file: Path | None, sets: Sequence[str]) -> None:
     """Check a configuration and print what it changes, as TOML."""
-    click.echo(_annotated_defaults() if all_options else to_toml(load_config(file, sets)), nl=False)
+    click.echo(_annotated_defaults() if all_options else redacted(to_toml(load_config(file, sets))), nl=False)
 
 
 def _annotated_defaults() -> str:

@@ -16,7 +16,16 @@ from moonpool.runtime.config.loading import explain
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs" / "reference"
-PACKAGES = ("conductor", "decode_node", "engine", "kvstore", "prefill_node", "runtime", "transfer")
+PACKAGES = (
+    "conductor",
+    "connectors",
+    "decode_node",
+    "engine",
+    "kvstore",
+    "prefill_node",
+    "runtime",
+    "transfer",
+)
 
 _NOTE = "<!-- made by `make docs`: edit the code -->\n"
 _KINDS = ("Counter", "Gauge", "Histogram")

@@ -13,7 +13,7 @@ import click
 import orjson
 
 from moonpool.client import Client
-from moonpool.commands.options import DEFAULT_URL, console, output_option, run_with_client
+from moonpool.commands.options import DEFAULT_URL, api_key_option, console, output_option, run_with_client
 from moonpool.commands.single_page import single_page
 from moonpool.errors import ApiError, ReportSourceInvalid
 from moonpool.runtime.reports.schema import ReportInvalid, validate
@@ -24,6 +24,7 @@ from moonpool.runtime.reports.schema import ReportInvalid, validate
 @click.option(
     "--url", envvar="MOONPOOL_URL", help=f"The conductor's API (default, without RESULTS: {DEFAULT_URL})."
 )
+@api_key_option
 @click.option("--seconds", default=3.0, show_default=True, help="Watch the cluster for so long.")
 @click.option("--requests", default=20, show_default=True, help="Draw the timelines of the latest N.")
 @click.option("--title", default="Moonpool report", show_default=True)
@@ -69,7 +70,7 @@ async def cluster_facts(client: Client, *, seconds: float, num_requests: int) ->
     return {
         "url": client.url,
         "about": about,
-        "cluster": samples[-1]["cluster"],
+        "cluster": samples[-1].get("cluster"),  # None: the key is a tenant's
         "samples": samples,
         "timelines": timelines,
         "seconds": round(samples[-1]["unix_s"] - samples[0]["unix_s"], 1),

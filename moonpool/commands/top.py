@@ -78,7 +78,9 @@ async def show_top(client: Client, console: Console) -> None:
 
 
 def top_view(url: str, now: dict[str, Any], rates: Rates) -> RenderableType:
-    """Draw one screen from a snapshot of ``/v1/live``."""
+    """Draw one screen from a snapshot of ``/v1/live``; with a tenant's key it has its own requests only."""
+    if "tenant" in now:
+        return Group(Text(f"{url}: tenant {now['tenant']}", style="bold"), Text(), _request_table(now))
     return Group(
         _figures(now, rates),
         Text(),
@@ -86,11 +88,7 @@ def top_view(url: str, now: dict[str, Any], rates: Rates) -> RenderableType:
         Text(),
         _table("transfers", ("from", "to", "path", "now", "moved", "failed"), _routes(now, rates)),
         Text(),
-        _table(
-            "requests",
-            ("request", "status", "prompt", "cached", "output", "first token", "a token"),
-            _requests(now),
-        ),
+        _request_table(now),
         Text(),
         *_events(now),
     )
@@ -126,6 +124,11 @@ def _routes(now: dict[str, Any], rates: Rates) -> list[tuple[str | Text, ...]]:
         )
         for route in routes[:_ROUTES]
     ]
+
+
+def _request_table(now: dict[str, Any]) -> RenderableType:
+    headings = ("request", "status", "prompt", "cached", "output", "first token", "a token")
+    return _table("requests", headings, _requests(now))
 
 
 def _requests(now: dict[str, Any]) -> list[tuple[str | Text, ...]]:

@@ -19,7 +19,9 @@ _KEYS = {
     "model": "model.path",
     "prefill": "cluster.prefill",
     "decode": "cluster.decode",
+    "both": "cluster.both",
     "store": "cluster.store",
+    "engine": "cluster.engine",
     "port": "conductor.port",
     "redis": "index.redis_url",
 }
@@ -29,7 +31,15 @@ _KEYS = {
 @click.option("--model", metavar="DIR", help="Hugging Face checkpoint directory (default: the shipped one).")
 @click.option("--prefill", type=int, metavar="N", help="Prefill nodes (default: 2).")
 @click.option("--decode", type=int, metavar="N", help="Decode nodes (default: 2).")
+@click.option(
+    "--both", type=int, metavar="N", help="Nodes that prefill and decode (default: 0); alone: only those."
+)
 @click.option("--store", type=int, metavar="N", help="Store nodes (default: 0).")
+@click.option(
+    "--engine",
+    type=click.Choice(("moonpool", "vllm")),
+    help="What computes: Moonpool's engine (default), or vLLM's server on this CPU.",
+)
 @click.option("--port", type=int, metavar="P", help="Port of the API (default: 8000; 0: a free one).")
 @click.option("--redis", metavar="URL", help="Use this Redis (default: start a private one).")
 @click.option("--once", is_flag=True, help="Stop after the first conversation.")
@@ -37,4 +47,5 @@ _KEYS = {
 def up_command(file: Path | None, sets: Sequence[str], once: bool, **given: Any) -> None:
     """Run a whole cluster on this machine and talk to it."""
     options = [f"{_KEYS[name]}={value}" for name, value in given.items() if value is not None]
-    sys.exit(asyncio.run(up(load_config(file, [*sets, *options]), console, once=once)))
+    alone = ["cluster.prefill=0", "cluster.decode=0"] if given["both"] else []
+    sys.exit(asyncio.run(up(load_config(file, [*alone, *sets, *options]), console, once=once)))

@@ -75,7 +75,7 @@ def check_options(evidence: Evidence) -> Iterator[Finding]:
         values = {
             name: process.get("options", {}).get(key, default_of(key))
             for name, process in processes.items()
-            if name != conductor or key.startswith(("index.", "engine.block_size"))
+            if name != conductor or key.startswith(("index.", "security.", "engine.block_size"))
         }
         yield from _disagreement(key, values, means, "wrong")
     versions = {name: process.get("version") for name, process in processes.items() if process.get("version")}

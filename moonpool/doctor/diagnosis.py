@@ -14,35 +14,44 @@ import orjson
 from rich.console import Console
 from rich.markup import escape
 
-from moonpool.commands.options import config_options
+from moonpool.commands.options import api_key, api_key_option, config_options
 from moonpool.commands.options import console as terminal
 from moonpool.doctor.agreement import check_clocks, check_conductors, check_options
+from moonpool.doctor.engine import check_engines, diagnose_engine, gather_engine, is_engine
 from moonpool.doctor.evidence import Evidence, gather
 from moonpool.doctor.finding import Finding
 from moonpool.doctor.hits import check_hits
 from moonpool.doctor.index_state import check_index
 from moonpool.doctor.machine import check_machine
-from moonpool.doctor.nodes import check_nodes
+from moonpool.doctor.nodes import check_nodes, check_security
 from moonpool.doctor.transfer_paths import check_paths
 from moonpool.errors import ApiError, has_extra
 from moonpool.runtime.config.loading import load_config
 from moonpool.runtime.config.options import Config
+from moonpool.runtime.security import process
 from moonpool.transfer.host_report import host_report
 
 _STYLES = {"ok": "green", "slow": "yellow", "wrong": "bold red", "missing": "bold red"}
 _CLUSTER_CHECKS = (
     check_nodes,
+    check_security,
     check_options,
     check_conductors,
     check_clocks,
     check_index,
     check_hits,
     check_paths,
+    check_engines,
 )
 
 
 @click.command("doctor")
-@click.option("--url", envvar="MOONPOOL_URL", help="Also diagnose the cluster of this conductor.")
+@click.option(
+    "--url",
+    envvar="MOONPOOL_URL",
+    help="Also diagnose the cluster of this conductor, or the engine with this /metrics of the connector.",
+)
+@api_key_option
 @click.option("--redis", metavar="URL", help="Also read the cluster's index (index.redis_url).")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 @config_options
@@ -55,6 +64,7 @@ def doctor_command(
     options that contradict each other. Exit code 1: something is missing or wrong.
     """
     config = load_config(file, [*sets, *([f"index.redis_url={redis}"] if redis else [])])
+    process.use_as_client(config.security)
     sys.exit(asyncio.run(doctor(config, url, terminal, as_json=as_json)))
 
 
@@ -75,7 +85,9 @@ async def doctor(config: Config, url: str | None, console: Console, *, as_json: 
     if has_extra("serve"):
         show(check_kernels())
     show(check_transfer(config))
-    if url:
+    if url and is_engine(url):
+        show(await check_engine(url))
+    elif url:
         show(await check_cluster(url, config))
     if as_json:
         # The console would wrap the line.
@@ -109,7 +121,10 @@ def check_kernels() -> Iterator[Finding]:
     else:
         yield Finding("CPU kernels", "slow", fact, "with a C++ compiler here, `make env` compiles them")
     if report["cuda"]:
-        yield Finding("GPU", "ok", ", ".join(map(str, report["cuda"])))
+        from moonpool.engine.device.selection import choose_device, step_limits
+
+        limits = step_limits(choose_device("auto").memory())
+        yield Finding("GPU", "ok", f"{', '.join(map(str, report['cuda']))}; steps have {limits} by default")
     elif shutil.which("nvidia-smi"):
         advice = "remove .venv and run `make env`: it takes a CUDA build where `nvidia-smi -L` lists a GPU"
         yield Finding("GPU", "slow", f"not seen by torch {report['torch']}", advice)
@@ -117,10 +132,18 @@ def check_kernels() -> Iterator[Finding]:
         yield Finding("GPU", "ok", "none; the CPU computes")
 
 
+async def check_engine(url: str) -> list[Finding]:
+    """Diagnose the engine whose metrics page is at ``url``."""
+    try:
+        return list(diagnose_engine(await gather_engine(url)))
+    except ApiError as error:
+        return [Finding("engine", "missing", "no answer", str(error))]
+
+
 async def check_cluster(url: str, config: Config) -> list[Finding]:
     """Diagnose the cluster of the conductor at ``url``, and its index if ``index.redis_url`` is set."""
     try:
-        evidence = await gather(url, config.index)
+        evidence = await gather(url, config.index, api_key())
     except ApiError as error:
         return [Finding("conductor", "missing", "no answer", str(error))]
     return [Finding("conductor", "ok", url), *diagnose(evidence)]

@@ -21,6 +21,8 @@ from moonpool.kvstore.index.redis.node_record import NodeRecord
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.config.options import IndexOptions
+from moonpool.runtime.observing.metrics_server import metrics_headers
+from moonpool.runtime.security import process
 
 _ASK_TIMEOUT_S = 3.0
 _ASKED_AT_ONCE = 16
@@ -94,7 +96,7 @@ class Evidence:
         return self.pages.get(replica["node_id"], Page()).of(replica=str(replica["number"]))
 
 
-async def gather(url: str, index: IndexOptions) -> Evidence:
+async def gather(url: str, index: IndexOptions, api_key: str = "") -> Evidence:
     """Ask the conductor at ``url``, its nodes, and the index if ``index`` has its URL.
 
     A node or index that does not answer is left out.
@@ -102,7 +104,7 @@ async def gather(url: str, index: IndexOptions) -> Evidence:
     Raises:
         ApiError: the conductor does not answer.
     """
-    async with Client(url) as client:
+    async with Client(url, api_key=api_key) as client:
         cluster = await client.cluster()
         live: dict[str, Any] = {}
         async with aclosing(client.live()) as events:
@@ -110,7 +112,8 @@ async def gather(url: str, index: IndexOptions) -> Evidence:
                 live = event
                 break
         nodes = {node["node_id"]: node["metrics_url"] for node in cluster["nodes"] if node["metrics_url"]}
-        conductor, *pages = await _pages([f"{client.url}/metrics", *nodes.values()])
+        conductor = Page(await client.metrics())
+        pages = await _pages(list(nodes.values()))
     return Evidence(
         cluster,
         live,
@@ -137,11 +140,12 @@ def lapsed(live: Mapping[str, Any], cluster: Mapping[str, Any]) -> dict[str, str
 async def _pages(urls: Sequence[str]) -> list[Page]:
     turns = asyncio.Semaphore(_ASKED_AT_ONCE)
     timeout = aiohttp.ClientTimeout(total=_ASK_TIMEOUT_S)
+    headers = metrics_headers(process.current())
 
     async def page(session: aiohttp.ClientSession, url: str) -> Page:
         async with turns:
             try:
-                async with session.get(url) as answer:
+                async with session.get(url, headers=headers) as answer:
                     return Page(await answer.text())
             except (aiohttp.ClientError, TimeoutError, ValueError):
                 return Page()

@@ -19,9 +19,9 @@ _BLIND_POLICIES = ("random", "round-robin", "least-loaded")
 # Outcome of a request's prefix: subject, fact and advice. {requests}: "N of M requests (P%)".
 _CAUSES = {
     "salted": (
-        "tenants, salts",
-        "{requests} began with tokens that were cached for another tenant or cache_salt",
-        "give requests that may share blocks the same cache_salt and API key; otherwise this is intended",
+        "salts",
+        "{requests} began with tokens that were cached for the same tenant with another cache_salt",
+        "give requests that may share blocks the same cache_salt; otherwise this is intended",
     ),
     "short": (
         "short prompts",

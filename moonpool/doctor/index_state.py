@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from moonpool.doctor.evidence import Evidence, lapsed
 from moonpool.doctor.finding import Finding
+from moonpool.kvstore.events.curve import PLAIN_EVENTS
 
 # A mirror lags by milliseconds; with this lag, requests miss blocks that exist.
 _LATE_S = 1.0
@@ -36,6 +37,7 @@ def check_index(evidence: Evidence) -> Iterator[Finding]:
     yield from _lapsed(evidence)
     yield from _redis(evidence)
     yield from _stale(evidence)
+    yield from _plain_events(evidence)
 
 
 def _publishers(evidence: Evidence) -> Iterator[Finding]:
@@ -106,3 +108,15 @@ def _stale(evidence: Evidence) -> Iterator[Finding]:
             f"{stale:,.0f} blocks that requests were placed by were gone, {hits:,.0f} were there",
             "blocks are evicted right after they are made: add capacity; or moonpool index verify --repair",
         )
+
+
+def _plain_events(evidence: Evidence) -> Iterator[Finding]:
+    for name, record in (evidence.records or {}).items():
+        if endpoint := record.extra.get(PLAIN_EVENTS):
+            yield Finding(
+                name,
+                "slow",
+                f"its KV events come in clear from {endpoint} (--plain): who can reach that network can read "
+                "prompts, and lead requests astray",
+                "follow the engine from its own machine (tcp://127.0.0.1), or through an encrypted network",
+            )

@@ -24,7 +24,9 @@ from moonpool.runtime.config.options import Config
 from moonpool.runtime.health.gpu import nvml_report
 from moonpool.runtime.health.monitor import HealthMonitor
 from moonpool.runtime.machine.processor import usable_cores
+from moonpool.runtime.redaction import redacted
 from moonpool.runtime.service.tied_command import tied_command
+from moonpool.transfer.memory.lifeline import yama_scope
 
 
 def check_machine(config: Config) -> Iterator[Finding]:
@@ -49,7 +51,7 @@ def compiler(config: Config) -> Finding:
 
 def redis(config: Config) -> Finding:
     if config.index.redis_url:
-        return Finding("redis", "ok", f"{config.index.redis_url}, as configured")
+        return Finding("redis", "ok", f"{redacted(config.index.redis_url)}, as configured")
     try:
         binary = find_redis()
     except LocalClusterError as error:
@@ -92,19 +94,18 @@ sys.exit(0 if ctypes.CDLL(None).process_vm_readv(pid, here, 1, there, 1, 0) == 1
 def peer_memory(config: Config) -> Finding:
     what = "process_vm_readv"
     if sys.platform != "linux":
-        advice = "same-host transfers go through mapped memory or TCP"
+        advice = "same-host transfers go through TCP"
         return Finding(what, "slow", "not on this system", advice)
     byte = ctypes.create_string_buffer(b"x")
     command = [sys.executable, "-I", "-S", "-c", _READ_PARENT, str(os.getpid()), str(ctypes.addressof(byte))]
     done = subprocess.run(tied_command(command), check=False, capture_output=True, timeout=10)
     if done.returncode == 0:
         return Finding(what, "ok", "a process may read another's memory")
-    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
-    fact = f"forbidden (ptrace_scope {scope.read_text().strip()})" if scope.exists() else "forbidden"
-    advice = (
-        "for fast same-host transfers: sysctl kernel.yama.ptrace_scope=0; a container: --cap-add SYS_PTRACE"
+    scope = yama_scope()
+    fact = f"forbidden (ptrace_scope {scope})" if scope else "forbidden"
+    return Finding(
+        what, "ok", f"{fact}: pools are mapped as shared memory, other memory goes through sockets"
     )
-    return Finding(what, "slow", fact, advice)
 
 
 def host_health(config: Config) -> Finding:

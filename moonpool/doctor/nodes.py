@@ -29,6 +29,15 @@ def check_nodes(evidence: Evidence) -> Iterator[Finding]:
         yield _node(node)
 
 
+def check_security(evidence: Evidence) -> Iterator[Finding]:
+    """Report processes that are open to all, and certificates that have expired or will soon."""
+    warnings = {"the conductor": evidence.cluster.get("warnings", ())}
+    warnings |= {node["node_id"]: node.get("warnings", ()) for node in evidence.holders}
+    for name, sentences in warnings.items():
+        for sentence in sentences:
+            yield Finding(name, "wrong", sentence, "docs/operations.md, Keys and certificates")
+
+
 def _node(node: Mapping[str, Any]) -> Finding:
     name, state = node["node_id"], node["state"]
     fact = f"{node['role']} on {node['host']}, {state_of(dict(node))}"

@@ -50,8 +50,8 @@ def _same_host(route: Route, source: Mapping[str, Any], target: Mapping[str, Any
         advice = f"transfer.transports of {', '.join(lacking)} lacks shm: leave it at its default ({default})"
     else:
         advice = (
-            "shm failed or was slower: containers need one network namespace, and one PID namespace or "
-            "--cap-add SYS_PTRACE (kernel.yama.ptrace_scope=0); `moonpool doctor` on that host says which"
+            "shm failed or was slower: containers need one network namespace; `moonpool doctor` on that host "
+            "says how its memory is read"
         )
     fact = f"goes by {route['transport']} though both are on one host ({_bandwidth(route)} while moving)"
     yield Finding(_pair(route), "slow", fact, advice)
@@ -73,7 +73,7 @@ def _failing(route: Route, nodes: Mapping[str, Mapping[str, Any]], evidence: Evi
                 f"see the log of {name} for why; nothing to do here unless reads fail while both run",
             )
             return
-    advice = "the reader's log has each cause; do both have the same transfer.secret and transfer.tls?"
+    advice = "the reader's log has each cause; do both have the same security.cluster_key and security.ca?"
     yield Finding(_pair(route), "wrong", fact, advice)
 
 

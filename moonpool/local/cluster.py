@@ -5,34 +5,35 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from moonpool.client import Client
 from moonpool.errors import ApiError
-from moonpool.local.node_configs import gpu_options, node_configs
+from moonpool.local.children import Children, ready_timeout_s
+from moonpool.local.elastic_nodes import STOP_TIMEOUT_S, ElasticNodes
 from moonpool.local.preflight import check_before_start
 from moonpool.local.preload import PRELOAD
 from moonpool.local.redis_server import RedisServer
-from moonpool.runtime.config.loading import to_toml
-from moonpool.runtime.config.options import Config, SecurityOptions
+from moonpool.local.supervisor import Supervisor
+from moonpool.local.vllm_engine import find_vllm, fit_for_vllm
+from moonpool.runtime.config.options import Config
 from moonpool.runtime.errors import ChildFailed
-from moonpool.runtime.machine.gpus import computes_on_gpus
 from moonpool.runtime.machine.processor import usable_cores
-from moonpool.runtime.security.process import local_key
+from moonpool.runtime.observing.audit import audited
+from moonpool.runtime.security.local_key import local_key
+from moonpool.runtime.security.process import Security
+from moonpool.runtime.security.roles import OPERATOR, Caller
 from moonpool.runtime.service.child import Child
+from moonpool.runtime.service.crash_loop import MAX_SHORT_RUNS, MIN_UPTIME_S, CrashLoop
 from moonpool.runtime.service.fork_server import use_fork_server
 
-READY_TIMEOUT_S = 120.0  # a large checkpoint takes a while to load
 JOIN_TIMEOUT_S = 30.0
-STOP_TIMEOUT_S = 5.0
-RESTARTS = 3  # of one child
 
 
 def _short_directory() -> Path:
@@ -41,16 +42,21 @@ def _short_directory() -> Path:
     return Path(tempfile.mkdtemp(prefix="moonpool-", dir=base if len(os.fsencode(base)) < 70 else "/tmp"))
 
 
+def _me() -> Caller:
+    return Caller(OPERATOR, f"user-{os.getuid()}")
+
+
 class LocalCluster:
     """``async with LocalCluster(config) as cluster``: serving at ``cluster.url`` inside the block.
 
     Args:
         directory: for logs (``NAME.log``); by default a temporary one, removed unless something failed.
         restart: restart a node or Redis that dies.
+        supervises: let the conductor start and stop nodes (see ``local.supervisor``).
         report: gets a sentence about each event.
         loaded: gets a child's name, bytes loaded and all bytes while weights are loaded.
 
-    ``children`` by name: redis (unless ``index.redis_url`` is set), conductor, prefill-0, decode-0, …
+    ``children`` by name: redis (unless ``index.redis_url`` is set), conductor, prefill-0, decode-0, both-0, …
     The kernel kills every child when this process ends, however it ends.
     """
 
@@ -60,11 +66,13 @@ class LocalCluster:
         *,
         directory: Path | None = None,
         restart: bool = False,
+        supervises: bool = False,
         report: Callable[[str], None] = lambda sentence: None,
         loaded: Callable[[str, int, int], None] = lambda name, nbytes_done, nbytes_total: None,
     ) -> None:
-        num_nodes = max(1, config.cluster.prefill + config.cluster.decode)
-        threads = config.engine.compute_threads(usable_cores(), num_nodes)
+        if config.cluster.engine == "vllm":
+            config = fit_for_vllm(config)
+        threads = config.engine.compute_threads(usable_cores(), config.cluster.num_compute)
         self.config = replace(
             config,
             # No load balancer is in front of it.
@@ -76,9 +84,20 @@ class LocalCluster:
         self.children: dict[str, Child] = {}
         self._made_directory = self._remove_directory = directory is None
         self._restart = restart
+        self._supervises = supervises
         self._report = report
         self._loaded = loaded
         self._watchers: dict[str, asyncio.Task[None]] = {}
+        self._elastic = ElasticNodes(
+            self.children,
+            report=report,
+            watch=self._start_watching,
+            unwatch=self._stop_watching,
+            on_ended=self._watcher_ended,
+        )
+        self._supervisor = Supervisor(self._elastic)
+        self.supervisor_address = ""  # where conductors start and stop nodes; empty: nowhere
+        self._audited = ExitStack()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
@@ -86,9 +105,14 @@ class LocalCluster:
         """The API's URL."""
         return str(self.children["conductor"].ready["url"])
 
+    def client(self) -> Client:
+        """A client that may do everything, whatever API keys are configured."""
+        security = self.config.security
+        return Client(self.url, security=Security(security, _me(), serves=False), ca=security.ca)
+
     @property
     def nodes(self) -> list[Child]:
-        return [child for name, child in self.children.items() if name not in ("redis", "conductor")]
+        return self._elastic.nodes
 
     async def start(self) -> None:
         """Start everything; returns when the conductor serves and sees every node.
@@ -99,11 +123,13 @@ class LocalCluster:
         if (server := use_fork_server(PRELOAD)) is not None:
             server.start()  # it imports in the background
         await check_before_start(self.config)
+        if self.config.cluster.engine == "vllm":
+            find_vllm()
         if self._remove_directory:
             self.directory = _short_directory()
         try:
             await self._start_redis()
-            self._create_children()
+            await self._create_children()
             async with asyncio.TaskGroup() as group:
                 for child in (self.children["conductor"], *self.nodes):
                     group.create_task(self._start_child(child))
@@ -122,6 +148,9 @@ class LocalCluster:
 
     async def stop(self) -> None:
         """Stop all; the conductor first, so that it does not see its nodes leave. Idempotent."""
+        await self._supervisor.close()
+        await self._elastic.close()
+        self._audited.close()
         for watcher in self._watchers.values():
             watcher.cancel()
         await asyncio.gather(*self._watchers.values(), return_exceptions=True)
@@ -163,55 +192,34 @@ class LocalCluster:
         self._report(f"redis from {self.redis.binary.origin}: {self.redis.url}")
         self.config = replace(self.config, index=replace(self.config.index, redis_url=self.redis.url))
 
-    def _create_children(self) -> None:
-        if self.config.security == SecurityOptions():
-            key = local_key()
-            self.config = replace(self.config, security=SecurityOptions(cluster_key=key))
-        # A file rather than arguments: a secret among the options must not show in the process list.
-        file = self.directory / "cluster.toml"
-        file.touch(mode=0o600)
-        file.write_text(to_toml(self.config), encoding="utf-8")
-        environment = {
-            # Idle OpenMP threads must not spin: other processes need the cores.
-            "OMP_NUM_THREADS": str(self.config.engine.threads),
-            "OMP_WAIT_POLICY": "PASSIVE",
-        }
-
-        def create(name: str, module: str, *options: str) -> None:
-            command = [sys.executable, "-m", module, "--config", str(file)]
-            for option in options:
-                command += ["--set", option]
-            log = self.directory / f"{name}.log"
-            loaded = partial(self._loaded, name)
-            self.children[name] = Child(
-                name, command, log, environment=environment, sends_json=True, on_loaded=loaded
-            )
-
-        create("conductor", "moonpool.conductor", "node.port=0")
-        counts = self.config.cluster
-        roles: tuple[tuple[str, str, int, tuple[str, ...]], ...] = (
-            ("prefill", "moonpool.prefill_node", counts.prefill, counts.prefill_options),
-            ("decode", "moonpool.decode_node", counts.decode, counts.decode_options),
-            ("store", "moonpool.kvstore.store_node", counts.store, ()),
-        )
-        where = iter(gpu_options(node_configs(self.config), computes_on_gpus(self.config)))
-        for role, module, count, options in roles:
-            for number in range(count):
-                name = f"{role}-{number}"
-                gpu = () if role == "store" else next(where)
-                create(name, module, *gpu, *options, f"node.id={name}", "node.port=0", "node.metrics_port=0")
+    async def _create_children(self) -> None:
+        security = self.config.security
+        if not security.cluster_key and not security.insecure:
+            # Also beside certificates: commands sign their HTTP requests with it.
+            self.config = replace(self.config, security=replace(security, cluster_key=local_key()))
+        if not self.config.audit.path:
+            audit = replace(self.config.audit, path=str(self.directory / "audit"))
+            self.config = replace(self.config, audit=audit)
+        options: tuple[str, ...] = ()
+        if self._supervises:
+            self._audited.enter_context(audited(self.config.audit, "supervisor"))
+            self.supervisor_address = await self._supervisor.start(Security(self.config.security, _me()))
+            options = ("fleet.provider=local", f"fleet.supervisor={self.supervisor_address}")
+        made = Children(self.config, self.directory, self._loaded)
+        self.children["conductor"] = made.conductor(*options)
+        self._elastic.begin(self.config, made)
 
     async def _start_child(self, child: Child) -> None:
         began_s = asyncio.get_running_loop().time()
         await child.start()
-        await child.wait_ready(READY_TIMEOUT_S)
+        await child.wait_ready(ready_timeout_s(child))
         self._report(f"{child.name} is ready after {asyncio.get_running_loop().time() - began_s:.1f} s")
 
     async def _wait_joined(self) -> None:
         """Wait until the conductor sees every node ready."""
         missing = expected = {child.name for child in self.nodes}
         try:
-            async with asyncio.timeout(JOIN_TIMEOUT_S), Client(self.url) as client:
+            async with asyncio.timeout(JOIN_TIMEOUT_S), self.client() as client:
                 while missing := expected - await self._seen(client):
                     for child in self.children.values():
                         if child.returncode is not None:
@@ -233,6 +241,10 @@ class LocalCluster:
         watcher = self._watchers[name] = asyncio.create_task(self._watch(name), name=f"watch {name}")
         watcher.add_done_callback(self._watcher_ended)
 
+    def _stop_watching(self, name: str) -> None:
+        if watcher := self._watchers.pop(name, None):
+            watcher.cancel()
+
     def _watcher_ended(self, watcher: asyncio.Task[None]) -> None:
         """Without its watcher a child would die unseen."""
         if not watcher.cancelled() and (error := watcher.exception()) is not None:
@@ -244,21 +256,34 @@ class LocalCluster:
             self._broken.exception()  # retrieved: wait_broken need not be called
 
     async def _watch(self, name: str) -> None:
-        """Report a child's end; restart it if configured, at most ``RESTARTS`` times."""
-        child = self.children[name]
-        for restarts_left in range(RESTARTS if self._restart and name != "conductor" else 0, -1, -1):
+        """Report a child's end; restart it if configured, until it fails ``MAX_SHORT_RUNS`` times in a row
+        soon after its start."""
+        child, crashes = self.children[name], CrashLoop()
+        clock = asyncio.get_running_loop().time
+        ready_s: float | None = clock()  # None: its last start failed
+        while True:
             code = await child.wait()
             self._remove_directory = False
             failure = child.failure(f"ended with code {code}")
-            if not restarts_left:
+            if not self._restart or name == "conductor":
+                break
+            if crashes.gives_up(0.0 if ready_s is None else clock() - ready_s):
+                failure = child.failure(
+                    f"ended with code {code}, {MAX_SHORT_RUNS} times in a row within {MIN_UPTIME_S:g} s of "
+                    "getting ready, and is not started again"
+                )
                 break
             self._report(f"{name} ended with code {code}: starting it again ({child.log})")
             try:
                 await (self.redis.start() if name == "redis" and self.redis else self._start_child(child))
-            except ChildFailed as error:
-                failure = error
-                break
-        self._report(str(failure))
+                ready_s = clock()
+            except ChildFailed:
+                ready_s = None
+                child.kill()  # it may hang, instead of having ended
+        if name in ("redis", "conductor"):
+            self._report(str(failure))
+        else:
+            self._elastic.gave_up(name, failure)
         # The cluster serves without a node, and without Redis, but not without the conductor.
         if name == "conductor":
             self._break(failure)

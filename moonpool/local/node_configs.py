@@ -1,19 +1,28 @@
-"""The configuration of each prefill and decode node of a local cluster, and its part of the GPUs."""
+"""The configuration of each node with an engine of a local cluster, and its part of the GPUs."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from moonpool.runtime.config.loading import override
 from moonpool.runtime.config.options import Config
 
 
 def node_configs(config: Config) -> list[Config]:
-    """Return the configurations of the prefill, then of the decode nodes. Raises ``ConfigError``."""
+    """Return the configurations of the prefill nodes, the decode nodes, and those that do both.
+
+    Raises ``ConfigError``.
+    """
     counts = config.cluster
-    prefill, decode = (override(config, one) for one in (counts.prefill_options, counts.decode_options))
-    return [prefill] * counts.prefill + [decode] * counts.decode
+    prefill, decode, both = (config_of(config, role) for role in ("prefill", "decode", "both"))
+    return [prefill] * counts.prefill + [decode] * counts.decode + [both] * counts.both
+
+
+def config_of(config: Config, role: str) -> Config:
+    """Return the configuration of a node of ``role``. Raises ``ConfigError``."""
+    options = {"prefill": config.cluster.prefill_options, "decode": config.cluster.decode_options}
+    return override(config, options.get(role, ()))
 
 
 def pools_nbytes(config: Config) -> int:
@@ -22,27 +31,50 @@ def pools_nbytes(config: Config) -> int:
 
 
 def gpu_options(nodes: Sequence[Config], gpus: int) -> list[tuple[str, ...]]:
-    """Return the options of each prefill and decode node: its first GPU and its fraction of GPU memory.
+    """Return the options of each node with an engine: its first GPU and its fraction of GPU memory.
 
     Nodes take consecutive GPUs, one for each rank of each replica. Nodes on the same GPU divide
     ``engine.gpu_memory`` evenly.
     """
     if not gpus:
         return [()] * len(nodes)
+    spans = gpu_spans(nodes, gpus)
+    nodes_on_gpu = Counter(gpu for span in spans for gpu in span)
+    return [
+        _gpu_options(config, span, max(nodes_on_gpu[gpu] for gpu in span))
+        for config, span in zip(nodes, spans, strict=True)
+    ]
+
+
+def gpu_spans(nodes: Sequence[Config], gpus: int) -> list[range]:
+    """Return the GPUs of each node, of ``gpus``."""
     taken: list[range] = []
     for config in nodes:
-        parallel = config.engine.parallel
-        first = taken[-1].stop if taken else 0
-        count = parallel.ranks_per_host * parallel.dp
+        first, count = taken[-1].stop if taken else 0, _num_gpus(config)
         # A node that does not fit starts again at GPU 0; one that needs too many fails later.
         taken.append(range(first, first + count) if first + count <= gpus else range(count))
-    nodes_on_gpu = Counter(gpu for span in taken for gpu in span)
-    options: list[tuple[str, ...]] = []
-    for config, span in zip(nodes, taken, strict=True):
-        device = config.model.device
-        # Rounded down, so that the sum stays within the limit.
-        per_node = config.engine.gpu_memory / max(nodes_on_gpu[gpu] for gpu in span)
-        fraction = int(per_node * 1000) / 1000
-        name = device if ":" in device else f"cuda:{span.start}"
-        options.append((f"model.device={name}", f"engine.gpu_memory={fraction:g}"))
-    return options
+    return taken
+
+
+def free_gpus(config: Config, taken: Iterable[range], gpus: int) -> range | None:
+    """Return consecutive GPUs that no node has, enough for a node of ``config``; None: there are none."""
+    used, count = {gpu for span in taken for gpu in span}, _num_gpus(config)
+    spans = (range(first, first + count) for first in range(gpus - count + 1))
+    return next((span for span in spans if not used.intersection(span)), None)
+
+
+def alone_on(config: Config, span: range) -> tuple[str, ...]:
+    """Return the options of a node that has the GPUs of ``span`` for itself."""
+    return _gpu_options(config, span, 1)
+
+
+def _num_gpus(config: Config) -> int:
+    return config.engine.parallel.ranks_per_host * config.engine.parallel.dp
+
+
+def _gpu_options(config: Config, span: range, num_nodes: int) -> tuple[str, ...]:
+    device = config.model.device
+    # Rounded down, so that the sum stays within the limit.
+    fraction = int(config.engine.gpu_memory / num_nodes * 1000) / 1000
+    name = device if ":" in device else f"cuda:{span.start}"
+    return f"model.device={name}", f"engine.gpu_memory={fraction:g}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 _CONDUCTOR = [
     "moonpool.conductor.core",
+    "moonpool.conductor.fleet.providers.choice",
     "moonpool.conductor.server",
     "moonpool.conductor.text.chat_template",
     "moonpool.conductor.text.tokenizer",
@@ -14,8 +15,7 @@ _CONDUCTOR = [
 PRELOAD = {
     "moonpool.conductor": _CONDUCTOR,
     "moonpool.kvstore.store_node": ["moonpool.kvstore.store_node.node"],
-    "moonpool.prefill_node": ["torch", "moonpool.prefill_node.node", "moonpool.runtime.replicas.group"],
-    "moonpool.decode_node": ["moonpool.decode_node.node"],
+    "moonpool.node": ["torch", "moonpool.node.node", "moonpool.runtime.replicas.group"],
     "moonpool.engine.ranks.worker": [
         "moonpool.engine.ranks.link_factory",
         "moonpool.kvstore.remote.rank_reader",

@@ -10,7 +10,6 @@ import time
 from rich.console import Console
 from rich.markup import escape
 
-from moonpool.client import Client
 from moonpool.errors import ApiError
 from moonpool.local.cluster import LocalCluster
 from moonpool.local.conversation import hold_conversation, turns_table
@@ -47,16 +46,17 @@ async def up(config: Config, console: Console, *, once: bool) -> int:
         asyncio.get_running_loop().add_signal_handler(number, interrupt)
 
     counts = config.cluster
-    nodes = f"{counts.prefill} prefill and {counts.decode} decode nodes"
-    if counts.store:
-        nodes = f"{counts.prefill} prefill, {counts.decode} decode and {counts.store} store nodes"
-    report(f"starting a conductor, {nodes} with {config.model.directory}")
+    by_role = {"prefill": counts.prefill, "decode": counts.decode, "both": counts.both, "store": counts.store}
+    nodes = ", ".join(f"{count} {role}" for role, count in by_role.items() if count)
+    report(f"starting a conductor and nodes ({nodes}) with {config.model.directory}")
     bars = LoadBars(console)
     try:
-        async with LocalCluster(config, restart=not once, report=report, loaded=bars.update) as cluster:
+        async with LocalCluster(
+            config, restart=not once, supervises=not once, report=report, loaded=bars.update
+        ) as cluster:
             bars.close()
             report("ready\n")
-            async with Client(cluster.url) as client:
+            async with cluster.client() as client:
                 try:
                     turns = await hold_conversation(client, console)
                     console.print()

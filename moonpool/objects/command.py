@@ -18,13 +18,22 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from moonpool.commands.options import DEFAULT_URL, config_options, console, json_option, plain_table
+from moonpool.commands.options import (
+    DEFAULT_URL,
+    api_key,
+    api_key_option,
+    config_options,
+    console,
+    json_option,
+    plain_table,
+)
 from moonpool.kvstore.client.errors import BadObject, BadUrl, UnknownNode
 from moonpool.kvstore.client.queries import ObjectStat
 from moonpool.kvstore.client.store import StoreClient
 from moonpool.objects.discovery import connect
 from moonpool.objects.verification import verify_nodes
 from moonpool.runtime.config.loading import load_config
+from moonpool.runtime.security import process
 
 # stdout carries the result alone.
 messages = Console(highlight=False, stderr=True)
@@ -39,12 +48,13 @@ def _with_client(work: Callable[..., Awaitable[int | None]]) -> Callable[..., No
     @functools.wraps(work)
     def command(url: str, tenant: str, file: Path | None, sets: tuple[str, ...], **options: Any) -> None:
         config = load_config(file, sets)
-        salt = os.environ.get("MOONPOOL_TENANT_SALT", "")
+        process.use_as_client(config.security)
+        salt, key = os.environ.get("MOONPOOL_TENANT_SALT", ""), api_key()
         namespace, transfer = config.index.namespace, config.transfer
 
         async def run() -> int | None:
             async with connect(
-                url, tenant=tenant, salt=salt, namespace=namespace, transfer=transfer
+                url, tenant=tenant, salt=salt, api_key=key, namespace=namespace, transfer=transfer
             ) as client:
                 return await work(client, **options)
 
@@ -67,7 +77,7 @@ def _with_client(work: Callable[..., Awaitable[int | None]]) -> Callable[..., No
         metavar="NAME",
         help="The tenant of the objects; MOONPOOL_TENANT_SALT has its salt.",
     )
-    return config_options(tenant_option(url_option(command)))
+    return config_options(tenant_option(url_option(api_key_option(command))))
 
 
 @click.group()

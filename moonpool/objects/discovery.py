@@ -17,8 +17,8 @@ from moonpool.runtime.config.options import TransferOptions
 class ApiDirectory:
     """The store nodes that a conductor lists."""
 
-    def __init__(self, url: str) -> None:
-        self._client = Client(url)
+    def __init__(self, url: str, api_key: str) -> None:
+        self._client = Client(url, api_key=api_key)
 
     async def nodes(self) -> list[NodeAddress]:
         return [
@@ -43,6 +43,7 @@ async def connect(
     *,
     tenant: str = "",
     salt: str = "",
+    api_key: str = "",
     namespace: str = "moonpool",
     deadline_s: float = 30.0,
     transfer: TransferOptions | None = None,
@@ -53,14 +54,16 @@ async def connect(
         url: the conductor's API (``http://HOST:PORT``), or the index's Redis (``redis://``, ``unix://``)
             with its ``namespace``.
         tenant, salt: objects are isolated by tenant and salt.
+        api_key: for the API where keys are configured, of the role read or admin; empty for that in
+            ``MOONPOOL_API_KEY``.
         deadline_s: limit on one call or batch of transfers.
-        transfer: needed if the nodes have a ``transfer.secret`` or are on other machines.
+        transfer: needed if the nodes are on other machines.
 
     Raises:
         BadUrl: ``url`` is neither an API nor a Redis.
     """
     async with (
-        aclosing(_directory(url, namespace)) as directory,
+        aclosing(_directory(url, namespace, api_key)) as directory,
         open_client(
             directory,
             url,
@@ -72,9 +75,9 @@ async def connect(
         yield client
 
 
-def _directory(url: str, namespace: str) -> Directory:
+def _directory(url: str, namespace: str, api_key: str) -> Directory:
     if urlsplit(url).scheme in ("http", "https"):
-        return ApiDirectory(url)
+        return ApiDirectory(url, api_key)
     try:
         return IndexDirectory(url, namespace)
     except (StoreError, ValueError) as error:

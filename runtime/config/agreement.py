@@ -8,19 +8,20 @@ from typing import Any
 
 from moonpool.runtime.config.options import Config
 
-_REFUSED = "the processes refuse each other: transfers between them fail and blocks are recomputed"
+_REFUSED = "the processes refuse each other: calls and transfers between them fail"
 # Key -> consequence of a difference.
 MUST_AGREE = {
     "engine.block_size": "neither process can use the other's blocks",
     "engine.kv_dtype": "neither process can use the other's blocks",
+    "engine.weights": "the conductor refuses the node that joins later: its KV is that of another model",
     "index.lease_ttl_s": "conductors notice the death of the node with the longer lease late",
     "transfer.checksum": "the process without checksums does not verify the blocks it reads",
     "transfer.transports": "a pair uses the best transport that both offer, which may be slow",
-    "transfer.secret": _REFUSED,
-    "transfer.tls": _REFUSED,
+    "security.cluster_key": _REFUSED,
+    "security.cert": _REFUSED,
 }
-# For these, only whether they are set is published; value: the option that decides it.
-_PRESENCE_ONLY = {"transfer.secret": "transfer.secret", "transfer.tls": "transfer.tls.cert"}
+# For these, only whether they are set is published.
+_PRESENCE_ONLY = ("security.cluster_key", "security.cert")
 
 
 def agreement_of(config: Config) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def own_version() -> str:
 
 
 def _value(config: Config, key: str) -> Any:
-    value = reduce(getattr, _PRESENCE_ONLY.get(key, key).split("."), config)
+    value = reduce(getattr, key.split("."), config)
     if key in _PRESENCE_ONLY:
         return bool(value)
     return list(value) if isinstance(value, tuple) else value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moonpool.runtime.config.section import Section, option, require, section
@@ -91,7 +91,7 @@ class ParallelOptions(Section, name="engine.parallel"):
         5.0, "seconds", "a rank or replica that is silent for this long is considered lost", above=0
     )
     start_timeout_s: float = option(
-        120.0, "seconds", "longest time the ranks may take to start and load", above=0
+        120.0, "seconds", "longest time without progress while the ranks start and load", above=0
     )
     micro_batch_tokens: int = option(
         128, "tokens", "pipeline parallel: most prompt tokens in one micro-batch", least=1
@@ -129,6 +129,20 @@ class ParallelOptions(Section, name="engine.parallel"):
 
 
 @dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The most tokens and sequences in one step where the options name none."""
+
+    num_tokens: int
+    num_sequences: int
+
+    def __str__(self) -> str:
+        return f"at most {self.num_tokens} tokens and {self.num_sequences} sequences"
+
+
+CPU_LIMITS = StepLimits(512, 64)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineOptions(Section, name="engine"):
     block_size: int = option(16, "tokens", "tokens in a KV block", choices=(8, 16, 32, 64, 128, 256, 512))
     kv_dtype: str = option(
@@ -136,6 +150,12 @@ class EngineOptions(Section, name="engine"):
         "name",
         "dtype of the KV pool; auto: as computed; fp8_e4m3 uses the k_scale and v_scale of the checkpoint",
         choices=("auto", "fp8_e4m3"),
+    )
+    weights: str = option(
+        "auto",
+        "name",
+        "bits of the weights; auto: as the checkpoint stores them; int8 and int4 round plain weights at load",
+        choices=("auto", "int8", "int4"),
     )
     pool_nbytes: int = option(
         0,
@@ -149,9 +169,14 @@ class EngineOptions(Section, name="engine"):
     decode_graphs: bool = option(
         True, "flag", "on a GPU: capture decode steps as CUDA graphs at start, one a batch size"
     )
-    max_batch_size: int = option(64, "sequences", "most sequences in one step", least=1)
+    max_batch_size: int = option(
+        0, "sequences", "most sequences in one step; 0: 64, on a GPU by its memory", least=0
+    )
     max_batch_tokens: int = option(
-        512, "tokens", "most tokens in one step; longer prompts are computed in chunks", least=1
+        0,
+        "tokens",
+        "most tokens in one step, longer prompts are computed in chunks; 0: 512, on a GPU by its memory",
+        least=0,
     )
     threads: int = option(
         0,
@@ -163,7 +188,7 @@ class EngineOptions(Section, name="engine"):
 
     def _check(self) -> None:
         # Context parallelism splits tokens in whole blocks.
-        most = max(1, self.max_batch_tokens // self.block_size)
+        most = max(1, (self.max_batch_tokens or CPU_LIMITS.num_tokens) // self.block_size)
         must_be = f"at most {most}, the blocks of a step (engine.max_batch_tokens / engine.block_size)"
         require(self.parallel.cp <= most, "engine.parallel.cp", must_be, self.parallel.cp)
 
@@ -171,6 +196,14 @@ class EngineOptions(Section, name="engine"):
         """Return the threads of each rank where so many equal nodes share ``cores``."""
         ranks = nodes * self.parallel.dp * self.parallel.ranks_per_host
         return self.threads or max(1, cores // ranks)
+
+    def within(self, limits: StepLimits) -> EngineOptions:
+        """Return the options with ``limits`` for the steps' sizes that are 0."""
+        return replace(
+            self,
+            max_batch_tokens=self.max_batch_tokens or limits.num_tokens,
+            max_batch_size=self.max_batch_size or limits.num_sequences,
+        )
 
     @property
     def host_pool_nbytes(self) -> int:

@@ -15,9 +15,10 @@ from typing import Any, get_type_hints
 
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.errors import ConfigError
+from moonpool.runtime.redaction import HIDDEN, hide, redacted, redacted_value
 
-# Printed in place of a secret.
-HIDDEN = "•••"
+# Former names, and what they are part of now.
+_MOVED = {"transfer.secret": "security.cluster_key", "transfer.tls": "security"}
 _STDIN = Path("-")
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
@@ -76,7 +77,8 @@ def _read_sets(sets: Sequence[str]) -> dict[str, _Assignment]:
         key, equals, text = item.partition("=")
         if not equals:
             raise ConfigError(f"--set {item}: write it as section.key=value", item)
-        assigned[key.strip()] = _Assignment(_text(text.strip(), item), f"--set {item}", is_text=True)
+        where = f"--set {redacted(item)}"
+        assigned[key.strip()] = _Assignment(_text(text.strip(), item), where, is_text=True)
     return assigned
 
 
@@ -85,6 +87,7 @@ def _configure(before: Mapping[str, Any], assigned: Mapping[str, _Assignment]) -
         if key not in _options():
             raise _unknown(key, assigned[key].where)
     values = {**before, **{key: _convert(key, one) for key, one in assigned.items()}}
+    _hide_secrets(values)
     try:
         config: Config = _construct(Config, "", values)
         return config
@@ -118,28 +121,23 @@ def shown_options(config: Config) -> list[dict[str, Any]]:
     for key, (field, _) in _options().items():
         value = _get(config, key)
         changed = value != _get(default, key)
-        if field.metadata["secret"] and value:
-            value = HIDDEN
-        elif isinstance(value, str | tuple):
-            value = _without_secrets(value)
+        value = HIDDEN if field.metadata["secret"] and value else redacted_value(value)
         rows.append({"key": key, "value": value, "changed": changed, "unit": field.metadata["unit"]})
     return rows
 
 
-def _without_secrets(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
-    if isinstance(value, tuple):
-        # Options of one role (cluster.prefill_options) are key=value, and the key may name a secret.
-        return tuple(_shown_item(item) for item in value)
-    value = re.sub(r"(://)[^@/]*@", rf"\1{HIDDEN}@", value)
-    return re.sub(r"(?i)([?&;][^=&;]*(?:password|secret|token|key)[^=&;]*=)[^&;]*", rf"\1{HIDDEN}", value)
-
-
-def _shown_item(item: str) -> str:
-    key, equals, _ = item.partition("=")
-    known = _options().get(key.strip())
-    if equals and known is not None and known[0].metadata["secret"]:
-        return f"{key}={HIDDEN}"
-    return str(_without_secrets(item))
+def _hide_secrets(values: Mapping[str, Any]) -> None:
+    """Secrets, and texts that may be URLs or options (of one role) with secrets in them."""
+    for key, value in values.items():
+        if _options()[key][0].metadata["secret"]:
+            hide(str(value))
+        for each in value if isinstance(value, tuple) else (value,):
+            if isinstance(each, str) and "://" in each:
+                hide(each)
+            option, equals, text = each.partition("=") if isinstance(each, str) else ("", "", "")
+            known = _options().get(option.strip())
+            if equals and known is not None and known[0].metadata["secret"]:
+                hide(text.strip())
 
 
 @cache
@@ -199,7 +197,9 @@ def _convert(key: str, assignment: _Assignment) -> Any:
         if is_size:
             wanted = 'a number of bytes, such as 4194304 or "4MiB"'
         raise ConfigError(
-            f"{assignment.where}: {key} must be {wanted} ({field.metadata['unit']}), got {value!r}", key
+            f"{assignment.where}: {key} must be {wanted} ({field.metadata['unit']}), got "
+            f"{HIDDEN if field.metadata['secret'] else repr(value)}",
+            key,
         ) from None
 
 
@@ -230,6 +230,9 @@ def _line_of(text: str, name: str) -> int:
 
 
 def _unknown(key: str, where: str) -> ConfigError:
+    for former, now in _MOVED.items():
+        if key == former or key.startswith(f"{former}."):
+            return ConfigError(f"{where}: {key} is now {now}{key.removeprefix(former)}", key)
     known = list(_options())
     sections = {name.rpartition(".")[0] for name in known}
     if key in sections:
@@ -242,4 +245,6 @@ def _unknown(key: str, where: str) -> ConfigError:
         or [name for name in known if name.rpartition(".")[2] == last]
         or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
     )
+    if _options()[close[0]][0].metadata["secret"]:
+        where = where.partition("=")[0]  # its value may be the secret
     return ConfigError(f"{where}: unknown option {key}; the nearest is {close[0]}", key)

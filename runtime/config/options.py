@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moonpool.runtime.config.engine_options import EngineOptions, ModelOptions, ParallelOptions
-from moonpool.runtime.config.section import section
+from moonpool.runtime.config.fleet_options import FleetOptions, PlannerOptions
+from moonpool.runtime.config.section import require, section
 from moonpool.runtime.config.security_options import SecurityOptions
 from moonpool.runtime.config.service_options import (
+    AuditOptions,
     ClusterOptions,
     ConductorOptions,
     HealthOptions,
@@ -24,15 +26,17 @@ from moonpool.runtime.config.store_options import (
     StoreNodeOptions,
     StoreOptions,
 )
-from moonpool.runtime.config.transfer_options import TcpOptions, TlsOptions, TransferOptions
+from moonpool.runtime.config.transfer_options import TcpOptions, TransferOptions
 
 __all__ = [
     "EVICTION_POLICIES",
+    "AuditOptions",
     "ClusterOptions",
     "ConductorOptions",
     "Config",
     "EngineOptions",
     "EventsOptions",
+    "FleetOptions",
     "HealthOptions",
     "HostTierOptions",
     "IndexOptions",
@@ -40,12 +44,12 @@ __all__ = [
     "ModelOptions",
     "NodeOptions",
     "ParallelOptions",
+    "PlannerOptions",
     "SecurityOptions",
     "SsdTierOptions",
     "StoreNodeOptions",
     "StoreOptions",
     "TcpOptions",
-    "TlsOptions",
     "TracingOptions",
     "TransferOptions",
 ]
@@ -63,7 +67,19 @@ class Config:
     store_node: StoreNodeOptions = section(StoreNodeOptions)
     conductor: ConductorOptions = section(ConductorOptions)
     cluster: ClusterOptions = section(ClusterOptions)
+    fleet: FleetOptions = section(FleetOptions)
+    planner: PlannerOptions = section(PlannerOptions)
     health: HealthOptions = section(HealthOptions)
     log: LogOptions = section(LogOptions)
+    audit: AuditOptions = section(AuditOptions)
     tracing: TracingOptions = section(TracingOptions)
     security: SecurityOptions = section(SecurityOptions)
+
+    def __post_init__(self) -> None:
+        require(
+            not (self.security.cert and "ucx" in self.transfer.transports),
+            "transfer.transports",
+            "without ucx where security.cert is set, because UCX does not encrypt; security.cluster_key "
+            "alone authenticates without encrypting",
+            self.transfer.transports,
+        )

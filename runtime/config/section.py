@@ -53,9 +53,8 @@ def option(
     The value of a ``secret`` option is never printed.
     """
     bounds = Bounds(least, above, most, choices)
-    return field(
-        default=default, metadata={"unit": unit, "meaning": meaning, "secret": secret, "bounds": bounds}
-    )
+    metadata = {"unit": unit, "meaning": meaning, "secret": secret, "bounds": bounds}
+    return field(default=default, repr=not secret, metadata=metadata)
 
 
 def section(cls: type) -> Any:

@@ -20,7 +20,7 @@ class NodeOptions(Section, name="node"):
         "empty: the machine",
     )
     orphan_s: float = option(
-        5.0, "seconds", "how long a decode node keeps the requests of a conductor that disconnected"
+        5.0, "seconds", "how long a decode node keeps the requests of a conductor that reads no tokens"
     )
     drain_s: float = option(30.0, "seconds", "how long SIGTERM waits for running requests")
 
@@ -29,6 +29,13 @@ class NodeOptions(Section, name="node"):
 class ConductorOptions(Section, name="conductor"):
     host: str = option("127.0.0.1", "address", "address of the API")
     port: int = option(8000, "port", "port of the API; 0: a free one", least=0, most=65535)
+    cert: str = option(
+        "",
+        "path",
+        "certificate of the API (PEM), such as one that browsers know; empty: security.cert. Without either, "
+        "the API is plain HTTP",
+    )
+    key: str = option("", "path", "private key of conductor.cert (PEM)")
     max_body_nbytes: int = option(8 << 20, "bytes", "largest request body", least=1)
     request_timeout_s: float = option(
         300.0, "seconds", "how long a request may run once it is placed", above=0
@@ -59,18 +66,31 @@ class ConductorOptions(Section, name="conductor"):
         choices=("none", "baseline", "early", "predicted"),
     )
     tenants_path: str = option(
-        "", "path", "TOML file of API keys with their limits and weights; empty: no authentication"
+        "", "path", "TOML file of API keys and tenants with their limits; empty: no key is needed"
     )
     results_path: str = option(
         "",
         "path",
         "directory of `moonpool bench … --json` files for the dashboard; empty: the checkout's own",
     )
+    engine_key: str = option(
+        "",
+        "text",
+        "what vLLM engines were started with as --api-key; empty: they ask for none",
+        secret=True,
+    )
     policy: str = option(
         "goodput",
         "name",
         "placement policy",
         choices=("goodput", "kv-aware", "local-cache", "least-loaded", "round-robin", "random"),
+    )
+    migrate: tuple[str, ...] = option(
+        ("drain",),
+        "names",
+        "why running requests are moved to other decode nodes: drain (their node ends or no longer decodes); "
+        "empty: only when asked",
+        choices=("drain",),
     )
     replicate_nbytes_per_s: int = option(
         256 << 20,
@@ -79,16 +99,42 @@ class ConductorOptions(Section, name="conductor"):
         least=0,
     )
 
+    def _check(self) -> None:
+        both = bool(self.cert) == bool(self.key)
+        require(both, "conductor.cert", "set together with conductor.key, or neither", self.cert or self.key)
+
 
 @dataclass(frozen=True, slots=True)
 class ClusterOptions(Section, name="cluster"):
-    prefill: int = option(2, "nodes", "prefill nodes `moonpool up` starts", least=1)
-    decode: int = option(2, "nodes", "decode nodes `moonpool up` starts", least=1)
+    prefill: int = option(2, "nodes", "prefill nodes `moonpool up` starts", least=0)
+    decode: int = option(2, "nodes", "decode nodes `moonpool up` starts", least=0)
+    both: int = option(0, "nodes", "nodes that prefill and decode `moonpool up` starts", least=0)
     store: int = option(0, "nodes", "store nodes `moonpool up` starts", least=0)
+    engine: str = option(
+        "moonpool",
+        "name",
+        "what computes on the nodes that `moonpool up` starts: Moonpool's own engine, or vLLM's server",
+        choices=("moonpool", "vllm"),
+    )
     prefill_options: tuple[str, ...] = option(
         (), "names", "options of prefill nodes alone, as key=value, such as engine.parallel.tp=2"
     )
     decode_options: tuple[str, ...] = option((), "names", "options of decode nodes alone, as key=value")
+
+    def _check(self) -> None:
+        for stage, count in (("prefill", self.prefill), ("decode", self.decode)):
+            require(count + self.both > 0, f"cluster.{stage}", "at least 1 without cluster.both", count)
+            require(
+                self.engine != "vllm" or not count,
+                f"cluster.{stage}",
+                "0 with vLLM, whose engines serve both stages (cluster.both)",
+                count,
+            )
+
+    @property
+    def num_compute(self) -> int:
+        """Nodes with an engine."""
+        return self.prefill + self.decode + self.both
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +193,18 @@ class LogOptions(Section, name="log"):
         "characters of each prompt and answer that a conductor logs; 0: prompts are never logged",
         least=0,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class AuditOptions(Section, name="audit"):
+    path: str = option(
+        "",
+        "path",
+        "directory of audit lines (administrative and refused calls) and usage lines (requests) as JSON; "
+        "empty: none; `moonpool up`: with its logs",
+    )
+    file_nbytes: int = option(16 << 20, "bytes", "size at which a file of lines begins anew", least=64 << 10)
+    files: int = option(8, "files", "files of each kind that a process keeps", least=1)
 
 
 @dataclass(frozen=True, slots=True)

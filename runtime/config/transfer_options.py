@@ -23,17 +23,6 @@ class TcpOptions(Section, name="transfer.tcp"):
 
 
 @dataclass(frozen=True, slots=True)
-class TlsOptions(Section, name="transfer.tls"):
-    cert: str = option("", "path", "this node's certificate (PEM); empty: no TLS between transfer agents")
-    key: str = option("", "path", "private key of the certificate (PEM)")
-    ca: str = option("", "path", "the authority that signed the certificates of all nodes (PEM)")
-
-    def _check(self) -> None:
-        given = [bool(path) for path in (self.cert, self.key, self.ca)]
-        require(all(given) or not any(given), "transfer.tls", "cert, key and ca together, or none", self)
-
-
-@dataclass(frozen=True, slots=True)
 class TransferOptions(Section, name="transfer"):
     transports: tuple[str, ...] = option(
         ("local", "cuda-ipc", "shm", "tcp"),
@@ -43,14 +32,7 @@ class TransferOptions(Section, name="transfer"):
     )
     checksum: bool = option(True, "flag", "verify the checksum of every block that arrives")
     deadline_s: float = option(10.0, "seconds", "longest a batch may take", above=0)
-    secret: str = option("", "text", "shared secret that peers must prove to know; empty: none", secret=True)
+    read_nbytes_per_s: int = option(
+        0, "bytes/second", "most that a node with an engine reads from its peers; 0: no limit", least=0
+    )
     tcp: TcpOptions = section(TcpOptions)
-    tls: TlsOptions = section(TlsOptions)
-
-    def _check(self) -> None:
-        require(
-            not (self.tls.cert and "ucx" in self.transports),
-            "transfer.transports",
-            "without ucx where transfer.tls is set, because UCX does not encrypt",
-            self.transports,
-        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import ipaddress
 import socket
 import ssl
 from collections.abc import Callable
@@ -17,7 +18,10 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
 def loopback_only(host: str) -> bool:
     """Whether sockets that listen at ``host`` can be reached from this machine only."""
-    return host.startswith("127.") or host in ("::1", "localhost")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def prepare(sock: socket.socket) -> None:

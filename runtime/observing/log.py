@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 
 from moonpool.runtime.config.options import LogOptions
+from moonpool.runtime.redaction import redacted
 
 # Most lines of one message (format string) in a period of this length: a failing cluster logs the same
 # message for every request.
@@ -70,7 +71,7 @@ class _TextFormatter(logging.Formatter):
         )
 
     def format(self, record: logging.LogRecord) -> str:
-        line = super().format(record)
+        line = redacted(super().format(record))
         about = request_id.get()
         return f"{line} [{about}]" if about else line
 
@@ -86,10 +87,10 @@ class _JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "process": self._process,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": redacted(record.getMessage()),
         }
         if about := request_id.get():
             fields["request_id"] = about
         if record.exc_info:
-            fields["exception"] = self.formatException(record.exc_info)
+            fields["exception"] = redacted(self.formatException(record.exc_info))
         return json.dumps(fields, ensure_ascii=False)

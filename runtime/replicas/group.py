@@ -50,7 +50,11 @@ class ReplicaGroup:
     async def run(self, context: ServiceContext) -> None:
         """Run until drained. Raises as ``ReplicaProcess.supervise`` once the others have drained."""
         began_s = time.monotonic()
-        metrics = ReplicaMetrics(self._config.node.host, self._config.node.metrics_port)
+        metrics = ReplicaMetrics(
+            self._config.node.host,
+            self._config.node.metrics_port,
+            keyed=bool(self._config.conductor.tenants_path),
+        )
         loading = LoadProgress(self.node_id, context.loaded)
         self._loaded = TotalProgress(loading, len(self._configs))
         replicas = self._replicas = metrics.replicas = [

@@ -12,8 +12,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from moonpool.runtime.observing.metrics_server import serve_metrics
+from moonpool.runtime.observing.metrics_server import metrics_headers, serve_metrics
 from moonpool.runtime.replicas.supervisor import ReplicaProcess
+from moonpool.runtime.security import process
 
 log = logging.getLogger(__name__)
 
@@ -23,12 +24,12 @@ _TIMEOUT_S = 2.0
 class ReplicaMetrics(Collector):
     """Fetches the pages of all replicas at every scrape; a replica that does not answer is omitted."""
 
-    def __init__(self, host: str, port: int) -> None:
-        """Serve the page. Raises PortInUse."""
+    def __init__(self, host: str, port: int, *, keyed: bool = False) -> None:
+        """Serve the page (see ``serve_metrics``). Raises PortInUse."""
         self.replicas: Sequence[ReplicaProcess] = ()
         registry = CollectorRegistry()
         registry.register(self)
-        self.url = f"http://{host}:{serve_metrics(host, port, registry)}/metrics"
+        self.url = f"http://{host}:{serve_metrics(host, port, registry, keyed=keyed).port}/metrics"
 
     def collect(self) -> Iterator[Metric]:
         """Each replica's samples with its number as the label ``replica``, family by family."""
@@ -62,7 +63,8 @@ def merged(pages: dict[int, str]) -> Iterator[Metric]:
 
 def _read(url: str) -> str:
     try:
-        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
+        request = urllib.request.Request(url, headers=metrics_headers(process.current()))
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
             return str(answer.read().decode())
     except OSError as error:
         log.warning("metrics of the replica at %s are omitted: %s", url, error)

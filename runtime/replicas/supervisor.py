@@ -15,6 +15,7 @@ from moonpool.runtime.replicas.identity import Replica
 from moonpool.runtime.service.child import Child
 from moonpool.runtime.service.crash_loop import MAX_SHORT_RUNS, MIN_UPTIME_S, CrashLoop
 from moonpool.runtime.service.heartbeat import BEATS_PER_TIMEOUT, until_silent
+from moonpool.runtime.service.vital import vital
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class ReplicaProcess:
     async def _follow(self, child: Child) -> float:
         """Wait until the process ends or is killed for silence; return how long it was ready, in seconds."""
         began_s = time.monotonic()
-        watch = asyncio.create_task(self._watch(child), name=f"heartbeat of {child.name}")
+        watch = vital(self._watch(child), f"heartbeat of {child.name}")
         try:
             await child.wait_ready()
             ready_s = time.monotonic()

@@ -48,6 +48,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moonpool.runtime.machine.description import commit_here, describe_machine, versions_of
+from moonpool.runtime.redaction import redacted
 from moonpool.runtime.reports.schema import ReportInvalid, validate
 
 
@@ -129,7 +130,7 @@ def measure_environment(
 ) -> Environment:
     """Describe this machine and process.
 
-    packages: the distributions whose versions matter; absent ones are left out. command: the command line,
+    packages: record the versions of these distributions; absent ones are left out. command: the command line,
     as a user types it; without it the one of this process.
     """
     date = now() if now is not None else datetime.now(UTC)
@@ -138,7 +139,7 @@ def measure_environment(
         versions_of(packages),
         commit_here(),
         date.isoformat(timespec="seconds"),
-        command or _command_line(),
+        redacted(command or _command_line()),
     )
 
 

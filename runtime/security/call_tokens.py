@@ -25,6 +25,8 @@ MAX_AGE_S = 30.0
 _WINDOW = 4096
 _MAX_SESSIONS = 65_536
 _MAX_TOKEN_CHARS = 512
+# Keeps derived keys apart from those of roles.
+_DERIVED = b"moonpool purpose"
 
 
 class RoleKeys:
@@ -44,13 +46,17 @@ class RoleKeys:
                 raise ConfigError(
                     f"the key of role {role} is not hexadecimal", "security.cluster_key"
                 ) from None
+            self._root = b""
             return
         if len(text) < 16:
             raise ConfigError(f"16 characters or more, got {len(text)}", "security.cluster_key")
-        self._keys = {
-            role: blake2b(role.encode(), key=blake2b(text.encode()).digest(), digest_size=32).digest()
-            for role in ROLES
-        }
+        self._root = blake2b(text.encode()).digest()
+        self._keys = {role: blake2b(role.encode(), key=self._root, digest_size=32).digest() for role in ROLES}
+
+    @property
+    def only_role(self) -> str:
+        """The role that this is the key of; empty: of all."""
+        return "" if self._root else next(iter(self._keys))
 
     def of(self, role: str) -> bytes:
         """Raises ``ConfigError``: this key is another role's."""
@@ -63,6 +69,17 @@ class RoleKeys:
     def text_of(self, role: str) -> str:
         """The key of one role, as ``security.cluster_key`` of a process of that role."""
         return f"{role}:{self.of(role).hex()}"
+
+    def derived(self, purpose: str) -> bytes:
+        """32 bytes for one purpose, which tell nothing of other keys. Raises ``ConfigError``: this is the key
+        of one role."""
+        if not self._root:
+            raise ConfigError(
+                f"a key of role {next(iter(self._keys))} is not enough for the {purpose}: give this process "
+                "the key of the cluster",
+                "security.cluster_key",
+            )
+        return blake2b(purpose.encode(), key=self._root, digest_size=32, person=_DERIVED).digest()
 
 
 class TokenSigner:
@@ -137,7 +154,7 @@ class TokenVerifier:
         return True
 
     def _forget_old(self) -> None:
-        """Drop sessions whose tokens are all too old by now. Only holders of the key begin sessions."""
+        """Drop sessions with tokens that are all too old by now. Only holders of the key begin sessions."""
         oldest_s = self._clock() - 2 * MAX_AGE_S
         self._sessions = {
             name: session for name, session in self._sessions.items() if session.last_s >= oldest_s

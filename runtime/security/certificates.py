@@ -2,6 +2,7 @@
 
     DIR/ca.pem  DIR/ca.key              the authority; only ``ca.pem`` goes to the hosts of the cluster
     DIR/ROLE-NAME.pem  DIR/ROLE-NAME.key
+    DIR/crl.pem         the certificates that were revoked, once there is one; goes where ``ca.pem`` goes
 
 A certificate names its role and its owner as the URI ``spiffe://moonpool/ROLE/NAME``. Certificates of
 conductors and nodes are also valid for the DNS name ``SERVER_NAME``, which every process expects of the
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -25,12 +26,22 @@ from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from moonpool.runtime.errors import MoonpoolError
-from moonpool.runtime.security.roles import CONDUCTOR, NODE, SERVER_NAME, Caller
+from moonpool.runtime.security.roles import (
+    CONDUCTOR,
+    NODE,
+    SERVER_NAME,
+    Caller,
+    Unauthenticated,
+    owner_of,
+)
 
-_URI = "spiffe://moonpool/"
 _CA_NAME = "Moonpool cluster authority"
-# Certificates are valid at once on hosts whose clock is behind.
+# Certificates are valid at once on hosts with a clock that is behind.
 _BACKDATED = timedelta(hours=1)
+# A month is time to renew by hand. Short-lived certificates are usually renewed when a third of their life is
+# left: with less than a quarter, that has failed.
+_SOON = timedelta(days=30)
+_SOON_FRACTION = 0.25
 
 
 class CertificateError(MoonpoolError):
@@ -47,6 +58,10 @@ class Certificate:
     begins: datetime
     expires: datetime
     serial: int
+
+    def expires_soon(self, now: datetime) -> bool:
+        """Whether it has expired, or should have been renewed by now."""
+        return self.expires - now < min(_SOON, _SOON_FRACTION * (self.expires - self.begins))
 
 
 def init(directory: Path, *, days: int) -> Path:
@@ -75,11 +90,9 @@ def issue(directory: Path, owner: Caller, *, days: int, addresses: Sequence[str]
     Raises:
         CertificateError: there is no authority, or ``directory`` cannot be written.
     """
-    ca_key, ca = _authority(directory)
+    ca_key, ca = authority(directory)
     key = ec.generate_private_key(ec.SECP256R1())
-    names: list[x509.GeneralName] = [
-        x509.UniformResourceIdentifier(f"{_URI}{owner.role}/{quote(owner.name, safe='')}")
-    ]
+    names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(owner.uri)]
     is_server = owner.role in (CONDUCTOR, NODE)
     if is_server:
         names.append(x509.DNSName(SERVER_NAME))
@@ -97,7 +110,7 @@ def issue(directory: Path, owner: Caller, *, days: int, addresses: Sequence[str]
         )
         .sign(ca_key, hashes.SHA256())
     )
-    file = directory / f"{owner.role}-{quote(owner.name, safe='')}.pem"
+    file = file_of(directory, owner)
     _write(file.with_suffix(".key"), file, key, built)
     return file
 
@@ -114,9 +127,13 @@ def describe(file: Path) -> Certificate:
     if names:
         addresses += names.get_values_for_type(x509.DNSName)
         addresses += map(str, names.get_values_for_type(x509.IPAddress))
+    try:
+        owner = owner_of(uris)
+    except Unauthenticated:
+        owner = None
     return Certificate(
         file,
-        owner_of(uris),
+        owner,
         tuple(addresses),
         read.not_valid_before_utc,
         read.not_valid_after_utc,
@@ -124,16 +141,13 @@ def describe(file: Path) -> Certificate:
     )
 
 
-def owner_of(names: Sequence[str]) -> Caller | None:
-    """The owner that a certificate's alternative names tell. None: it is no cluster's."""
-    for name in names:
-        role, slash, owner = name.removeprefix(_URI).partition("/")
-        if name.startswith(_URI) and slash:
-            return Caller(role, unquote(owner))
-    return None
+def file_of(directory: Path, owner: Caller) -> Path:
+    """The certificate of ``owner``; its key is beside it."""
+    return directory / f"{owner.role}-{quote(owner.name, safe='')}.pem"
 
 
-def _authority(directory: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+def authority(directory: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    """Its key and its certificate. Raises ``CertificateError``: there is none that can be read."""
     try:
         key: PrivateKeyTypes = serialization.load_pem_private_key((directory / "ca.key").read_bytes(), None)
         certificate = x509.load_pem_x509_certificate((directory / "ca.pem").read_bytes())
@@ -197,14 +211,16 @@ def _write(
     pem = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
+    replace_file(key_file, pem)
+    replace_file(certificate_file, certificate.public_bytes(serialization.Encoding.PEM))
+
+
+def replace_file(file: Path, data: bytes) -> None:
+    """Write ``file`` for its owner alone, by a rename. Raises ``CertificateError``."""
+    partial = file.with_name(f".{file.name}-{os.getpid()}")
     try:
-        for file, data in (
-            (key_file, pem),
-            (certificate_file, certificate.public_bytes(serialization.Encoding.PEM)),
-        ):
-            partial = file.with_name(f".{file.name}-{os.getpid()}")
-            with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
-                out.write(data)
-            os.replace(partial, file)
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
+            out.write(data)
+        os.replace(partial, file)
     except OSError as error:
-        raise CertificateError(f"{certificate_file.parent} cannot be written: {error.strerror}") from error
+        raise CertificateError(f"{file} cannot be written: {error.strerror}") from error

@@ -4,32 +4,36 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from pathlib import Path
-from typing import Any, cast
+from functools import cache, lru_cache
+from hashlib import blake2b
+from typing import TYPE_CHECKING, cast
 
 import grpc
 
 from moonpool.runtime.config.security_options import SecurityOptions
 from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.security.call_tokens import RoleKeys, TokenSigner, TokenVerifier
+from moonpool.runtime.security.local_key import local_key, read_local_key
 from moonpool.runtime.security.roles import (
     OPERATOR,
     Caller,
     NotPermitted,
     Unauthenticated,
     check_permitted,
+    owner_of,
 )
+from moonpool.runtime.security.tls import PeerTls, peer_tls
+
+if TYPE_CHECKING:
+    from moonpool.runtime.security.certificates import Certificate
 
 log = logging.getLogger(__name__)
 
 TOKEN = "moonpool-caller"
 caller: ContextVar[Caller | None] = ContextVar("moonpool_caller", default=None)
-"""Who made the call that is being served; None: the server demands no proof."""
-_LOOK_AGAIN_S = 1.0
+"""The caller of the call that is being served; None: the server does not authenticate callers."""
 
 
 class Security:
@@ -40,69 +44,101 @@ class Security:
     """
 
     def __init__(self, options: SecurityOptions, me: Caller, *, serves: bool = True) -> None:
-        self._options = options
+        self.options = options
+        self.me = me
+        self._serves = serves
+        self._watched: dict[str, Callable[[], Certificate]] = {}
+        self._keys: RoleKeys | None = None
         self._signer: TokenSigner | None = None
         self._verifier: TokenVerifier | None = None
-        self._looked_s = 0.0
-        self._state: tuple[int, ...] = ()
         if options.cluster_key:
-            keys = RoleKeys(options.cluster_key)
-            self._signer = TokenSigner(keys, me)
-            self._verifier = TokenVerifier(keys) if serves else None
-        if options.cert:
-            self._pem()  # a missing file is an error now, not at the first call
+            self._keys = RoleKeys(options.cluster_key)
+            self._signer = TokenSigner(self._keys, me)
+            self._verifier = TokenVerifier(self._keys) if serves else None
+        # A missing file is an error now, not at the first call.
+        self._tls = peer_tls(options) if options.cert else None
 
     @property
-    def has_tls(self) -> bool:
-        return bool(self._options.cert)
+    def tls(self) -> PeerTls | None:
+        """The certificates to use now: another object once the files have changed. None: no TLS."""
+        return None if self._tls is None else self._tls.now()
+
+    def certificates(self) -> dict[str, Certificate]:
+        """The certificates in use, by the options that name them."""
+        tls = self.tls
+        found = {} if tls is None else {"security.cert": tls.ours, "security.ca": tls.authority}
+        return found | {option: certificate() for option, certificate in self._watched.items()}
+
+    def watch(self, option: str, certificate: Callable[[], Certificate]) -> None:
+        """Count a certificate of a server among those in use."""
+        self._watched[option] = certificate
+
+    @property
+    def authenticates(self) -> bool:
+        """Whether others must prove something to talk to this process."""
+        return self.has_key or self._tls is not None
+
+    # ------------------------------------------------------------------ handshakes of connections
+
+    @property
+    def has_key(self) -> bool:
+        return self._keys is not None
+
+    @property
+    def demands_key(self) -> bool:
+        """Whether it refuses to talk to a process without the cluster's key."""
+        return self.has_key and self._serves
+
+    def handshake_key(self, purpose: str, role: str) -> bytes:
+        """The key of the MACs in a handshake that a process of ``role`` begins; empty without a cluster key.
+
+        Raises ``ConfigError``: ours is the key of another role.
+        """
+        if self._keys is None:
+            return b""
+        return blake2b(purpose.encode(), key=self._keys.of(role), digest_size=32).digest()
+
+    def derived_key(self, purpose: str) -> bytes:
+        """32 secret bytes for one purpose, the same in every process of the cluster; without a cluster key,
+        in every process of this user on this machine. Raises ``ConfigError``: the key is only a role's."""
+        return (self._keys or RoleKeys(local_key())).derived(purpose)
 
     # ------------------------------------------------------------------ calls of this process
 
+    def token(self, method: str) -> str:
+        """A token for one call of ``method``; empty: this process has no key."""
+        return "" if self._signer is None else self._signer.token(method)
+
     def metadata(self, method: str) -> tuple[tuple[str, str], ...]:
         """The metadata of one call of ``method`` (``Node/Drain``)."""
-        return () if self._signer is None else ((TOKEN, self._signer.token(method)),)
-
-    def channel_credentials(self) -> grpc.ChannelCredentials:
-        return grpc.ssl_channel_credentials(*self._pem())
-
-    def state_of_files(self) -> tuple[int, ...]:
-        """A value that differs once the certificates have changed; looked at once a second."""
-        if self.has_tls and time.monotonic() - self._looked_s >= _LOOK_AGAIN_S:
-            self._looked_s = time.monotonic()
-            try:
-                self._state = tuple(Path(file).stat().st_mtime_ns for file in self._files)
-            except OSError as error:
-                log.warning("the certificates in use are kept: %s", error)
-        return self._state
+        return ((TOKEN, token),) if (token := self.token(method)) else ()
 
     # ------------------------------------------------------------------ calls of others
 
-    def server_credentials(self) -> grpc.ServerCredentials:
+    def server_credentials(self, used: PeerTls) -> grpc.ServerCredentials:
         """Certificates are demanded of clients. Changed files are used from the next connection on."""
-        state = self.state_of_files()
 
-        def configuration() -> grpc.ServerCertificateConfiguration:
-            ca, key, cert = self._pem()
-            return grpc.ssl_server_certificate_configuration([(key, cert)], ca)
+        def configuration(tls: PeerTls) -> grpc.ServerCertificateConfiguration:
+            return grpc.ssl_server_certificate_configuration([(tls.key, tls.cert)], tls.ca)
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
-            nonlocal state
-            if self.state_of_files() == state:
+            nonlocal used
+            if (tls := self.tls) is None or tls is used:
                 return None
-            try:
-                changed = configuration()
-            except ConfigError as error:
-                log.warning("the certificates in use are kept: %s", error)
-                return None
-            state = self.state_of_files()
-            log.info("new certificate %s is in use", self._options.cert)
-            return changed
+            used = tls
+            return configuration(tls)
 
         # grpc's stubs do not know that fetch may return None: nothing has changed.
         changes = cast(Callable[[], grpc.ServerCertificateConfiguration], fetch)
         return grpc.dynamic_ssl_server_credentials(
-            configuration(), changes, require_client_authentication=True
+            configuration(used), changes, require_client_authentication=True
         )
+
+    def verify(self, method: str, token: str) -> Caller:
+        """Return who signed ``token`` for ``method``. Raises ``Unauthenticated``."""
+        if self._verifier is None:
+            raise Unauthenticated("this process has no cluster key to check tokens with")
+        return self._verifier.verify(method, token)
 
     def admit(
         self, method: str, token: str, auth_context: Callable[[], Mapping[str, Sequence[bytes]]]
@@ -115,8 +151,8 @@ class Security:
         proved: Caller | None = None
         if self._verifier is not None:
             proved = self._verifier.verify(method, token)
-        if self.has_tls:
-            owner = _owner(auth_context())
+        if (tls := self.tls) is not None:
+            owner = _owner(auth_context(), tls)
             if proved is not None and proved.role != owner.role:
                 raise Unauthenticated(f"the token is of role {proved.role}, the certificate of {owner.role}")
             proved = owner
@@ -124,39 +160,33 @@ class Security:
             check_permitted(proved, method)
         return proved
 
-    @property
-    def _files(self) -> tuple[str, str, str]:
-        return self._options.ca, self._options.key, self._options.cert
 
-    def _pem(self) -> tuple[bytes, bytes, bytes]:
-        """Authority, key, certificate."""
-        try:
-            ca, key, cert = (Path(file).read_bytes() for file in self._files)
-        except OSError as error:
-            raise ConfigError(f"{error.filename} cannot be read: {error.strerror}", "security") from error
-        return ca, key, cert
-
-
-def _owner(auth_context: Mapping[str, Sequence[Any]]) -> Caller:
-    from moonpool.runtime.security.certificates import owner_of
-
-    names = [name.decode() for name in auth_context.get("x509_subject_alternative_name", ())]
-    owner = owner_of(names)
-    if owner is None:
-        raise Unauthenticated(
-            "the caller's certificate names no role: `moonpool certs issue` makes one that does"
-        )
+def _owner(auth_context: Mapping[str, Sequence[bytes]], tls: PeerTls) -> Caller:
+    owner = owner_of([name.decode() for name in auth_context.get("x509_subject_alternative_name", ())])
+    if tls.revoked:
+        # gRPC's handshake knows no lists of revoked certificates.
+        tls.check_revoked(_serial(auth_context["x509_pem_cert"][0]), owner)
     return owner
+
+
+@lru_cache(maxsize=4096)
+def _serial(pem: bytes) -> int:
+    from cryptography import x509
+
+    return x509.load_pem_x509_certificate(pem).serial_number
 
 
 def require(*roles: str) -> None:
     """Within a call: raise ``NotPermitted`` if its caller proved another role than these."""
     who = caller.get()
     if who is not None and who.role not in roles:
-        raise NotPermitted(f"this is not for the role {who.role} ({who.name})")
+        raise NotPermitted(f"this is not for the role {who.role} ({who.name})", who)
 
 
 _current: Security | None = None
+ENVIRONMENT = ("MOONPOOL_CLUSTER_KEY", "MOONPOOL_CERT", "MOONPOOL_KEY")
+"""Variables of commands and programs for security.cluster_key, cert and key; with MOONPOOL_CA for its ca."""
+_USER = f"user-{os.getuid()}"
 
 
 def use(security: Security) -> None:
@@ -165,49 +195,43 @@ def use(security: Security) -> None:
     _current = security
 
 
+def use_as_client(options: SecurityOptions) -> None:
+    """Make a command with these options the identity of the process, unless they are the defaults.
+
+    Raises ``ConfigError``.
+    """
+    if options != SecurityOptions():
+        use(of_client(options))
+
+
 def current() -> Security:
-    """The identity of the process. Without ``use``: the operator of this user's local clusters."""
+    """The identity of the process. Without ``use``: that of the environment (``ENVIRONMENT``), else the
+    operator of this user's local clusters. Raises ``ConfigError``: what the environment names is wrong.
+    """
     if _current is not None:
         return _current
-    options = SecurityOptions(cluster_key=_read_local_key())
-    return Security(options, Caller(OPERATOR, f"user-{os.getuid()}"), serves=False)
+    if any(given := tuple(os.environ.get(name, "") for name in ENVIRONMENT)):
+        return _of_environment(*given)
+    options = SecurityOptions(cluster_key=read_local_key())
+    return Security(options, Caller(OPERATOR, _USER), serves=False)
 
 
-def local_key() -> str:
-    """The key of the clusters that this user runs on this machine; made when it is first needed.
-
-    It is in a file that only the user can read, so that commands in other terminals have it. Where no file
-    can be written, the key is this process's alone.
-    """
-    if key := _read_local_key():
-        return key
-    file, key = _key_file(), secrets.token_hex(32)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_name(f"{file.name}-{os.getpid()}")
-        partial.touch(mode=0o600)
-        partial.write_text(key, encoding="ascii")
-        try:
-            os.link(partial, file)  # of several at once, one wins
-        finally:
-            partial.unlink()
-    except FileExistsError:
-        return _read_local_key()
-    except OSError as error:
-        log.info("the key of local clusters is not kept: %s", error)
-    return key
+@cache
+def _of_environment(cluster_key: str, cert: str, key: str) -> Security:
+    # MOONPOOL_CA alone is for HTTPS.
+    ca = os.environ.get("MOONPOOL_CA", "") if cert or key else ""
+    return of_client(SecurityOptions(cluster_key, cert, key, ca))
 
 
-def _key_file() -> Path:
-    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(base) / "moonpool" / "cluster_key"
+def of_client(options: SecurityOptions) -> Security:
+    """The identity of a command or a program: in the role of its certificate or its key, else an operator."""
+    if not options.cert:
+        role = (RoleKeys(options.cluster_key).only_role if options.cluster_key else "") or OPERATOR
+        return Security(options, Caller(role, _USER))
+    owner = peer_tls(options).now().ours.owner
+    if owner is None:
+        raise ConfigError(f"{options.cert} names no role: `moonpool certs issue` makes one", "security.cert")
+    return Security(options, owner)
 
 
-def _read_local_key() -> str:
-    try:
-        return _key_file().read_text(encoding="ascii").strip()
-    except (OSError, RuntimeError):
-        return ""  # none yet, or a user without a home
-
-
-__all__ = ["TOKEN", "NotPermitted", "Security", "Unauthenticated", "caller", "current", "local_key", "use"]
+__all__ = ["TOKEN", "NotPermitted", "Security", "Unauthenticated", "caller", "current", "use"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
+from urllib.parse import quote, unquote
 
 from moonpool.runtime.errors import MoonpoolError
 
@@ -15,7 +17,10 @@ OPERATOR: Final = "operator"
 """A person with the command line."""
 SERVER_NAME: Final = "moonpool.internal"
 """The DNS name in the certificates of conductors and nodes."""
+REVOKED_NAME: Final = "crl.pem"
+"""The list of revoked certificates, beside that of the authority."""
 ROLES: Final = (CONDUCTOR, NODE, CLIENT, OPERATOR)
+_URI = "spiffe://moonpool/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,11 @@ class Caller:
     role: str
     name: str
 
+    @property
+    def uri(self) -> str:
+        """This caller among the names in its certificate."""
+        return f"{_URI}{self.role}/{quote(self.name, safe='')}"
+
 
 class Unauthenticated(MoonpoolError):
     """The caller did not prove who it is. The call had no effect."""
@@ -33,9 +43,24 @@ class Unauthenticated(MoonpoolError):
 
 
 class NotPermitted(MoonpoolError):
-    """The caller's role may not make this call. The call had no effect."""
+    """The caller's role may not make this call. The call had no effect. who: the caller."""
 
     code = "PERMISSION_DENIED"
+
+    def __init__(self, sentence: str, who: Caller | None = None) -> None:
+        super().__init__(sentence)
+        self.who = who
+
+
+def owner_of(names: Sequence[str]) -> Caller:
+    """The owner that a certificate's URIs tell. Raises ``Unauthenticated``: they name no role."""
+    for name in names:
+        role, slash, owner = name.removeprefix(_URI).partition("/")
+        if name.startswith(_URI) and slash:
+            return Caller(role, unquote(owner))
+    raise Unauthenticated(
+        "the caller's certificate names no role: `moonpool certs issue` makes one that does"
+    )
 
 
 _ALL = frozenset(ROLES)
@@ -57,11 +82,17 @@ PERMITTED: Final = {
     "Node/Replicate": _SCHEDULING | {NODE},
     "Node/Evict": _SCHEDULING,
     "Node/Cancel": _SCHEDULING,
+    "Roles/Switch": _SCHEDULING,
     "Experts/Load": _SCHEDULING,
     "PrefillNode/Prefill": frozenset({CONDUCTOR}),
     "PrefillNode/Follow": frozenset({NODE}),
     "DecodeNode/Decode": frozenset({CONDUCTOR}),
     "DecodeNode/Tokens": frozenset({CONDUCTOR}),
+    "DecodeNode/FollowDecode": frozenset({NODE}),
+    "DecodeNode/Yield": frozenset({NODE}),
+    "Supervisor/Start": _SCHEDULING,
+    "Supervisor/Stop": _SCHEDULING,
+    "Supervisor/List": _SCHEDULING,
     "Store/Begin": _OBJECTS,
     "Store/Commit": _OBJECTS,
     "Store/Abort": _OBJECTS,
@@ -82,4 +113,24 @@ PERMITTED: Final = {
 def check_permitted(caller: Caller, method: str) -> None:
     """``method``: as ``Node/Drain``. Raises ``NotPermitted``."""
     if caller.role not in PERMITTED.get(method, frozenset()):
-        raise NotPermitted(f"{method} is not for the role {caller.role} ({caller.name})")
+        raise NotPermitted(f"{method} is not for the role {caller.role} ({caller.name})", caller)
+
+
+# Calls that change what others see. Conductors and nodes make most of them as part of serving.
+_ADMINISTRATIVE: Final = frozenset(
+    {
+        "Node/Evict",
+        "Node/Replicate",
+        "Node/Cancel",
+        "Store/Remove",
+        "Store/Verify",
+        "Store/Reconcile",
+    }
+)
+
+
+def is_administrative(caller: Caller | None, method: str) -> bool:
+    """Whether a call gets an audit line. caller: None where no proof is demanded."""
+    if method in ("Node/Drain", "Roles/Switch", "Supervisor/Start", "Supervisor/Stop"):
+        return True
+    return method in _ADMINISTRATIVE and (caller is None or caller.role not in (CONDUCTOR, NODE))

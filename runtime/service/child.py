@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 from asyncio.subprocess import PIPE
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,8 @@ from typing import Any
 from moonpool.runtime.errors import ChildFailed
 from moonpool.runtime.service.spawn import Process, spawn
 
+_log = logging.getLogger(__name__)
+
 REPORTS_LOADING = "MOONPOOL_REPORTS_LOADING"
 """Set for a child that should report the progress of loading."""
 BEAT_S = "MOONPOOL_BEAT_S"
@@ -20,6 +23,7 @@ BEAT_S = "MOONPOOL_BEAT_S"
 _TAIL_NBYTES = 3000
 # Longer lines of output are not parsed as messages.
 _MAX_MESSAGE_NBYTES = 1 << 20
+_NOT_LOGGED = (b'{"loaded":', b'{"beat":')
 
 
 class Child:
@@ -62,6 +66,7 @@ class Child:
         self._process: Process | None = None
         self._is_ready = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
+        self._log_fails = False
 
     @property
     def pid(self) -> int:
@@ -119,14 +124,30 @@ class Child:
         while data := await stdout.read(1 << 16):
             self.num_messages += 1
             *lines, rest = (rest + data).split(b"\n")
+            # Progress and heartbeats would push out of the log's end why a child failed.
+            self._keep(b"".join(line + b"\n" for line in lines if not line.startswith(_NOT_LOGGED)))
             if len(rest) > _MAX_MESSAGE_NBYTES:
+                self._keep(rest)
                 rest = b""
-            if self.log is not None:
-                with self.log.open("ab", buffering=0) as log:
-                    log.write(data)
             for line in lines:
                 if line.startswith(b"{"):
                     self._on_line(line)
+        self._keep(rest)
+
+    def _keep(self, output: bytes) -> None:
+        """Write it to the log. Where that fails it is lost: the child must not wait for a disk."""
+        if self.log is None or not output:
+            return
+        try:
+            with self.log.open("ab", buffering=0) as log:
+                log.write(output)
+            self._log_fails = False
+        except OSError as error:
+            if not self._log_fails:
+                _log.error(
+                    "the output of %s is lost: %s cannot be written: %s", self.name, self.log, error.strerror
+                )
+            self._log_fails = True
 
     def _on_line(self, line: bytes) -> None:
         try:

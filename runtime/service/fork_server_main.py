@@ -203,7 +203,7 @@ def _tell(status: socket.socket, number: int, files: list[int]) -> None:
     try:
         socket.send_fds(status, [str(number).encode()], files)
     except OSError:
-        return  # the process that asked is gone, and its end is dealt with
+        return  # the process that asked is gone; its end is handled elsewhere
 
 
 def _set_title(title: str) -> None:

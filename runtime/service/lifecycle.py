@@ -17,14 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from prometheus_client import disable_created_metrics
+from prometheus_client import REGISTRY, disable_created_metrics
 
 from moonpool.runtime.config.loading import load_config
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.errors import ConfigError, MoonpoolError
+from moonpool.runtime.observing.audit import audited
 from moonpool.runtime.observing.log import setup_logging
 from moonpool.runtime.observing.tracing import setup_tracing
+from moonpool.runtime.redaction import hide_arguments, hide_in_tracebacks
 from moonpool.runtime.security import process
+from moonpool.runtime.security.posture import SecurityCollector, check_listening, warnings
 from moonpool.runtime.security.roles import CONDUCTOR, NODE, Caller
 from moonpool.runtime.service.child import BEAT_S, REPORTS_LOADING
 from moonpool.runtime.service.heartbeat import Heartbeat
@@ -94,6 +97,8 @@ def run_service(
     ``context.draining``, the second cancels ``main``, the third ends the process. SIGUSR1 prints every
     thread's stack on stderr. ``parser``: of arguments of this role alone.
     """
+    hide_arguments()
+    hide_in_tracebacks()
     parser = parser or argparse.ArgumentParser(prog=f"moonpool {role}", allow_abbrev=False)
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of options; -: stdin")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set one option")
@@ -102,13 +107,19 @@ def run_service(
         config = load_config(arguments.config, arguments.set)
         name = config.node.id or f"{role}@{socket.gethostname()}-{os.getpid()}"
         me = Caller(CONDUCTOR if role == "conductor" else NODE, name)
-        process.use(process.Security(config.security, me))
+        security = process.Security(config.security, me)
+        process.use(security)
+        # Most sockets are opened after minutes of loading.
+        check_listening(security, config.node.host, "node.host")
     except ConfigError as error:
         print(f"moonpool {role}: {error}", file=sys.stderr)
         return 2
     # A creation time for each counter would nearly double a scrape, without use.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     setup_logging(config.log, config.node.id or role)
+    REGISTRY.register(SecurityCollector(security))
+    for sentence in warnings(security):
+        log.warning("%s", sentence)
     end_tracing = setup_tracing(config.tracing, config.node.id or role)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
@@ -117,7 +128,8 @@ def run_service(
     beat_s = os.environ.get(BEAT_S)
     heart = Heartbeat(context.beat, float(beat_s)) if beat_s else None
     try:
-        uvloop.run(_supervise(main, config, context))
+        with audited(config.audit, config.node.id or role):
+            uvloop.run(_supervise(main, config, context))
     except MoonpoolError as error:
         log.error("%s", error)
         return 2 if isinstance(error, ConfigError) else 1

@@ -9,9 +9,11 @@ from moonpool.conductor.admission.rejection import DecodeOutlook
 from moonpool.conductor.costs.links import LinkModel
 from moonpool.conductor.placing.cluster_view import ClusterView
 from moonpool.conductor.placing.node_table import NodeTable
+from moonpool.conductor.placing.node_view import NodeView
 from moonpool.kvstore.blocks.keys import KEY_NBYTES
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.index.block_map import BlockMap
+from moonpool.kvstore.index.redis.node_record import stages_of
 from moonpool.simulator.cluster.clock import Clock
 from moonpool.simulator.cluster.job import Job
 from moonpool.simulator.cluster.network import Network
@@ -21,7 +23,7 @@ from moonpool.simulator.inputs.trace import TraceRequest
 
 
 class Cluster:
-    """``nodes``: by id. A node of both roles is in the table ``prefill``."""
+    """``nodes``: by id. A node of both roles is in both tables."""
 
     def __init__(self, scenario: Scenario, clock: Clock, *, on_prefilled: OnJob, on_decoded: OnJob) -> None:
         hardware = scenario.hardware
@@ -31,7 +33,9 @@ class Cluster:
         self.links = LinkModel(latency_s=hardware.network_latency_s, nbytes_per_s=rate, connect_s=0.0)
         self.block_nbytes = scenario.block_tokens * hardware.kv_token_nbytes
         self.nodes: dict[str, Node] = {}
-        self.former: list[Node] = []  # failed ones
+        self.former: list[Node] = []  # those that failed or left
+        self.ordered_s: dict[str, float] = {}  # when each node was asked for
+        self.ended_s: dict[str, float] = {}
         self.prefill = NodeTable()
         self.decode = NodeTable()
         self._scenario = scenario
@@ -43,6 +47,7 @@ class Cluster:
         self._numbers = {"prefill": 0, "decode": 0, "both": 0}
         self._names: dict[int, bytes] = {}
         self._parents: dict[bytes, bytes] = {}
+        self._retiring: dict[Node, None] = {}
         self._rng = random.Random(scenario.seed)
         self._turn = 0
         counts = {"prefill": scenario.num_prefill, "decode": scenario.num_decode, "both": scenario.num_both}
@@ -64,8 +69,8 @@ class Cluster:
 
     # ------------------------------------------------------------------ nodes come and go
 
-    def join(self, role: str) -> None:
-        """Add an empty node."""
+    def join(self, role: str, ordered_s: float | None = None) -> None:
+        """Add an empty node. ``ordered_s``: when it was asked for; None: now."""
         number = self._numbers[role]
         self._numbers[role] += 1
         node = Node(
@@ -77,27 +82,62 @@ class Cluster:
             self._parents,
             on_prefilled=self._on_prefilled,
             on_decoded=self._on_decoded,
-            on_load=self._table(role).touch,
+            on_load=self._touch,
         )
         self.nodes[node.node_id] = node
-        table = self._table(role)
-        table.add(node.view)
+        self.ordered_s[node.node_id] = self._clock.now_s if ordered_s is None else ordered_s
+        tables = self._tables(role)
         # Start at the minimum of its peers, not at zero: otherwise it would get every request.
-        node.view.num_placed = min((view.num_placed for view in table if view is not node.view), default=0)
+        node.view.num_placed = min((view.num_placed for view in tables[0]), default=0)
+        for table in tables:
+            table.add(node.view)
+
+    def retire(self, node: Node) -> None:
+        """Give a node nothing new, and end it once it has finished its jobs (see ``ends``)."""
+        self._retiring[node] = None
+        self._forget(node)
+        self.ends(node)
+
+    def ends(self, node: Node) -> None:
+        """A job of the node has ended: let the node go if it retires and has no other."""
+        if node in self._retiring and not node.jobs:
+            del self._retiring[node]
+            del self.nodes[node.node_id]
+            self._gone(node)
+
+    def _forget(self, node: Node) -> None:
+        for table in self._tables(node.node_id.rpartition("-")[0]):
+            table.remove(node.view)
+
+    def _gone(self, node: Node) -> None:
+        self.former.append(node)
+        self.ended_s[node.node_id] = self._clock.now_s
+        node.stop()
+        self._index.leave(node.node_id)
+        self._index.sweep(1 << 30)
+
+    def node_s(self, until_s: float) -> float:
+        """Seconds that nodes were paid for, from when they were asked for to when they ended."""
+        return sum(self.ended_s.get(name, until_s) - at_s for name, at_s in self.ordered_s.items())
 
     def fail(self, role: str, number: int) -> Node | None:
         """Remove a node and its blocks; the caller places its jobs again. None: there is no such node."""
         node = self.nodes.pop(f"{role}-{number}", None)
         if node is not None:
-            self.former.append(node)
-            node.stop()
-            self._index.leave(node.node_id)
-            self._index.sweep(1 << 30)
-            self._table(role).remove(node.view)
+            self._gone(node)
+            if node in self._retiring:
+                del self._retiring[node]
+            else:
+                self._forget(node)
         return node
 
-    def _table(self, role: str) -> NodeTable:
-        return self.decode if role == "decode" else self.prefill
+    def _tables(self, role: str) -> list[NodeTable]:
+        tables = {"prefill": self.prefill, "decode": self.decode}
+        return [tables[stage] for stage in stages_of(role)]
+
+    def _touch(self, view: NodeView) -> None:
+        self.prefill.touch(view)
+        self.decode.touch(view)
 
     # ------------------------------------------------------------------ what placement sees
 

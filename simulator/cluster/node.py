@@ -57,7 +57,12 @@ class Node:
             chunk_tokens=hardware.chunk_tokens,
             max_batch_size=hardware.max_batch_size,
         )
-        self.view = NodeView(node_id, NodeCost(hardware.profile), num_blocks=self.memory.pool.capacity)
+        self.view = NodeView(
+            node_id,
+            NodeCost(hardware.profile),
+            num_blocks=self.memory.pool.capacity,
+            chunk_tokens=hardware.chunk_tokens,
+        )
         self.load = LoadLedger(self.view, lambda: clock.now_s, on_load)
         self._num_reported = 0  # tokens of the batch that ``load`` has counted
         self._clock = clock

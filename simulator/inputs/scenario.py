@@ -9,6 +9,7 @@ from typing import Literal
 from moonpool.conductor.admission.rejection import REJECTIONS
 from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.placing.policies import POLICIES
+from moonpool.conductor.planning.plan import Rules
 from moonpool.kvstore.eviction import POLICIES as EVICTION_POLICIES
 from moonpool.runtime.errors import ConfigError
 from moonpool.simulator.inputs.hardware import Hardware
@@ -34,6 +35,15 @@ class ClusterEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class Elastic:
+    """The planner, deciding every ``period_s``; nodes join ``join_s`` after they were asked for."""
+
+    rules: Rules
+    join_s: float = 60.0
+    period_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
 class Scenario:
     """A simulated cluster. ``num_both`` nodes (chunked prefill) exclude prefill and decode nodes."""
 
@@ -51,6 +61,7 @@ class Scenario:
     decode_caches: bool = True  # decode nodes cache and publish the prompts' blocks
     replicate_nbytes_per_s: float = 0.0  # for copies of hot prefixes; 0: none
     events: Sequence[ClusterEvent] = ()
+    elastic: Elastic | None = None  # None: as many nodes as at first
     seed: int = 1
 
     def __post_init__(self) -> None:
@@ -60,6 +71,10 @@ class Scenario:
                 raise ConfigError(f"no {name} {getattr(self, key)!r}; there are {', '.join(known)}", key=key)
         if self.num_both and (self.num_prefill or self.num_decode):
             raise ConfigError("nodes of both roles exclude prefill and decode nodes", key="both")
+        if self.num_both and self.elastic is not None:
+            raise ConfigError(
+                "the planner is for prefill and decode nodes, not for nodes of both", key="both"
+            )
         counts = {"prefill": self.num_prefill, "decode": self.num_decode, "both": self.num_both}
         for role in ("both",) if self.num_both else ("prefill", "decode"):
             if counts[role] < 1:

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.bench.gpu.__main__ import run_part
+from moonpool.bench.gpu.__main__ import Outcome, keep, run_part
 from moonpool.bench.gpu.jobs import DEFAULT, PARTS, Part
+from moonpool.errors import RedisMissing
+from moonpool.runtime.reports.report import Environment, Row
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,15 +86,43 @@ def test_the_parts_that_run_by_themselves_end_in_time() -> None:
     names = [one.name for one in PARTS]
     assert len(set(names)) == len(names)
     assert set(DEFAULT) <= set(names)
+    # On one GPU, in 25 minutes.
+    assert sum(one.timeout_s for one in PARTS if one.name in DEFAULT and one.gpus == 1) <= 1500
+
+
+def test_a_part_says_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    serving = next(one for one in PARTS if one.redis)
+    assert "there are 1" in Part("two", 9, ("x",), gpus=2).lacks(1)
+    assert not Part("one", 9, ("x",)).lacks(1)
+
+    def missing() -> None:
+        raise RedisMissing
+
+    monkeypatch.setattr("moonpool.bench.gpu.jobs.find_redis", missing)
+    assert "redis-server" in serving.lacks(1)
+
+
+def test_the_results_of_a_part_are_there_when_it_has_ended(tmp_path: Path) -> None:
+    environment = Environment("m", {}, "", "2026-11-22T03:00:00+00:00", "make gpu")
+    measured = Outcome(Part("some", 9, ("x",)), 0, 1.0, tmp_path / "some.log", [Row("c", "m", 1.5, "s")])
+    keep(measured, environment, tmp_path / "results" / "h100")
+    assert json.loads((tmp_path / "results/h100-some.json").read_text())["rows"][0]["value"] == 1.5
+    (tmp_path / "tune.json").write_text("{}")
+    tuned = Outcome(Part("tune", 9, ("x",), table=True), None, 1.0, tmp_path / "tune.log", [])
+    keep(tuned, environment, tmp_path / "results" / "h100")
+    assert (tmp_path / "results/h100-tune.json").read_text() == "{}"
 
 
 @pytest.mark.slow
 def test_the_engine_is_measured_beside_its_floor(tmp_path: Path) -> None:
     path = tmp_path / "engine.json"
     command = [sys.executable, "-m", "moonpool.bench", "engine", "--model", "small", "--device", "cpu"]
-    command += ["--quick", "--json", str(path)]
+    command += ["--part", "engine", "--weights", "auto", "--weights", "int8", "--quick", "--json", str(path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     rows = {(row["case"], row["metric"]): row for row in json.loads(path.read_text())["rows"]}
     step = rows["small, bfloat16, decode, batch 8, context 256", "step"]
     assert step["ratio"] == pytest.approx(step["value"] / step["peer_value"])
     assert step["value"] > rows["small, bfloat16, decode, batch 1, context 256", "step"]["value"]
+    assert (
+        rows["small, bfloat16, int8 weights, decode, batch 1, context 256", "rate"]["peer"] == "plain weights"
+    )

@@ -59,16 +59,12 @@ async def nodes(client: Client) -> dict[str, dict[str, Any]]:
     return {node["node_id"]: node for node in (await client.cluster())["nodes"]}
 
 
-def another(cluster: LocalCluster, name: str, module: str, *options: str) -> Child:
-    """One more process of ``cluster``, not started: a node, or a conductor."""
-    command = [
-        sys.executable,
-        "-m",
-        f"moonpool.{module}",
-        "--config",
-        str(cluster.directory / "cluster.toml"),
-    ]
-    own = ("conductor.port=0",) if module == "conductor" else (f"node.id={name}", "node.port=0")
+def another(cluster: LocalCluster, name: str, role: str, *options: str) -> Child:
+    """One more process of ``cluster``, not started: a node of a role, or a conductor."""
+    modules = {"conductor": ["moonpool.conductor"], "store": ["moonpool.kvstore.store_node"]}
+    module = modules.get(role, ["moonpool.node", "--role", role])
+    command = [sys.executable, "-m", *module, "--config", str(cluster.directory / "cluster.toml")]
+    own = ("conductor.port=0",) if role == "conductor" else (f"node.id={name}", "node.port=0")
     for option in (*own, "node.metrics_port=0", *options):
         command += ["--set", option]
     return Child(name, command, cluster.directory / f"{name}.log", sends_json=True)

@@ -96,8 +96,8 @@ async def misfits(cluster: LocalCluster, relay: Relay, client: Client) -> AsyncI
         f"index.redis_url=unix://{relay.path}",
     )
     children = [
-        another(cluster, "coarse", "prefill_node", "engine.block_size=32"),
-        another(cluster, "apart", "prefill_node", *on_its_own),
+        another(cluster, "coarse", "prefill", "engine.block_size=32"),
+        another(cluster, "apart", "prefill", *on_its_own),
     ]
     async with started(*children):
 

@@ -103,6 +103,8 @@ async def logged(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Logg
         config,
         log=replace(config.log, level="debug", format="json"),
         cluster=replace(config.cluster, prefill=1, decode=2, store=1),
+        # It fetches the longer prefix, although a decode node could compute the little that is missing there.
+        conductor=replace(config.conductor, policy="kv-aware"),
     )
     directory = tmp_path_factory.mktemp("logged")
     async with LocalCluster(config, directory=directory) as cluster, aiohttp.ClientSession() as client:
@@ -111,7 +113,7 @@ async def logged(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Logg
         assert status == 200
         run.token_ids = answer["choices"][0]["token_ids"]
         await lend_to_store(cluster)
-        # A prefill node that begins anew reads the prefix from somebody else.
+        # A prefill node that begins anew reads the prefix from another node.
         os.kill(cluster.children["prefill-0"].pid, signal.SIGKILL)
         await cluster.children["prefill-0"].wait()
         await cluster.restart("prefill-0")

@@ -28,7 +28,7 @@ async def test_blocks_stay_for_a_follower_whose_stream_broke_until_its_grant_end
         kv = (await node_pb2_grpc.NodeStub(channel).Status(node_pb2.StatusRequest())).kv
     nbytes, num_tokens = kv.block_nbytes, NUM_BLOCKS * cluster.config.engine.block_size
     options = (f"engine.pool_nbytes={96 * nbytes}", "store.lease_ttl_s=5", "store.host.capacity_nbytes=1MiB")
-    child = another(cluster, "prefill-granting", "prefill_node", *options)
+    child = another(cluster, "prefill-granting", "prefill", *options)
     async with (
         started(child),
         AsyncExitStack() as stack,

@@ -57,8 +57,8 @@ async def node(cluster: LocalCluster, disk: Path) -> AsyncIterator[str]:
     quick = ("health.interval_s=0.1", "health.bad_readings=2", "health.good_readings=3")
     on_disk = (f"store.ssd.path={disk}", "store.ssd.capacity_nbytes=16MiB", "health.disk_free_nbytes=16MiB")
     children = [
-        another(cluster, "small", "prefill_node", *quick, *on_disk),
-        another(cluster, "poor", "decode_node", *quick, "health.host_memory_free=0.999"),
+        another(cluster, "small", "prefill", *quick, *on_disk),
+        another(cluster, "poor", "decode", *quick, "health.host_memory_free=0.999"),
     ]
     async with started(*children):
         yield "small"

@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from moonpool.client import Client
+from moonpool.conductor.admission.tenants import ANYONE
 from moonpool.conductor.fleet.served_model import ServedModel
 from moonpool.kvstore.blocks import keys as block_keys
 from moonpool.kvstore.blocks.keys import BlockKey
@@ -18,6 +19,8 @@ from moonpool.local.cluster import LocalCluster
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.config.options import Config
+from moonpool.runtime.security.process import Security
+from moonpool.runtime.security.roles import Caller
 from tests.cluster.conftest import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -64,9 +67,12 @@ async def test_at_a_node_s_own_door_a_tenant_has_no_names_for_anothers_blocks(cl
     )
     record = records["prefill-0"]
 
-    def chain_of(salt: str) -> list[BlockKey]:
+    me = Security(config.security, Caller("operator", "a test"), serves=False)
+    secret = me.derived_key("roots of tenants")
+
+    def chain_of(tenant: bytes) -> list[BlockKey]:
         root = block_keys.root_key(
-            model=record.model.encode(), layout=model.layouts()[record.layout], tenant=salt
+            model=record.model.encode(), layout=model.layouts()[record.layout], tenant=tenant
         )
         return block_keys.chain(root, np.array(tokens, np.int32), config.engine.block_size)
 
@@ -79,11 +85,19 @@ async def test_at_a_node_s_own_door_a_tenant_has_no_names_for_anothers_blocks(cl
         extra_body={"cache_salt": "ours"},
     )
     await api.close()
-    ours = chain_of("ours")
+    ours = chain_of(block_keys.tenant_secret(secret, ANYONE.salt("ours")))
+    theirs = [
+        chain_of(block_keys.tenant_secret(secret, ANYONE.salt("theirs"))),
+        chain_of(b"ours"),  # who knows the salt, and not the cluster's key
+        chain_of(ANYONE.salt("ours").encode()),
+        chain_of(block_keys.tenant_secret(b"a key of another cluster", ANYONE.salt("ours"))),
+    ]
     num_found = 0
     for node_id in ("prefill-0", "prefill-1"):
         async with rpc.channel(records[node_id].rpc_address) as channel:
-            num_found += await _check_door(node_pb2_grpc.NodeStub(channel), ours, chain_of("theirs"))
+            stub = node_pb2_grpc.NodeStub(channel)
+            found = [await _check_door(stub, ours, one) for one in theirs]
+            num_found += all(found)
     assert num_found == 1, "one of the nodes computed it"
 
 

@@ -48,18 +48,20 @@ async def test_a_machine_lost_while_decoding_costs_no_token(
     config = small_config()
     config = replace(
         config,
-        transfer=replace(config.transfer, secret="of the cluster"),
+        security=replace(config.security, cluster_key="of the whole cluster"),
         cluster=replace(config.cluster, prefill=1, decode=1),
     )
     async with LocalCluster(config, directory=tmp_path) as cluster, Client(cluster.url) as client:
-        secret, port = "transfer.secret=of the cluster", a_free_port()
+        secret, port = "security.cluster_key=of the whole cluster", a_free_port()
         far = daemon(
             tmp_path, "far", "moonpool.engine.ranks.hosts.daemon", "--leader", f"127.0.0.1:{port}", secret
         )
         near = daemon(
             tmp_path,
             "near",
-            "decode_node",
+            "moonpool.node",
+            "--role",
+            "decode",
             "--config",
             str(tmp_path / "cluster.toml"),
             "node.port=0",

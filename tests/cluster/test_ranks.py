@@ -26,7 +26,7 @@ from moonpool.errors import ApiError
 from moonpool.local.cluster import LocalCluster
 from moonpool.runtime.config.options import Config, ParallelOptions
 from tests.cluster.conftest import eventually, nodes, small_config
-from tests.processes import children_of
+from tests.processes import children_of, stop
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -184,7 +184,7 @@ async def test_a_prompt_that_ends_nodes_is_refused_after_two(tmp_path: Path) -> 
         before = await nodes(client)
         ranked = [name for name in before if name.startswith("prefill")]
         for name in ranked:
-            os.kill(rank_pid(cluster, name), signal.SIGSTOP)
+            stop(rank_pid(cluster, name))
         task = asyncio.ensure_future(whole(client, "The words of the preacher. " * 20, max_tokens=32))
         killed: list[str] = []
         while not task.done() and len(killed) < 3:
@@ -252,6 +252,8 @@ async def test_a_lost_ranks_blocks_are_void_but_for_what_the_disk_kept(tmp_path:
         config,
         cluster=replace(config.cluster, decode_options=()),
         store=replace(config.store, write_policy="write-through", ssd=ssd),
+        # The prefill node serves the prompt again, although the decode node has most of it.
+        conductor=replace(config.conductor, policy="kv-aware"),
     )
     directory = tmp_path / "cluster"
     directory.mkdir()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -22,6 +21,7 @@ from moonpool.local.cluster import LocalCluster
 from moonpool.local.redis_server import find_redis
 from moonpool.runtime.service.tied_command import tied_command
 from tests.cluster.conftest import eventually, small_config
+from tests.forked import run_module
 from tests.kvstore.redis_servers import Server, free_ports
 
 SERVICE = "index"
@@ -165,9 +165,8 @@ async def test_a_cluster_of_three_masters_holds_the_index(tmp_path: Path) -> Non
             again = await ask(client, prompt)
             assert again.text == said.text
             assert (await client.timeline(again.id))["summary"]["cached_tokens"] > 0
-            verify = ("index", "verify", "--redis", url)
-            process = await asyncio.create_subprocess_exec(sys.executable, "-m", "moonpool", *verify)
-            assert await process.wait() == 0
+            code, text = await run_module("moonpool", "index", "verify", "--redis", url)
+            assert code == 0, text
         for shard in shards:
             await shard.aclose()
 

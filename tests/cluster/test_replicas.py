@@ -107,8 +107,9 @@ async def test_prompts_spread_and_each_next_turn_finds_its_prefix(client: Client
     for prefix, before in zip(prefixes, first, strict=True):
         told = await summary(client, await ask(client, f"{prefix} Amen", max_tokens=4))
         assert told["cached_tokens"] > 400
-        # At the replica that has it, or read from that one.
-        assert told["prefill_node"] == before["prefill_node"] or told["fetched_tokens"] > 400
+        # At a replica that has it, or read from that one.
+        has_it = {before["prefill_node"], before["decode_node"]}
+        assert told["prefill_node"] in has_it or told["fetched_tokens"] > 400
 
 
 async def held(stub: node_pb2_grpc.NodeStub) -> list[BlockKey]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
-import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -25,6 +23,7 @@ from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.config.options import Config
 from tests.cluster.conftest import eventually
+from tests.forked import run_module
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -104,14 +103,8 @@ async def test_index_verify_finds_and_repairs_what_a_real_cluster_has_wrong(
     cluster: LocalCluster, client: Client, index: KVIndex
 ) -> None:
     async def command(*options: str) -> tuple[int, str]:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "moonpool", "index", "verify", "--redis", cluster.config.index.redis_url),
-            *("--url", cluster.url, *options),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
-        text, _ = await process.communicate()
-        return process.returncode or 0, text.decode()
+        redis = ("--redis", cluster.config.index.redis_url)
+        return await run_module("moonpool", "index", "verify", *redis, "--url", cluster.url, *options)
 
     code, text = await command()
     assert (code, "prefill-0" in text) == (0, True), text

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
+import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +12,18 @@ from pathlib import Path
 import aiohttp
 import pytest
 import pytest_asyncio
+from click.testing import CliRunner
+from rich.console import Console
 
+from moonpool.cli import cli
+from moonpool.client import Client
+from moonpool.commands.run_report import cluster_facts
+from moonpool.commands.top import Rates, top_view
+from moonpool.errors import ApiError
 from moonpool.local.cluster import LocalCluster
+from moonpool.runtime.observing.metrics_server import metrics_headers
+from moonpool.runtime.security.process import Security
+from moonpool.runtime.security.roles import Caller
 from tests.cluster.conftest import eventually, small_config
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -25,8 +38,9 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Loca
     file = directory / "tenants.toml"
     config = small_config()
     file.write_text(
+        'read_keys = ["sk-read"]\n'
         f'[small]\nkeys = ["sk-small"]\ncached_nbytes = {QUOTA_BLOCKS * BLOCK_NBYTES}\n'
-        '[other]\nkeys = ["sk-other"]\n'
+        '[other]\nkeys = ["sk-other"]\nread_keys = ["sk-page"]\n'
     )
     config = replace(
         config,
@@ -49,8 +63,8 @@ async def test_a_tenant_keeps_no_more_than_its_quota_and_others_keep_theirs(shar
                 return int(usage["prompt_tokens_details"]["cached_tokens"])
 
         async def cached_blocks() -> dict[str, int]:
-            async with session.get(f"{shared.url}/v1/cluster") as response:
-                cluster = await response.json()
+            async with shared.client() as client:
+                cluster = await client.cluster()
             assert cluster["block_nbytes"] == BLOCK_NBYTES
             return {node["role"]: node["num_index_blocks"] for node in cluster["nodes"]}
 
@@ -71,10 +85,15 @@ async def test_a_tenant_keeps_no_more_than_its_quota_and_others_keep_theirs(shar
         assert await ask("sk-small", prompts[0]) == 0
 
         async def counted() -> bool:
-            async with session.get(f"{shared.url}/v1/cluster") as response:
-                nodes = (await response.json())["nodes"]
+            async with Client(shared.url, api_key="sk-read") as client:
+                nodes = (await client.cluster())["nodes"]
             url = next(node["metrics_url"] for node in nodes if node["role"] == "prefill")
             async with session.get(url) as response:
+                assert response.status == 401, "the page counts by tenant"
+            key = metrics_headers(
+                Security(shared.config.security, Caller("operator", "a test"), serves=False)
+            )
+            async with session.get(url, headers=key) as response:
                 lines = [line.rpartition(" ") for line in (await response.text()).splitlines()]
             found = {name: float(value) for name, _, value in lines if name.startswith("moonpool_")}
             assert 0.1 < found["moonpool_prefix_hit_ratio"] < 1
@@ -85,3 +104,39 @@ async def test_a_tenant_keeps_no_more_than_its_quota_and_others_keep_theirs(shar
 
         # The last prompt is trimmed within half a second.
         await eventually(counted)
+
+
+async def test_commands_with_a_tenants_key_show_what_the_tenant_may_see(shared: LocalCluster) -> None:
+    async with aiohttp.ClientSession() as session:
+        ids = {}
+        for key in ("sk-other", "sk-small"):
+            async with session.post(
+                f"{shared.url}/v1/completions",
+                json={"prompt": "Tell me of it.", "max_tokens": 2},
+                headers={"Authorization": f"Bearer {key}"},
+            ) as response:
+                ids[key] = (await response.json())["id"]
+    async with Client(shared.url, api_key="sk-page") as client:
+        facts = await cluster_facts(client, seconds=0.1, num_requests=9)
+        with pytest.raises(ApiError, match="403: GET /v1/cluster shows the whole cluster"):
+            await client.cluster()
+    listed = [one["id"] for one in facts["timelines"]]
+    assert ids["sk-other"] in listed and ids["sk-small"] not in listed
+    assert ids["sk-small"] not in json.dumps(facts)
+    screen = io.StringIO()
+    Console(file=screen, width=200).print(top_view(shared.url, facts["samples"][-1], Rates()))
+    assert ids["sk-other"] in screen.getvalue() and "tenant other" in screen.getvalue()
+
+
+@pytest.mark.parametrize("given", ["option", "variable"])
+async def test_a_command_takes_its_key_from_an_option_or_the_environment(
+    shared: LocalCluster, given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = [] if given == "variable" else ["--api-key", "sk-read"]
+    if given == "variable":
+        monkeypatch.setenv("MOONPOOL_API_KEY", "sk-read")
+    for command in (["status"], ["top"]):
+        arguments = [*command, "--url", shared.url, *key]
+        done = await asyncio.to_thread(CliRunner().invoke, cli, arguments)
+        assert done.exit_code == 0, done.output
+        assert "sk-read" not in done.output

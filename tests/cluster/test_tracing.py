@@ -101,6 +101,8 @@ async def traced(
         config,
         tracing=replace(config.tracing, otlp_endpoint=collector[1]),
         cluster=replace(config.cluster, prefill=1, decode=1),
+        # It always fetches a longer prefix, whatever that costs.
+        conductor=replace(config.conductor, policy="kv-aware"),
         engine=replace(config.engine, max_batch_tokens=64),
     )
     with pytest.MonkeyPatch.context() as patch:

@@ -64,6 +64,29 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+class ScriptedFleet:
+    """What the API sees of ``FleetAdmin``. ``calls``: what it was asked to change."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.error: Exception | None = None
+
+    async def listed(self) -> dict[str, Any]:
+        return {"provider": "scripted", "trouble": "", "nodes": []}
+
+    async def scale(self, role: str, count: int) -> dict[str, Any]:
+        return self._done({"role": role, "count": count, "started": [], "stopped": []}, "scale", role, count)
+
+    async def drain(self, node_id: str) -> dict[str, Any]:
+        return self._done({"node_id": node_id, "by": "scripted"}, "drain", node_id)
+
+    def _done(self, answer: dict[str, Any], *call: Any) -> dict[str, Any]:
+        if self.error is not None:
+            raise self.error
+        self.calls.append(call)
+        return answer
+
+
 class ScriptedConductor:
     """What the API sees of a core. ``script`` says for each request what comes: token ids, or errors."""
 
@@ -79,6 +102,7 @@ class ScriptedConductor:
         self.degraded: list[str] = []
         self.is_ready = True
         self.timelines: dict[str, RequestTimeline] = {}
+        self.fleet = ScriptedFleet()
 
     def says(self, text: str, *after: Any) -> list[Any]:
         return [*self.tokenizer.encode_now(text, add_special_tokens=False).tolist(), *after]
@@ -86,7 +110,9 @@ class ScriptedConductor:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
         """Each item of the script: a token id, an event to wait for, or an exception to raise."""
         self.requests.append(request)
-        self.timelines[request.request_id] = RequestTimeline(request.request_id, 0.0, 0.0)
+        self.timelines[request.request_id] = RequestTimeline(
+            request.request_id, 0.0, 0.0, request.client.name
+        )
         self.running.add(request.request_id)
         self._notify()
         index, sampling = 0, request.sampling
@@ -148,6 +174,9 @@ class ScriptedConductor:
     def cluster(self) -> dict[str, Any]:
         tiers = [{"name": "pool", "num_blocks": 8, "num_used_blocks": 2}]
         return {"nodes": [{"id": "decode-0", "role": "decode", "tiers": tiers}]}
+
+    def planner(self) -> dict[str, Any]:
+        return {"mode": "off", "state": "off", "roles": {}, "steps": []}
 
     def counts(self) -> ClusterCounts:
         return ClusterCounts(num_blocks=8, num_used_blocks=2)

@@ -39,6 +39,7 @@ from moonpool.runtime import rpc
 from moonpool.runtime.config.options import ConductorOptions, IndexOptions
 from moonpool.runtime.errors import LifeEnded, MoonpoolError
 from moonpool.runtime.service.tied_command import tied_command
+from tests.processes import stop
 
 MODEL = ServedModel("tiny", 4096, 50_000, (1,), num_layers=2, num_kv_heads=1, head_dim=8, block_size=16)
 LAYOUT = next(fp for fp, layout in MODEL.layouts().items() if layout.dtype == "float32")
@@ -94,6 +95,8 @@ class ScriptedNode(
         self.stop_at = -1  # index of the token that ends a sequence by itself; -1: none
         self.dead = False
         self.deaf = False  # cancels do not reach it
+        # Takes a running request over: returns its tokens at the moment when its node stopped.
+        self.take: Callable[[node_pb2.DecodeRequest], Awaitable[list[int]]] | None = None
         self.record = NodeRecord(node_id, time.time_ns(), role, layout=LAYOUT, model="tiny-1")
         options = IndexOptions(lease_ttl_s=LEASE_TTL_S, publish_interval_s=0.001)
         self.publisher = IndexPublisher(index, self._record, options, lambda: list(self.held.items()))
@@ -260,11 +263,17 @@ class ScriptedNode(
 
     async def _generate(self, request: node_pb2.DecodeRequest) -> None:
         work, token_ids = request.work, lineage(request.work)
-        token_ids.append(next_token(token_ids))
+        if not request.migrates:
+            token_ids.append(next_token(token_ids))
+        elif self.take is not None:
+            token_ids = await self.take(request)
         received = node_pb2.KvReceived(nbytes=4096, seconds=1e-4, num_blocks=1, transport="shm")
+        index = len(token_ids) - work.num_prompt_tokens
         self.tell(
             request.conductor_id,
-            node_pb2.TokenOut(request_id=work.request_id, attempt=work.attempt, received=received),
+            node_pb2.TokenOut(
+                request_id=work.request_id, attempt=work.attempt, received=received, index=index
+            ),
         )
         for index in range(len(token_ids) - work.num_prompt_tokens, work.sampling.max_tokens):
             try:
@@ -384,7 +393,7 @@ class RedisProcess:
 
     def stop(self) -> None:
         """SIGSTOP: connections stand, and nothing is answered."""
-        self._process.send_signal(signal.SIGSTOP)
+        stop(self._process.pid)
 
     def resume(self) -> None:
         self._process.send_signal(signal.SIGCONT)

@@ -109,8 +109,8 @@ async def test_what_reaches_the_core(api: Any) -> None:
     )
     (request,) = api.core.requests
     assert request.prompt_token_ids.tolist() == [5, 6, 7]
-    assert (request.priority, request.tenant, request.prompt_logprobs) == (-3, "tenant-a", False)
-    assert 2 < request.deadline_s <= 2.5
+    assert (request.priority, request.tenant, request.prompt_logprobs) == (-3, "0:/tenant-a", False)
+    assert 0 < request.deadline_s <= 2.5
     sampling = request.sampling
     assert (sampling.max_tokens, sampling.min_tokens, sampling.temperature) == (9, 2, 0)
     assert (sampling.top_p, sampling.top_k, sampling.min_p, sampling.seed) == (0.5, 0, 0.1, 2**64 - 1)
@@ -293,7 +293,7 @@ async def test_a_snapshot_that_fails_ends_its_viewers_and_no_later_ones(
     feed = routes.LiveFeed(api.context)
     snapshots = [KeyError("metrics_url"), b"data: {}"]
 
-    def event() -> bytes:
+    def event(scope: str | None) -> bytes:
         found = snapshots.pop(0)
         if isinstance(found, Exception):
             raise found
@@ -302,7 +302,7 @@ async def test_a_snapshot_that_fails_ends_its_viewers_and_no_later_ones(
     monkeypatch.setattr(feed, "event", event)
     with feed.watching():
         with pytest.raises(KeyError):
-            await asyncio.wait_for(feed.next(), 60)
-        assert await asyncio.wait_for(feed.next(), 60) == b"data: {}"
+            await asyncio.wait_for(feed.next(None), 60)
+        assert await asyncio.wait_for(feed.next(None), 60) == b"data: {}"
     assert feed._task is not None
     await feed._task

@@ -270,3 +270,51 @@ async def test_an_arbiter_that_leaves_during_a_booking_takes_no_request_along(
         async with asyncio.timeout(10):
             assert (await token).token_id == continuation(PROMPT, 1)[0]
         await stream.aclose()
+
+
+async def test_a_defect_in_sharing_load_or_in_announcing_does_not_end_it(
+    stoppable: RedisProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        running(stoppable.url, "p0", "d0", namespace="defect") as cluster,
+        two(cluster, stoppable.url) as every,
+    ):
+        one, other = every
+        peers_of_one = one._deps.arbitration.peers
+        report, differences = peers_of_one._report, one._other_conductors.differences
+        failed = set()
+
+        def wrong_report() -> object:
+            peers_of_one._report = report
+            failed.add("report")
+            raise KeyError("a defect")
+
+        def wrong_differences() -> object:
+            one._other_conductors.differences = differences
+            failed.add("announcements")
+            raise KeyError("a defect")
+
+        peers_of_one._report = wrong_report
+        one._other_conductors.differences = wrong_differences
+        await cluster.until(lambda: failed == {"report", "announcements"})
+        assert caplog.text.count("KeyError: 'a defect'") == 2
+        heard_s = {
+            each: peer.heard_s for each in every for peer in each._deps.arbitration.peers._peers.values()
+        }
+        # Both go on: one tells its load by itself (the other one's reports alone would bring answers, too).
+        other._deps.arbitration.peers._peers[one._deps.conductor_id].beats.cancel()
+        await cluster.until(
+            lambda: all(
+                peer.heard_s > heard_s[each] + 0.5
+                for each in every
+                for peer in each._deps.arbitration.peers._peers.values()
+            )
+        )
+        announce, num_announced = one._other_conductors._announce, []
+
+        async def counted() -> object:
+            num_announced.append(1)
+            return await announce()
+
+        one._other_conductors._announce = counted
+        await cluster.until(lambda: len(num_announced) > 1)

@@ -11,10 +11,14 @@ from dataclasses import replace
 import pytest
 
 from moonpool.conductor.fleet.node_client import DecodeClient
+from moonpool.doctor.evidence import Evidence
+from moonpool.doctor.nodes import check_security
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.index.redis.kv_index import replay
 from moonpool.kvstore.index.redis.node_record import EXTERNAL_ROLE, NodeRecord
 from moonpool.protos import node_pb2
+from moonpool.runtime.config.security_options import SecurityOptions
+from moonpool.runtime.security import process
 from tests.conductor.core_nodes import (
     LAYOUT,
     PROMPT,
@@ -29,8 +33,8 @@ from tests.conductor.core_nodes import (
 
 @pytest.fixture
 def redis() -> Iterator[RedisProcess]:
-    with redis_process() as process:
-        yield process
+    with redis_process() as server:
+        yield server
 
 
 class Gate:
@@ -68,8 +72,26 @@ async def test_readiness_follows_the_nodes(redis: RedisProcess) -> None:
         assert {node["node_id"] for node in conductor.cluster()["nodes"]} == {"p0", "d0"}
 
 
-async def test_a_draining_node_gets_nothing_new_and_finishes_what_it_has(redis: RedisProcess) -> None:
+async def test_open_processes_and_certificates_that_end_are_told(redis: RedisProcess) -> None:
+    before = process.current()
     async with running(redis.url, "p0", "d0") as cluster:
+        conductor, node = cluster.conductor, cluster.nodes["d0"]
+        node.record = replace(node.record, extra={"warnings": ["its certificate ends"]})
+        await node.announce()
+        await cluster.until(lambda: conductor.ready() == (True, ["node d0: its certificate ends"]))
+        process.use(process.Security(SecurityOptions(insecure=True), process.current().me))
+        try:
+            shown = conductor.cluster()
+        finally:
+            process.use(before)
+        assert any("security.insecure" in sentence for sentence in shown["degraded"])
+        first, *_, last = [(one.what, one.state, one.fact) for one in check_security(Evidence(shown))]
+        assert first[0] == "the conductor" and "security.insecure" in first[2]
+        assert last == ("d0", "wrong", "its certificate ends")
+
+
+async def test_a_draining_node_gets_nothing_new_and_finishes_what_it_has(redis: RedisProcess) -> None:
+    async with running(redis.url, "p0", "d0", migrate=()) as cluster:
         gate = cluster.nodes["d0"].script = Gate(4)
         asked = asyncio.create_task(cluster.generate(request()))
         await gate.reached.wait()

@@ -270,3 +270,35 @@ async def test_a_node_that_restarts_elsewhere_takes_no_prefill_along(url: str) -
             assert (await token).token_id == continuation(PROMPT, 1)[0]
         await stream.aclose()
         await former.die()
+
+
+@pytest.mark.parametrize("name", ["d0", "p0"])
+async def test_a_defect_in_the_watch_of_a_node_counts_as_the_loss_of_its_connection(
+    url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    async with running(url, "p0", "d0", namespace=f"watch-{name}") as cluster:
+        client = cluster.conductor._deps.registry.members[name].client
+        if name == "d0":
+            right = client._on_step
+
+            def wrong(step: node_pb2.StepTokens, num_delivered: int) -> None:
+                client._on_step = right
+                raise KeyError("a defect")
+
+            client._on_step = wrong
+        else:
+            get_state = client._channel.get_state
+
+            def wrong_state(try_to_connect: bool = False) -> object:
+                monkeypatch.setattr(client._channel, "get_state", get_state)
+                raise KeyError("a defect")
+
+            monkeypatch.setattr(client._channel, "get_state", wrong_state)
+            port = cluster.nodes[name].port
+            await cluster.nodes[name].stop_serving()
+            await cluster.until(lambda: "a defect" in caplog.text)
+            assert not client.connected
+            await cluster.nodes[name].serve(port)
+        assert await cluster.generate(request()) == continuation(PROMPT, 8)
+        assert "KeyError: 'a defect'" in caplog.text
+        assert client.connected

@@ -20,7 +20,7 @@ from moonpool.conductor.placing.node_view import Load
 from moonpool.conductor.placing.place import place
 from moonpool.conductor.placing.placement import Placement
 from moonpool.conductor.placing.policies import POLICIES
-from moonpool.kvstore.blocks.keys import chain
+from moonpool.kvstore.blocks.keys import chain, root_key
 from moonpool.kvstore.index.redis.node_record import NodeLoad
 from moonpool.protos import node_pb2
 from moonpool.runtime.config.options import ConductorOptions, IndexOptions
@@ -212,3 +212,20 @@ async def test_a_tenants_limits_and_its_share_count_over_all_conductors(url: str
         # The limits are not left with a conductor that is gone.
         await one.close()
         await cluster.until(lambda: not admission._elsewhere.get("acme"))
+
+
+async def test_a_tenants_root_is_equal_at_all_conductors_and_cannot_be_computed_from_its_name(
+    url: str,
+) -> None:
+    async with (
+        running(url, "p0", "d0", namespace="roots") as cluster,
+        conductors(url, cluster, 2) as every,
+    ):
+        registries = [conductor._deps.registry for conductor in every]
+        layout, identity = registries[0].layout, registries[0]._identity
+        assert layout is not None and identity is not None
+        first, second = (registry.root_key("acme") for registry in registries)
+        assert first == second
+        model = identity[0].encode()
+        assert first != root_key(model=model, layout=layout, tenant=b"acme")
+        assert registries[0].root_key("") == root_key(model=model, layout=layout)

@@ -22,10 +22,12 @@ class Asking:
         self.now_s = 0.0
         self.watch = PrefixWatch(SIZE, lambda: self.now_s)
 
-    def __call__(self, tokens: list[int], salt: bytes = b"a", *, held: int = 0, used: int = 0) -> str:
+    def __call__(
+        self, tokens: list[int], salt: bytes = b"a", *, tenant: str = "", held: int = 0, used: int = 0
+    ) -> str:
         ids = np.array(tokens, np.int32)
         keys = chain(salt, ids, SIZE)
-        return self.watch.note("", salt, ids, keys, held={"n": held}, num_used_tokens=used)
+        return self.watch.note(tenant, salt, ids, keys, held={"n": held}, num_used_tokens=used)
 
 
 @pytest.fixture
@@ -56,6 +58,16 @@ def test_the_same_tokens_of_another_salt_are_told_apart_from_new_ones(ask: Askin
     assert [ask(BODY, salt) for salt in (b"a", b"b", b"c")] == ["new", "salted", "salted"]
     assert ask.watch.to_dict()["num_salts"] == 3
     assert ask.watch.to_dict()["num_salts_once"] == 3
+
+
+def test_no_outcome_tells_a_tenant_what_another_has_sent(ask: Asking) -> None:
+    ask(BODY, b"a", tenant="acme")
+    guesses = [BODY, [1, *BODY[1:]], [1, 2, 3, 4, *BODY[4:]]]  # all of it, and what follows another head
+    unseen = [[7 + token for token in guess] for guess in guesses]
+    assert [ask(guess, b"b", tenant="other") for guess in guesses] == [
+        ask(guess, b"c", tenant="third") for guess in unseen
+    ]
+    assert "salted" not in ask.watch.outcomes
 
 
 def test_salts_that_asked_once_are_counted_as_they_are_forgotten_too(ask: Asking) -> None:

@@ -1,10 +1,8 @@
-"""Who may ask, how much, and in what order where tenants compete."""
+"""How much tenants may ask, and in what order where they compete."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,71 +11,14 @@ from hypothesis import strategies as st
 from moonpool.conductor.admission.batch_queue import BatchQueue
 from moonpool.conductor.admission.fair_share import FairShare, Work
 from moonpool.conductor.admission.limits import TokenBucket
-from moonpool.conductor.admission.tenants import ANYONE, Tenants
-from moonpool.runtime.errors import ConfigError
+from moonpool.conductor.admission.tenants import ANYONE, Tenant
 
 
-def load(tmp_path: Path, text: str) -> Tenants:
-    file = tmp_path / "tenants.toml"
-    file.write_text(text)
-    return Tenants.load(str(file))
-
-
-def test_without_a_file_anyone_may_ask() -> None:
-    assert Tenants.load("").of("") is ANYONE
-    assert ANYONE.salt("mine") == "mine"
-
-
-def test_a_key_names_its_tenant_and_nothing_else_does(tmp_path: Path) -> None:
-    digest = hashlib.sha256(b"sk-2").hexdigest()
-    tenants = load(
-        tmp_path,
-        f"""
-        [acme]
-        keys = ["sk-1", "sha256:{digest}"]
-        weight = 2
-        max_requests = 3
-        cached_nbytes = "2GiB"
-        [nightly]
-        keys = ["sk-3"]
-        class = "batch"
-        """,
-    )
-    acme = tenants.of("Bearer sk-1")
-    assert acme is not None
-    assert (acme.name, acme.weight, acme.max_requests, acme.cached_nbytes) == ("acme", 2.0, 3, 2 << 30)
-    assert tenants.of("bearer sk-2") is acme
-    nightly = tenants.of("Bearer sk-3")
-    assert nightly is not None and nightly.service_class == "batch"
-    for wrong in ("", "sk-1", "Basic sk-1", "Bearer ", "Bearer sk-4", f"Bearer sha256:{digest}"):
-        assert tenants.of(wrong) is None
-
-
-def test_salts_of_different_tenants_never_meet(tmp_path: Path) -> None:
-    tenants = load(tmp_path, '[a]\nkeys=["1"]\n["a/b"]\nkeys=["2"]')
-    a, b = tenants.of("Bearer 1"), tenants.of("Bearer 2")
-    assert a is not None and b is not None
-    assert a.salt("b/c") != b.salt("c")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('[a]\nkeys=["1"]\nwieght=2', "a.wieght: unknown; known are keys, weight"),
-        ('[a]\nkeys=["1"]\nweight=0', "a.weight"),
-        ('[a]\nkeys="1"', "a.keys"),
-        ("[a]\nkeys=[]", "no tenant has a key"),
-        ('[a]\nkeys=["1"]\n[b]\nkeys=["1"]', "'a' has one of these keys too"),
-        ('[a]\nkeys=["sha256:12"]', "64 hexadecimal digits"),
-        ('[a]\nkeys=["1"]\ncached_nbytes="2 apples"', "a.cached_nbytes"),
-        ("[a", "not valid TOML"),
-    ],
-)
-def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
-        load(tmp_path, text)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        Tenants.load(str(tmp_path / "nothing"))
+def test_salts_of_different_tenants_never_meet() -> None:
+    assert ANYONE.salt("") == "", "engines without tenants share these blocks"
+    assert Tenant("a").salt("b/c") != Tenant("a/b").salt("c")
+    acme = Tenant("acme").salt("")
+    assert ANYONE.salt(acme) != acme, "nobody salts itself into a tenant"
 
 
 def test_tokens_refill_evenly_and_a_debt_is_waited_for() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 import pytest_asyncio
-from playwright.async_api import Browser, async_playwright, expect
+from playwright.async_api import Browser, Page, async_playwright, expect
 
 from moonpool.local.cluster import LocalCluster
 from tests.cluster.conftest import small_config
@@ -28,8 +28,12 @@ MARKUP = "<img src=x onerror='window.pwned=1'>"
 SECRET = "a-secret-that-nobody-is-shown"
 BREAKOUT = "</script><script>window.pwned=1</script><!--"
 TENANTS = f"""
+read_keys = ["sk-watch"]
 ["{MARKUP}"]
 keys = ["sk-1"]
+[other]
+keys = ["sk-2"]
+read_keys = ["sk-page"]
 """
 
 
@@ -60,7 +64,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Loc
             results_path=str(directory / "results"),
             slo_ttft_s=60.0,
         ),
-        transfer=replace(config.transfer, secret=SECRET),
+        security=replace(config.security, cluster_key=SECRET),
     )
     async with LocalCluster(config, directory=directory) as running:
         yield running
@@ -76,8 +80,17 @@ async def browser() -> AsyncIterator[Browser]:
         await opened.close()
 
 
-async def ask(url: str, prompt: str, max_tokens: int = 8) -> str:
-    headers = {"Authorization": "Bearer sk-1"}
+async def signed_in(page: Page, url: str, key: str = "sk-watch") -> None:
+    """Open the dashboard as a person does who has only its address and a key."""
+    await page.goto(url)
+    await expect(page).to_have_url(f"{url}/sign-in")
+    await page.get_by_label("API key").fill(key)
+    await page.get_by_role("button", name="Sign in").click()
+    await expect(page).to_have_url(f"{url}/")
+
+
+async def ask(url: str, prompt: str, max_tokens: int = 8, key: str = "sk-1") -> str:
+    headers = {"Authorization": f"Bearer {key}"}
     body = {"prompt": prompt, "max_tokens": max_tokens, "user": MARKUP, "ignore_eos": True}
     async with (
         aiohttp.ClientSession() as session,

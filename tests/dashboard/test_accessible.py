@@ -8,11 +8,10 @@ import pytest
 from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Browser, Page, expect
 
-from moonpool.client import Client
 from moonpool.commands.run_report import benchmark_facts, cluster_facts, report_data
 from moonpool.commands.single_page import single_page
 from moonpool.local.cluster import LocalCluster
-from tests.dashboard.conftest import NEEDS_BROWSER, ask, result
+from tests.dashboard.conftest import NEEDS_BROWSER, ask, result, signed_in
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), NEEDS_BROWSER]
 
@@ -22,11 +21,21 @@ async def violations(page: Page) -> list[str]:
     return [f"{one['id']}: {node['html'][:160]}" for one in found for node in one["nodes"]]
 
 
+async def test_the_sign_in_keeps_the_rules(browser: Browser, cluster: LocalCluster) -> None:
+    page = await browser.new_page(bypass_csp=True)  # for the checker, which is put into the page
+    await page.goto(cluster.url)
+    await page.keyboard.type("sk-9")  # the field has the focus
+    await page.keyboard.press("Enter")
+    await expect(page.get_by_role("alert")).to_have_text("This API key is unknown.")
+    assert await violations(page) == []
+    await page.close()
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 async def test_the_dashboard_keeps_the_rules(browser: Browser, cluster: LocalCluster, theme: str) -> None:
     request = await ask(cluster.url, "A request to look at. " * 8)
     page = await browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme=theme)  # type: ignore[arg-type]
-    await page.goto(cluster.url)
+    await signed_in(page, cluster.url)
     row = page.locator("#requests tbody tr", has_text=request)
     await expect(row).to_contain_text("done")
     await expect(page.locator("#benchmarks tbody tr").first).to_be_visible()
@@ -49,7 +58,7 @@ async def test_the_dashboard_keeps_the_rules(browser: Browser, cluster: LocalClu
 
 
 async def test_a_report_keeps_the_rules(browser: Browser, cluster: LocalCluster, tmp_path: Path) -> None:
-    async with Client(cluster.url) as client:
+    async with cluster.client() as client:
         facts = await cluster_facts(client, seconds=1, num_requests=2)
     benchmarks = benchmark_facts([result(tmp_path / "one.json", "a case")])
     file = tmp_path / "report.html"

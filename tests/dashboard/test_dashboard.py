@@ -15,11 +15,14 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, Page, expect
 
-from moonpool.client import Client
 from moonpool.local.cluster import LocalCluster
+from moonpool.runtime.observing.metrics_server import metrics_headers
+from moonpool.runtime.security.process import Security
+from moonpool.runtime.security.roles import Caller
 from moonpool.runtime.service.tied_command import tied_command
 from tests.cluster.conftest import eventually, kill
-from tests.dashboard.conftest import BREAKOUT, MARKUP, NEEDS_BROWSER, SCREENSHOTS, ask
+from tests.dashboard.conftest import BREAKOUT, MARKUP, NEEDS_BROWSER, SCREENSHOTS, ask, signed_in
+from tests.processes import stop
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), NEEDS_BROWSER]
 
@@ -31,7 +34,7 @@ async def page(browser: Browser, cluster: LocalCluster) -> AsyncIterator[Page]:
     opened = await browser.new_page(viewport={"width": 1280, "height": 900})
     opened.on("pageerror", lambda error: errors.append(str(error)))
     opened.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
-    await opened.goto(cluster.url)
+    await signed_in(opened, cluster.url)
     await expect(opened.locator("#state")).to_have_text("ready")
     yield opened
     assert await opened.evaluate("window.pwned") is None
@@ -40,8 +43,9 @@ async def page(browser: Browser, cluster: LocalCluster) -> AsyncIterator[Page]:
     assert [error for error in errors if not error.startswith("Failed to load resource")] == []
 
 
-async def metric(url: str, name: str) -> float:
-    async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as answer:
+async def metric(url: str, name: str, headers: dict[str, str] | None = None) -> float:
+    headers = headers or {"Authorization": "Bearer sk-watch"}
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics", headers=headers) as answer:
         found = re.search(rf"^{name}(?:{{[^}}]*}})? (\S+)$", await answer.text(), re.MULTILINE)
         return float(found[1]) if found else 0.0
 
@@ -69,10 +73,11 @@ async def test_the_figures_are_those_of_the_metrics(page: Page, cluster: LocalCl
 async def test_transfers_are_those_of_the_nodes_metrics(page: Page, cluster: LocalCluster) -> None:
     await ask(cluster.url, "Sixteen tokens make a block, and a block is moved. " * 4)
     pages = [str(node.ready["metrics_url"]).removesuffix("/metrics") for node in cluster.nodes]
+    key = metrics_headers(Security(cluster.config.security, Caller("operator", "a test"), serves=False))
     counts = dict.fromkeys(("shm", "tcp"), 0.0)
     for path in counts:
         name = rf'moonpool_transfer_batch_seconds_count{{direction="read",path="{path}"}}'
-        counts[path] = sum([await metric(url, re.escape(name)) for url in pages])
+        counts[path] = sum([await metric(url, re.escape(name), key) for url in pages])
     path, count = max(counts.items(), key=lambda one: one[1])
     assert count > 0
     row = page.locator("#paths tbody tr", has_text=path)
@@ -85,7 +90,7 @@ async def test_what_another_cache_would_have_found_is_told(page: Page, cluster: 
     for _ in range(2):
         await ask(cluster.url, "A prompt that comes again is found where there is room for it. " * 3)
     await expect(page.locator("#reuse > div").last).to_contain_text("%")
-    async with Client(cluster.url) as client, aclosing(client.live()) as live:
+    async with cluster.client() as client, aclosing(client.live()) as live:
         now = await anext(live)
     ratios = dict(now["reuse"]["hit_ratios"])
     best = max(ratios.values())
@@ -107,7 +112,7 @@ async def test_a_page_can_be_paused(page: Page, cluster: LocalCluster) -> None:
     await pause.click()
     await expect(pause).to_have_attribute("aria-pressed", "true")
     request = await ask(cluster.url, "What comes while nobody looks.")
-    async with Client(cluster.url) as client, aclosing(client.live()) as live:
+    async with cluster.client() as client, aclosing(client.live()) as live:
         # The page is sent what we are: by our third snapshot it has had two.
         for _ in range(3):
             now = await anext(live)
@@ -119,7 +124,7 @@ async def test_a_page_can_be_paused(page: Page, cluster: LocalCluster) -> None:
 
 async def test_a_timeline_is_that_of_the_api(page: Page, cluster: LocalCluster) -> None:
     request = await ask(cluster.url, "And God said, Let there be light: and there was light.")
-    async with Client(cluster.url) as client:
+    async with cluster.client() as client:
         timeline = await client.timeline(request)
     row = page.locator("#requests tbody tr", has_text=request)
     await expect(row).to_contain_text("done")
@@ -140,7 +145,7 @@ async def test_the_playground_answers_and_says_what_is_wrong(page: Page, cluster
     form = page.locator("#playground form")
     await form.locator("textarea").fill(f"{MARKUP} The end")
     await form.get_by_role("button", name="Send").click()
-    await expect(form.locator("output")).to_contain_text("the API key is missing")
+    await expect(form.locator("output")).to_contain_text("is not for API keys of the role read")
     await form.locator("#api-key").fill("sk-1")
     await form.get_by_role("button", name="Send").click()
     await form.get_by_role("button", name="Timeline").click()
@@ -185,10 +190,10 @@ async def test_replicas_are_drawn_inside_their_node(page: Page, cluster: LocalCl
     await expect(page.locator("#nodes tr", has_text="prefill-0").locator("td.replica")).to_have_text(
         ["prefill-0.0", "prefill-0.1"]
     )
-    async with Client(cluster.url) as client:
+    async with cluster.client() as client:
         (first,) = [one for one in (await client.cluster())["nodes"] if one["node_id"] == "prefill-0"]
     # The node would start the replica again before the page shows that it is gone.
-    os.kill(cluster.children["prefill-0"].pid, signal.SIGSTOP)
+    stop(cluster.children["prefill-0"].pid)
     try:
         os.kill(first["replicas"][1]["pid"], signal.SIGKILL)
         await expect(node).to_have_class(re.compile("warn"), timeout=60_000)
@@ -204,7 +209,7 @@ async def test_replicas_are_drawn_inside_their_node(page: Page, cluster: LocalCl
 
 async def test_a_day_of_other_nodes_and_requests_leaves_no_trace(page: Page, cluster: LocalCluster) -> None:
     """Snapshots in which everything has a new name each second: the page has as many elements as before."""
-    async with Client(cluster.url) as client, aclosing(client.live()) as live:
+    async with cluster.client() as client, aclosing(client.live()) as live:
         now = await anext(live)
     await page.get_by_role("button", name="pause").click()
     draw = """async ([now, from]) => {
@@ -245,7 +250,9 @@ async def test_names_with_markup_are_text(page: Page, cluster: LocalCluster) -> 
     command = [
         sys.executable,
         "-m",
-        "moonpool.decode_node",
+        "moonpool.node",
+        "--role",
+        "decode",
         "--config",
         str(file),
         "--set",
@@ -255,7 +262,7 @@ async def test_names_with_markup_are_text(page: Page, cluster: LocalCluster) -> 
         *tied_command(command), stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
     )
     try:
-        async with Client(cluster.url) as client:
+        async with cluster.client() as client:
 
             async def joined() -> bool:
                 return any(node["node_id"] == MARKUP for node in (await client.cluster())["nodes"])

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from playwright.async_api import Browser, Page, expect
 
-from moonpool.client import Client
 from moonpool.commands.run_report import benchmark_facts, report_data
 from moonpool.commands.single_page import bundle, single_page
 from moonpool.errors import ReportSourceInvalid
@@ -46,7 +45,18 @@ async def test_a_report_of_a_cluster_runs_nothing_and_asks_nobody(
     prompt = f"{MARKUP} a prompt that is nobody's business"
     request = await ask(cluster.url, prompt)
     file = tmp_path / "report.html"
-    arguments = ["--url", cluster.url, "--seconds", "1", "--title", f"{MARKUP}{BREAKOUT}", "-o", str(file)]
+    arguments = [
+        "--url",
+        cluster.url,
+        "--api-key",
+        "sk-watch",
+        "--seconds",
+        "1",
+        "--title",
+        f"{MARKUP}{BREAKOUT}",
+        "-o",
+        str(file),
+    ]
     results = [str(result(tmp_path / "hostile.json", f"{MARKUP}{BREAKOUT}"))]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "moonpool", "report", *arguments, *results), stdout=asyncio.subprocess.PIPE
@@ -61,8 +71,8 @@ async def test_a_report_of_a_cluster_runs_nothing_and_asks_nobody(
     await expect(page.locator("#model")).to_have_text(MARKUP)
     await expect(page.locator("#tenants tbody tr")).to_contain_text(MARKUP)
     await expect(page.locator("#benchmarks tbody")).to_contain_text(f"{MARKUP}{BREAKOUT}")
-    await expect(page.locator("#options")).to_contain_text("transfer.secret")
-    async with Client(cluster.url) as client:
+    await expect(page.locator("#options")).to_contain_text("security.cluster_key")
+    async with cluster.client() as client:
         timeline = await client.timeline(request)
     drawn = page.locator("#timelines article", has_text=request)
     names = await drawn.locator("ol b").all_text_contents()
@@ -93,7 +103,8 @@ async def test_every_result_of_the_repository_is_drawn(browser: Browser, tmp_pat
     for one in benchmarks:
         measured = {(row["case"], row["metric"]) for row in one["report"]["rows"]}
         peers = sum("peer" in row for row in one["report"]["rows"])
-        article = page.locator("#benchmarks article", has=page.get_by_role("heading", name=one["name"]))
+        heading = page.get_by_role("heading", name=one["name"], exact=True)
+        article = page.locator("#benchmarks article", has=heading)
         assert await article.locator("tbody tr").count() == len(measured) + peers
         await expect(article.locator(".conditions")).to_contain_text(one["report"]["environment"]["machine"])
     assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import sys
 import time
+from types import SimpleNamespace
 
+import pytest
+
+from moonpool.decode_node import node as node_module
 from moonpool.decode_node.node import DecodeNode, _Request
-from moonpool.decode_node.outbox import INTERVAL_S, Outbox
+from moonpool.decode_node.outbox import INTERVAL_S, MAX_UNREAD_NBYTES, Outbox
 from moonpool.engine.batching.sampling import Sampling
 from moonpool.engine.batching.sequence import Sequence
 from moonpool.engine.batching.step_plan import StepEvent
-from moonpool.protos import node_pb2
-from moonpool.runtime.config.options import Config
+from moonpool.protos import node_pb2, node_pb2_grpc
+from moonpool.runtime import rpc
+from moonpool.runtime.config.options import Config, NodeOptions
 from moonpool.runtime.observing import tracing
+from tests.processes import stop
 
 
 def step(index: int, *, finish: bool = False) -> list[node_pb2.TokenOut]:
@@ -113,8 +121,88 @@ async def test_what_was_in_the_step_that_ended_the_node_is_told_at_once() -> Non
     sequence = Sequence("r", 2, [1, 2], 2, sampling=Sampling(), root_key=bytes(16))
     done = asyncio.get_running_loop().create_future()
     node._requests[sequence.key] = _Request("conductor", sequence, done, 0.0, tracing.current_context())
-    node._on_step([StepEvent(sequence, 0, error="rank 1 is lost", ended_life=True)])
+    node.on_decodes([StepEvent(sequence, 0, error="rank 1 is lost", ended_life=True)])
     (token,) = (await anext(outbox.messages())).tokens
     assert (token.request_id, token.attempt, token.error) == ("r", 2, "rank 1 is lost")
     assert token.ended_life
     assert token.finish_reason == node_pb2.FINISH_ERROR
+
+
+READER = """
+import asyncio, sys
+from moonpool.protos import node_pb2, node_pb2_grpc
+from moonpool.runtime import rpc
+
+async def main() -> None:
+    async with rpc.channel(sys.argv[1]) as channel:
+        stub = node_pb2_grpc.DecodeNodeStub(channel)
+        stream = stub.Tokens(node_pb2.TokensRequest(conductor_id="conductor"))
+        with rpc.node_errors("decode-0"):
+            async for message in stream:
+                print("read", flush=True)
+
+try:
+    asyncio.run(main())
+except Exception as error:
+    print(error, flush=True)
+"""
+
+
+def add_request(node: DecodeNode) -> list[tuple[str, int]]:
+    """Give the conductor a running request. Returns the cancelled ones."""
+    sequence = Sequence("r", 0, [1, 2], 2, sampling=Sampling(), root_key=bytes(16))
+    done = asyncio.get_running_loop().create_future()
+    cancelled: list[tuple[str, int]] = []
+    node.engine = SimpleNamespace(cancel=lambda *key: cancelled.append(key))  # type: ignore[assignment]
+    node._requests[sequence.key] = _Request("conductor", sequence, done, 0.0, tracing.current_context())
+    node._outboxes["conductor"] = new_outbox()
+    return cancelled
+
+
+@pytest.mark.parametrize("too_much", ["time", "bytes"])
+async def test_a_connected_conductor_that_is_stopped_is_left(too_much: str) -> None:
+    orphan_s = 0.3 if too_much == "time" else 3600.0
+    node = DecodeNode(Config(node=NodeOptions(orphan_s=orphan_s)))
+    cancelled = add_request(node)
+    server, port = await rpc.serve([(node_pb2_grpc.add_DecodeNodeServicer_to_server, node)], "127.0.0.1", 0)
+    reader = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", READER, f"127.0.0.1:{port}", stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(60):
+            outbox = node._outboxes["conductor"]
+            outbox.put_step(step(0, finish=True))
+            assert reader.stdout is not None
+            assert await reader.stdout.readline() == b"read\n"
+            node.leave_conductors()
+            assert node._outboxes  # it reads
+            stop(reader.pid)
+            # More than gRPC and the sockets keep, then more than may wait.
+            large = [
+                node_pb2.TokenOut(request_id="r", error="e" * 60_000, finish_reason=node_pb2.FINISH_ERROR)
+            ] * 16
+            while node._outboxes:
+                if outbox.unread_nbytes <= MAX_UNREAD_NBYTES and (too_much == "bytes" or not outbox.unread_s):
+                    outbox.put_step(large)
+                await asyncio.sleep(0)
+                node.leave_conductors()
+            assert not node._requests
+            assert cancelled == [("r", 0)]
+            reader.send_signal(signal.SIGCONT)
+            *_, said = (await reader.stdout.read()).splitlines()
+            assert b"no message was read for" in said
+    finally:
+        if reader.returncode is None:
+            reader.kill()
+        await reader.wait()
+        await server.stop(None)
+
+
+async def test_outboxes_are_for_so_many_conductors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_module, "MAX_CONDUCTORS", 2)
+    node = DecodeNode(Config())
+    for name in ("one", "two"):
+        node._outbox(name)
+    node._check_owner("two")
+    with pytest.raises(node_module.TooManyConductors, match="2 conductors read tokens here, the most"):
+        node._check_owner("three")

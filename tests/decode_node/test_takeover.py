@@ -10,7 +10,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from moonpool.decode_node.takeover import HandoverBroken, take_over
+from moonpool.decode_node.takeover import HandoverBroken, Source, take_over
 from moonpool.engine.batching.sequence import Sequence
 from moonpool.engine.prefix_cache.store import NodeStore
 from moonpool.protos import node_pb2, node_pb2_grpc
@@ -68,7 +68,7 @@ class Taker:
             self._here.exchange,
             self._store,
             sequence,
-            self._address,
+            Source(self._address, sequence.attempt),
             deadline_s=10,
             follower="here",
         )
@@ -106,8 +106,8 @@ async def test_a_prompt_that_is_not_computed_yet_keeps_no_room_from_one_that_is(
     assert engine.stats().num_available_blocks == 0
     prefills.done["sooner"].set()
     async with asyncio.timeout(60):
-        finished, _ = await taking_sooner
-    assert not finished
+        taken = await taking_sooner
+    assert not taken.finished
     assert len(sooner.block_table) == 13
     assert engine.stats().num_available_blocks == 0
     assert not later.block_table

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import os
 import re
+import runpy
+import ssl
 import subprocess
+import sys
+import threading
 import tomllib
 from fnmatch import fnmatch
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import compose_spec
 import kubernetes_validate
@@ -17,6 +24,9 @@ import pytest
 import yaml
 
 from moonpool.runtime.config.loading import explain, load_config
+from moonpool.runtime.config.security_options import SecurityOptions
+from moonpool.runtime.security import certificates
+from moonpool.runtime.security.roles import Caller
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -32,7 +42,7 @@ def test_the_compose_file_is_one() -> None:
     content = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     services = compose_spec.ComposeSpecification.model_validate(content).services
     assert services is not None
-    assert set(services) == {"redis", "conductor", "prefill", "decode", "prometheus", "grafana"}
+    assert set(services) == {"redis", "keys", "conductor", "prefill", "decode", "prometheus", "grafana"}
     for service in content["services"].values():
         for volume in service.get("volumes", ()):
             source = volume.split(":")[0]
@@ -43,6 +53,103 @@ def test_the_compose_file_is_one() -> None:
 def test_a_manifest_fits_its_schema(path: Path) -> None:
     for document in documents(path):
         kubernetes_validate.validate(document, "1.30", strict=True)
+
+
+def test_compose_makes_a_key_once_and_gives_it_to_all(tmp_path: Path) -> None:
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    of_ours = {name: one for name, one in services.items() if one["image"] == "moonpool" and name != "keys"}
+    assert of_ours.keys() == {"conductor", "prefill", "decode"}
+    for one in of_ours.values():
+        assert "--set security.cluster_key=@/keys/cluster_key" in " ".join(one["command"])
+        assert one["depends_on"]["keys"]["condition"] == "service_completed_successfully"
+        assert "keys:/keys:ro" in one["volumes"]
+    (program,) = services["keys"]["command"]
+    command = [*services["keys"]["entrypoint"], program.replace("/keys", str(tmp_path)).replace("$$", "$")]
+    commands = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    subprocess.run(command, check=True, env=commands)
+    made = (tmp_path / "cluster_key").read_text()
+    assert SecurityOptions(cluster_key=made.strip()) and len(made.strip()) == 64
+    assert (tmp_path / "cluster_key").stat().st_mode & 0o777 == 0o600
+    subprocess.run(command, check=True, env=commands)
+    assert (tmp_path / "cluster_key").read_text() == made
+    assert {path.name for path in tmp_path.iterdir()} == {"cluster_key", "metrics_key"}
+    # Prometheus runs as nobody: it reads its own key only.
+    assert (tmp_path / "metrics_key").stat().st_mode & 0o777 == 0o644
+    assert made.strip() not in (tmp_path / "metrics_key").read_text()
+    prometheus = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["scrape_configs"][1]
+    assert prometheus["authorization"] == {"credentials_file": "/keys/metrics_key"}
+
+
+@pytest.mark.parametrize("role", ["conductor", "prefill", "decode", "store"])
+def test_every_pod_has_the_key_that_the_job_makes(role: str) -> None:
+    kinds = {document["kind"]: document for document in documents(KUBERNETES / f"{role}.yaml")}
+    pod = kinds["StatefulSet" if role == "store" else "Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert "security.cluster_key=@/etc/moonpool-keys/cluster_key" in container["args"]
+    (mount,) = (one for one in container["volumeMounts"] if one["mountPath"] == "/etc/moonpool-keys")
+    (volume,) = (one for one in pod["volumes"] if one["name"] == mount["name"])
+    of_keys = {document["kind"]: document for document in documents(KUBERNETES / "keys.yaml")}
+    (maker,) = of_keys["Job"]["spec"]["template"]["spec"]["containers"]
+    assert maker["command"][-1] == volume["secret"]["secretName"]
+    (script,) = maker["volumeMounts"]
+    assert maker["command"][1] == f"{script['mountPath']}/make_keys.py"
+    generated = yaml.safe_load((KUBERNETES / "kustomization.yaml").read_text())["configMapGenerator"]
+    (volume,) = of_keys["Job"]["spec"]["template"]["spec"]["volumes"]
+    assert {"name": volume["configMap"]["name"], "files": ["make_keys.py"]} in generated
+
+
+class Secrets(BaseHTTPRequestHandler):
+    """What Kubernetes answers to who makes a Secret."""
+
+    made: ClassVar[dict[str, dict[str, Any]]] = {}
+
+    def do_POST(self) -> None:
+        secret = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        name = secret["metadata"]["name"]
+        exists = name in self.made
+        if self.headers["Authorization"] != "Bearer a token" or not self.path.startswith(f"/{PATH}"):
+            self.send_error(403)
+            return
+        self.made.setdefault(name, secret)
+        self.send_response(409 if exists else 201)
+        self.end_headers()
+
+
+PATH = "api/v1/namespaces/moonpool/secrets"
+
+
+def test_the_job_makes_a_secret_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ca = certificates.init(tmp_path, days=1)
+    cert = certificates.issue(tmp_path, Caller("node", "api"), days=1, addresses=["127.0.0.1"])
+    for name, text in (("ca.crt", ca.read_text()), ("token", "a token"), ("namespace", "moonpool")):
+        (tmp_path / name).write_text(text)
+    server = HTTPServer(("127.0.0.1", 0), Secrets)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, cert.with_suffix(".key"))
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    make_keys = runpy.run_path(str(KUBERNETES / "make_keys.py"))["main"]
+    monkeypatch.setitem(make_keys.__globals__, "ACCOUNT", tmp_path)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(server.server_port))
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
+    try:
+        make_keys("moonpool-keys")
+        made = dict(Secrets.made)
+        schema = next(iter(made.values()))
+        kubernetes_validate.validate(schema, "1.30", strict=True)
+        assert len(base64.b64decode(schema["data"]["cluster_key"])) == 64
+        make_keys("moonpool-keys")
+        assert Secrets.made == made
+        assert "is made" in capsys.readouterr().out
+        (tmp_path / "token").write_text("another")
+        with pytest.raises(SystemExit, match="cannot be made: HTTP Error 403"):
+            make_keys("other")
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def test_every_manifest_is_in_the_kustomization() -> None:
@@ -98,6 +205,8 @@ def test_the_container_file_is_one() -> None:
             subprocess.run(["sh", "-n", "-c", rest], check=True)
             for module in re.findall(r"python -m ([a-z_.]+)", rest):
                 assert find_spec(module), module
+    # Prometheus is another user: it must get through to its own file in the volume.
+    assert any("--owner=10001 --mode=0711 /keys" in rest for word, rest in steps if word == "RUN")
     # Compiled as the user that runs, into that user's cache; and not as root.
     user = next(place for place, word in enumerate(words) if word == "USER")
     assert all(place > user for place, (_, rest) in enumerate(steps) if "python -m" in rest)

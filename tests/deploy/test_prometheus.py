@@ -19,6 +19,8 @@ import yaml
 
 from moonpool.client import Client, Reply
 from moonpool.local.cluster import LocalCluster
+from moonpool.runtime.observing.metrics_server import metrics_key
+from moonpool.runtime.security.call_tokens import RoleKeys
 from moonpool.runtime.service.child import Child
 from tests.cluster.conftest import eventually
 
@@ -61,11 +63,11 @@ async def pages(cluster: LocalCluster, client: Client) -> dict[str, str]:
 
 
 @needs_prometheus
-@pytest.mark.parametrize("arguments", [("rules", "alerts.yml"), ("config", "prometheus.yml")])
+@pytest.mark.parametrize("arguments", [("rules", "alerts.yml"), ("config --syntax-only", "prometheus.yml")])
 def test_promtool_accepts_what_is_deployed(arguments: tuple[str, str]) -> None:
     assert PROMTOOL is not None
     kind, name = arguments
-    subprocess.run([PROMTOOL, "check", kind, DEPLOY / "prometheus" / name], check=True)
+    subprocess.run([PROMTOOL, "check", *kind.split(), DEPLOY / "prometheus" / name], check=True)
 
 
 @needs_prometheus
@@ -117,6 +119,9 @@ async def prometheus(
     shutil.copytree(DEPLOY / "prometheus", directory, dirs_exist_ok=True)
     config = (directory / "prometheus.yml").read_text()
     config = config.replace("conductor:8000", cluster.url.removeprefix("http://"))
+    key = metrics_key(RoleKeys(cluster.config.security.cluster_key).derived)
+    (directory / "metrics_key").write_text(key)
+    config = config.replace("/keys/metrics_key", str(directory / "metrics_key"))
     config = re.sub(r"(scrape|refresh)_interval: \S+", r"\1_interval: 1s", config)
     (directory / "prometheus.yml").write_text(config)
     port_file = directory / "stderr"

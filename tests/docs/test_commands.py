@@ -35,12 +35,13 @@ PAGES = sorted(DOCS.glob("*.md"))
 
 
 def blocks(kind: str) -> list[tuple[str, str]]:
-    """(page, commands) of every fenced block whose first line says ``kind``."""
-    return [
-        (page.name, found)
+    """(page, commands) of every fenced block whose first line says ``kind``; each once, on its last page."""
+    found = {
+        commands: page.name
         for page in PAGES
-        for found in re.findall(rf"^```{kind}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    ]
+        for commands in re.findall(rf"^```{kind}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    }
+    return [(page, commands) for commands, page in found.items()]
 
 
 def environment(cluster: LocalCluster) -> dict[str, str]:

@@ -121,6 +121,16 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., R
     return make
 
 
+@pytest.fixture
+def checkpoint(make_checkpoint: Callable[..., Reference]) -> Reference:
+    return make_checkpoint("llama")
+
+
+def prompt(n: int, seed: int = 0) -> list[int]:
+    """Random tokens of its vocabulary."""
+    return np.random.default_rng(seed).integers(0, 160, n).tolist()
+
+
 @dataclass
 class Result:
     """Everything the engine said about one sequence."""
@@ -210,7 +220,9 @@ def serve_on() -> Callable[..., Any]:
         num_blocks = words.pop("num_blocks", 128)
         if device.torch.type == "cuda":
             model.setdefault("dtype", "float32")
+        if device.memory() is not None:
             words.setdefault("max_batch_size", 8)  # so few steps are recorded
+            words.setdefault("max_batch_tokens", 512)
         words.setdefault("block_size", 8)
         if num_blocks:
             probe = Engine(path, EngineOptions(**words), ModelOptions(**model), device=CpuDevice())

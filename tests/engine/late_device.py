@@ -1,4 +1,4 @@
-"""A GPU in miniature: CPU tensors, and queues whose work is done by threads, when the test lets them."""
+"""A GPU in miniature: CPU tensors, steps whose end comes when the test lets it, copies that are done then."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from moonpool.engine.device.device import DeviceMemory
 @dataclass
 class LateEvent:
     future: Future[Any]
+    result: Any = None
 
     def wait(self) -> Any:
         return self.future.result(timeout=30)
@@ -75,13 +76,17 @@ class LateDevice:
     error: Exception | None = None  # that every call has from now on
 
     def run(self, step: Callable[[], Any]) -> Any:
+        torch.set_num_threads(1)
+        result = step()
+
         def later() -> Any:
-            torch.set_num_threads(1)
             if self.error is not None:
                 raise self.error
-            return step()
+            return result
 
-        return self.steps.give(later)
+        event = self.steps.give(later)
+        event.result = result
+        return event
 
     def capture(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
         result = step().clone()
@@ -104,6 +109,9 @@ class LateDevice:
                 target.copy_(source)
 
         return self.copies.give(later)
+
+    def read(self, work: Callable[[], Any]) -> LateEvent:
+        return self.copies.give(work)
 
     def staging(self, *shape: int) -> npt.NDArray[np.uint8]:
         return np.empty(shape, np.uint8)

@@ -17,15 +17,16 @@ from moonpool.engine.device.device import CpuDevice
 from moonpool.engine.device.selection import choose_device
 from moonpool.engine.memory.block_bytes import DeviceBytes, HostBytes
 from moonpool.engine.memory.block_memory import BlockMemory
+from moonpool.engine.node.handover import Handover
 from moonpool.engine.prefix_cache.store import NodeStore
 from moonpool.engine.prefix_cache.tier_loader import Loaded
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.grants.table import GrantTable
-from moonpool.prefill_node.handover import Handover
 from moonpool.protos import node_pb2
 from moonpool.runtime.config.options import Config, HostTierOptions, StoreOptions
 from moonpool.transfer import TransferAgent, checksum
+from tests.engine.conftest import prompt
 from tests.engine.late_device import LateDevice
 
 NUM_BLOCKS = 12
@@ -34,11 +35,6 @@ DEVICES = [
     pytest.param(LateDevice, id="late"),
     pytest.param(partial(choose_device, "cuda"), id="cuda", marks=pytest.mark.gpu),
 ]
-
-
-@pytest.fixture
-def checkpoint(make_checkpoint: Callable[..., Any]) -> Any:
-    return make_checkpoint("llama")
 
 
 @dataclass
@@ -90,10 +86,6 @@ def run_node(serve_on: Callable[..., Any], checkpoint: Any) -> Callable[..., Any
                 await memory.close()
 
     return run
-
-
-def prompt(n: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 160, n).tolist()
 
 
 @pytest.mark.parametrize("make_device", DEVICES)

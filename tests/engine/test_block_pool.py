@@ -98,6 +98,71 @@ Users.TestCase.settings = settings(max_examples=60, stateful_step_count=40, dead
 TestUsers = Users.TestCase
 
 
+class WindowedUsers(RuleBasedStateMachine):
+    """Users that release the blocks they have passed; those that they still have may then lose their keys."""
+
+    @initialize(num_blocks=st.integers(1, 12))
+    def start(self, num_blocks: int) -> None:
+        self.found: dict[BlockKey, int] = {}
+        self.users: list[tuple[str, list[int], int, int]] = []  # path, table, sealed and passed blocks
+        self.pool = BlockPool(
+            num_blocks,
+            4,
+            on_sealed=lambda block, key: self.found.update({key: block}),
+            on_evicted=lambda block, key: self.found.pop(key),
+        )
+
+    @rule(path=st.text("ab", min_size=1, max_size=6))
+    def come(self, path: str) -> None:
+        hits = self.pool.match(chain(path))
+        if len(path) - len(hits) <= self.pool.num_free - self.pool.num_idle(hits):
+            self.pool.acquire(hits)
+            self.users.append((path, hits + self.pool.allocate(len(path) - len(hits)), len(hits), 0))
+
+    @precondition(lambda self: self.users)
+    @rule(data=st.data())
+    def seal(self, data: st.DataObject) -> None:
+        i = data.draw(st.integers(0, len(self.users) - 1))
+        path, table, sealed, passed = self.users[i]
+        if sealed < len(path):
+            keys = chain(path)
+            table[sealed] = self.pool.seal(table[sealed], keys[sealed], keys[sealed - 1] if sealed else None)
+            self.users[i] = (path, table, sealed + 1, passed)
+
+    @precondition(lambda self: self.users)
+    @rule(data=st.data())
+    def go_past(self, data: st.DataObject) -> None:
+        i = data.draw(st.integers(0, len(self.users) - 1))
+        path, table, sealed, passed = self.users[i]
+        if passed < sealed:
+            self.pool.release(table[passed : passed + 1])
+            self.users[i] = (path, table, sealed, passed + 1)
+
+    @precondition(lambda self: self.users)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        _, table, _, passed = self.users.pop(data.draw(st.integers(0, len(self.users) - 1)))
+        self.pool.release(table[passed:])
+
+    @rule()
+    def take_all_that_is_free(self) -> None:
+        blocks = self.pool.allocate(self.pool.num_free)
+        assert not set(blocks) & {b for _, table, _, passed in self.users for b in table[passed:]}
+        self.pool.release(blocks)
+
+    @invariant()
+    def laws(self) -> None:
+        self.pool.check_integrity()
+        assert {key: block for block, key in self.pool.sealed()} == self.found
+        assert all(key[:-1] in self.found for key in self.found if len(key) > 1), "a chain has a hole"
+        used = {block for _, table, _, passed in self.users for block in table[passed:]}
+        assert self.pool.num_used == len(used)
+
+
+WindowedUsers.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestWindowedUsers = WindowedUsers.TestCase
+
+
 def fill(pool: BlockPool, path: str) -> None:
     keys = chain(path)
     hits = pool.match(keys)

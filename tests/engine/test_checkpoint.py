@@ -15,10 +15,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from moonpool.engine.checkpoint import fingerprint as fingerprints
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.checkpoint.fingerprint import fingerprint
 from moonpool.engine.checkpoint.weights import Checkpoint
+from moonpool.engine.device.device import DeviceMemory
 from moonpool.engine.engine import Engine
 from moonpool.engine.errors import CheckpointError, PoolTooSmall, UnsupportedModel
 from moonpool.engine.setup import EngineSetup
@@ -26,6 +26,7 @@ from moonpool.engine.sharding.tensor_slices import expected_tensors
 from moonpool.runtime.config.model_directory import ModelMissing
 from moonpool.runtime.config.options import EngineOptions, ModelOptions
 from moonpool.runtime.errors import ConfigError
+from moonpool.runtime.machine import file_hashes
 
 
 @pytest.fixture
@@ -127,7 +128,10 @@ def test_end_of_sequence_tokens_come_from_both_configs(copy) -> None:
         ({"rope_parameters": {"rope_type": "proportional"}}, "rope type 'proportional'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn"),
-        ({"quantization_config": {"bits": 4}}, "quantized weights"),
+        (
+            {"quantization_config": {"bits": 4}},
+            "quant_method None is not one of awq, compressed-tensors, fp8, gptq",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -248,8 +252,8 @@ def test_the_fingerprint_names_the_weights(copy) -> None:
 def hashed(monkeypatch, tmp_path) -> list[str]:
     """The names of the files whose bytes are read, in order."""
     names: list[str] = []
-    read = fingerprints._hash
-    monkeypatch.setattr(fingerprints, "_hash", lambda file: names.append(file.name) or read(file))
+    read = file_hashes._hash
+    monkeypatch.setattr(file_hashes, "_hash", lambda file: names.append(file.name) or read(file))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return names
 
@@ -290,12 +294,13 @@ def test_damaged_hashes_are_made_again(copy, hashed) -> None:
     assert len(hashed) == 4
 
 
-def test_latents_are_refused_on_a_gpu(make_checkpoint) -> None:
-    path, device = make_checkpoint("deepseek_v3").path, SimpleNamespace(torch=torch.device("cuda"))
-    with pytest.raises(
-        ConfigError, match=r"deepseek_v3 attends over latents of 40 elements.*model\.device to cpu"
-    ):
-        EngineSetup.choose(path, EngineOptions(), ModelOptions(), device)
+def test_latents_are_served_on_a_gpu(make_checkpoint, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    memory = DeviceMemory(80 << 30, 80 << 30, 0)
+    device = SimpleNamespace(torch=torch.device("cuda"), memory=lambda: memory)
+    path = make_checkpoint("deepseek_v3").path
+    setup = EngineSetup.choose(path, EngineOptions(), ModelOptions(), device)  # type: ignore[arg-type]
+    assert setup.whole_layout.shape[1:3] == (1, 1)  # a latent is key and value
 
 
 def test_impossible_options_are_refused(make_checkpoint) -> None:

@@ -6,34 +6,30 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from moonpool.engine import Engine, State
+from moonpool.engine import Engine, Sampling, Sequence, State
 from moonpool.engine.batching.sequence import FinishReason
+from moonpool.engine.batching.step_plan import StepPlan
 from moonpool.engine.device.device import CpuDevice, DeviceMemory
 from moonpool.engine.errors import DeviceLost, EngineClosed, GpuMemoryShort, WeightsTooLarge
 from moonpool.engine.execution import runner
 from moonpool.engine.execution.decode_graphs import padded_sizes
 from moonpool.engine.execution.gpu_memory import CONTEXT_NBYTES, MemoryNeeds, pool_room
+from moonpool.engine.execution.input_builder import InputBuilder
+from moonpool.engine.memory.block_bytes import DeviceBytes
+from moonpool.engine.setup import EngineSetup
 from moonpool.runtime.config.options import EngineOptions, ModelOptions
-from tests.engine.conftest import Driver
+from moonpool.transfer import checksum
+from tests.engine.conftest import Driver, prompt
 from tests.engine.late_device import LateDevice
 
 GIB = 1 << 30
-
-
-@pytest.fixture
-def checkpoint(make_checkpoint: Callable[..., Any]) -> Any:
-    return make_checkpoint("llama")
-
-
-def prompt(n: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 160, n).tolist()
 
 
 @pytest.mark.parametrize("decode_graphs", [True, False])
@@ -92,11 +88,60 @@ async def test_a_step_is_told_while_the_next_one_runs(checkpoint, serve_on) -> N
         driver.engine.add(sequence)
         for n in range(3):
             await device.steps.until_given(given + n + 1)
-            said = driver.results.get(sequence.key)
-            assert (said.token_ids if said else []) == checkpoint.greedy(prompt(5), n)
+            if n:  # told while the next step is held
+                told = lambda: driver.results.get(sequence.key)  # noqa: E731
+                await driver.until(lambda n=n, told=told: told() and len(told().token_ids) == n)
             device.steps.let(1)
         assert driver.engine.cancel(*sequence.key)
         device.steps.release()
+
+
+class CountingDevice(LateDevice):
+    uploaded_nbytes = 0
+
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        self.uploaded_nbytes += host.nbytes
+        return super().upload(host)
+
+
+def test_only_the_changes_of_block_tables_are_uploaded() -> None:
+    device = CountingDevice()
+    builder = InputBuilder(max_batch_size=16, max_batch_tokens=64, max_len=4096, block_size=8, device=device)
+    sequences = []
+    for row in range(16):
+        tokens = np.zeros(2000, np.int32)
+        sequence = Sequence("r", row, tokens, 2000, sampling=Sampling(), root_key=b"")
+        sequence.block_table, sequence.row = list(range(row * 250, row * 250 + 250)), row
+        sequences.append(sequence)
+
+    def table(moved: list[tuple[Sequence, int, int]], version: int) -> tuple[int, torch.Tensor]:
+        before = device.uploaded_nbytes
+        inputs = builder.prepare(StepPlan(list(sequences), [], [], version, moved))
+        return device.uploaded_nbytes - before, inputs.decode_table[:, :250]
+
+    whole, found = table([], 0)
+    assert whole >= 16 * 250 * 4
+    rest, _ = table([], 0)
+    # Two rows grow or get an equal block, one sequence ends and the last one takes its row.
+    sequences[3].block_table[7], sequences[5].block_table[249] = 4001, 4002
+    moved_nbytes, found = table([(sequences[3], 7, 4001), (sequences[5], 249, 4002)], 0)
+    assert moved_nbytes - rest <= 2 * 3 * 8
+    assert found.tolist() == [sequence.block_table for sequence in sequences]
+    sequences[2] = sequences.pop()
+    sequences[2].row = 2
+    row_nbytes, found = table([], 1)
+    assert row_nbytes - rest <= 250 * 4 + 8
+    assert found.tolist() == [sequence.block_table for sequence in sequences]
+
+
+def test_checksums_of_blocks_are_computed_on_the_device() -> None:
+    class WithoutCopies(LateDevice):
+        def copy(self, *_: object) -> Any:
+            raise AssertionError("blocks were copied to be hashed")
+
+    pool = torch.randint(0, 256, (6, 2048), dtype=torch.uint8)
+    expected = [checksum(block.numpy().data) for block in pool]
+    assert DeviceBytes(pool, WithoutCopies()).checksums([4, 0, 5]) == [expected[i] for i in (4, 0, 5)]
 
 
 def accelerator_error(text: str) -> Exception:
@@ -140,10 +185,10 @@ async def test_an_error_that_later_calls_do_not_have_ends_the_step(checkpoint, s
         runner = driver.engine._loop.runner
         compute, errors = runner._compute, [accelerator_error("invalid argument")]
 
-        def once(plan: Any) -> Any:
+        def once(*arguments: Any) -> Any:
             if errors:
                 raise errors.pop()
-            return compute(plan)
+            return compute(*arguments)
 
         monkeypatch.setattr(runner, "_compute", once)
         (failed,) = await driver.run(driver.sequence(prompt(5), max_tokens=4))
@@ -217,6 +262,20 @@ async def test_weights_that_do_not_fit_are_named_with_what_is_free(checkpoint, s
     with pytest.raises(WeightsTooLarge, match=r"in the 2,147,483,648 bytes of free GPU memory"):
         async with serve_on(LateDevice(DeviceMemory(80 * GIB, 2 * GIB, 0)), checkpoint.path):
             pass
+
+
+@pytest.mark.parametrize(
+    ("gib", "tokens", "sequences"), [(None, 512, 64), (24, 2048, 128), (48, 4096, 256), (80, 8192, 256)]
+)
+def test_steps_are_as_large_as_the_device_deserves(checkpoint, gib, tokens, sequences) -> None:
+    device = CpuDevice() if gib is None else LateDevice(DeviceMemory(gib * GIB, gib * GIB, 0))
+    options = EngineOptions()
+    chosen = EngineSetup.choose(checkpoint.path, options, ModelOptions(), device).options
+    assert (chosen.max_batch_tokens, chosen.max_batch_size) == (tokens, sequences)
+    chosen = EngineSetup.choose(
+        checkpoint.path, replace(options, max_batch_tokens=100), ModelOptions(), device
+    ).options
+    assert (chosen.max_batch_tokens, chosen.max_batch_size) == (100, sequences)
 
 
 def test_the_room_for_a_pool() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,20 +13,12 @@ from moonpool.engine import Engine, FinishReason, Sampling, Sequence, State
 from moonpool.engine.errors import DuplicateSequence, EngineClosed, SequenceTooLong, UnknownToken
 from moonpool.engine.execution import step_loop
 from moonpool.runtime.config.options import EngineOptions, ModelOptions
+from tests.engine.conftest import prompt
 
 
 @pytest.fixture(params=["inline", "in a thread"], autouse=True)
 def where_steps_run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_loop, "INLINE_STEP_S", 1e9 if request.param == "inline" else -1.0)
-
-
-@pytest.fixture
-def checkpoint(make_checkpoint: Callable[..., Any]) -> Any:
-    return make_checkpoint("llama")
-
-
-def prompt(n: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 160, n).tolist()
 
 
 def blocks(engine: Engine) -> Any:

@@ -9,11 +9,8 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -22,19 +19,10 @@ from moonpool.engine.errors import GpuMemoryShort
 from moonpool.runtime.config.options import TransferOptions
 from moonpool.runtime.errors import ConfigError
 from moonpool.transfer import AgentDescriptor, Span, TransferAgent
-from tests.engine.conftest import Result
+from tests.engine.conftest import Result, prompt
 
 ROOT = Path(__file__).parents[2]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-@pytest.fixture
-def checkpoint(make_checkpoint: Callable[..., Any]) -> Any:
-    return make_checkpoint("llama")
-
-
-def prompt(n: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 160, n).tolist()
 
 
 def test_a_gpu_that_is_not_there_is_refused() -> None:

@@ -15,14 +15,11 @@ from safetensors.torch import load_file, save_file
 from moonpool.kvstore.blocks.layout import KVLayout
 from moonpool.runtime.config.options import EngineOptions
 from moonpool.runtime.errors import ConfigError
+from tests.engine.conftest import prompt
 
 # Of log probabilities of the small model of the tests, whose KV values are far apart: e4m3 keeps four bits
 # of each.
 TOLERANCE = 0.6
-
-
-def prompt(n: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 160, n).tolist()
 
 
 async def logprobs(driver: Any, tokens: list[int]) -> np.ndarray[Any, Any]:

@@ -12,6 +12,7 @@ from moonpool.engine.batching.sequence import Sequence
 from moonpool.engine.batching.step_plan import Chunk, StepPlan
 from moonpool.engine.device.device import CpuDevice
 from moonpool.engine.execution.cost_profile import StepCosts, measure
+from moonpool.runtime.config.engine_options import CPU_LIMITS
 from moonpool.runtime.config.options import EngineOptions
 from moonpool.runtime.cost_profile import CostProfile
 
@@ -24,7 +25,7 @@ class Machine:
         self.slowness = slowness
         self.now_s = 100.0
         self.num_steps = 0
-        self.options = EngineOptions()
+        self.options = EngineOptions().within(CPU_LIMITS)
         self.device = CpuDevice()
         self.max_len = max_len
         self.pool = SimpleNamespace(shape=(4096,))
@@ -105,3 +106,33 @@ def test_what_a_node_publishes_is_corrected_once_by_the_conductor() -> None:
     assert node.predict_s(plan) == pytest.approx(actual_s, rel=0.05), (
         "its own estimates are corrected by itself"
     )
+
+
+@pytest.mark.parametrize("tbt_s", [0.005, 0.02, 0.2])
+def test_a_step_with_a_part_of_a_prompt_ends_when_the_next_tokens_are_wanted(tbt_s: float) -> None:
+    costs = StepCosts(CostProfile(1e-3, 1e-4, 3e-8, 1e-3, 2e-4, 5e-8))
+    decodes = [sequence_of(200) for _ in range(4)]
+    num_tokens = costs.timely_tokens(decodes, 500, tbt_s)
+    longer, shorter = (
+        costs.predict_s(StepPlan(decodes, [Chunk(sequence_of(8000), 500, n, False)], [], 1, []))
+        for n in (num_tokens + 2, num_tokens)
+    )
+    assert shorter <= 0.9 * tbt_s < longer
+
+
+def test_no_part_of_a_prompt_fits_where_decoding_takes_all_the_time() -> None:
+    assert StepCosts(CostProfile(1e-3, 1e-4, 0, 1e-2, 0, 0)).timely_tokens([sequence_of(8)], 0, 0.01) == 0
+
+
+def test_steps_of_both_kinds_correct_their_own_factor() -> None:
+    costs = StepCosts(CostProfile(1e-2, 1e-4, 0, 1e-2, 1e-4, 0))
+    plan = StepPlan([sequence_of(100)], [Chunk(sequence_of(64), 0, 64, True)], [], 1, [])
+    predicted_s = costs.predict_s(plan)
+    for _ in range(200):
+        costs.correct(plan, costs.predict_s(plan), 0.6 * predicted_s)
+    assert costs.predict_s(plan) == pytest.approx(0.6 * predicted_s, rel=0.01)
+    assert (costs.prefill_scale, costs.decode_scale) == (1.0, 1.0)
+
+
+def sequence_of(num_tokens: int) -> Sequence:
+    return Sequence("s", 0, [0] * num_tokens, num_tokens, sampling=Sampling(), root_key=b"")

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from moonpool.engine.batching.sampling import Sampling
 from moonpool.engine.batching.scheduler import Scheduler
 from moonpool.engine.batching.sequence import FinishReason, Sequence, State
-from moonpool.engine.batching.step_plan import StepEvent, StepOutput, StepPlan
+from moonpool.engine.batching.step_plan import Chunk, StepEvent, StepOutput, StepPlan
+from moonpool.engine.device.device import CpuDevice
+from moonpool.engine.execution.input_builder import InputBuilder
 from moonpool.engine.memory.block_pool import BlockPool
 
 BLOCK_SIZE = 4
@@ -293,3 +295,51 @@ def test_a_prefill_that_came_with_blocks_takes_what_has_come_to_the_pool_since()
     assert late.num_cached_tokens == 12
     cluster.scheduler.release(late)
     assert cluster.pool.num_used == 0
+
+
+def test_a_prompt_takes_no_more_of_a_step_than_the_decoding_sequences_leave() -> None:
+    """At least a block, so that it ends."""
+    pool = BlockPool(64, BLOCK_SIZE)
+    scheduler = Scheduler(pool, max_batch_size=8, max_batch_tokens=64, max_len=64)
+    model = HashModel(64)
+    asked: list[float] = []
+
+    def timely_tokens(decodes: list[Sequence], start: int, tbt_s: float) -> int:
+        asked.append(tbt_s)
+        return 6 if start == 0 else 0
+
+    scheduler.timely_tokens = timely_tokens
+    decoding = sequence("a", [1, 2, 1], 50, 0, 0.0)
+    decoding.tbt_s = 0.05
+    scheduler.add(decoding)
+    while not scheduler.decoding:
+        plan = scheduler.schedule()
+        assert plan is not None
+        scheduler.postprocess(plan, model.execute(plan), 0.0)
+    assert asked == []
+    scheduler.add(sequence("b", [2] * 20, 4, 0, 1.0))
+    sizes = []
+    while scheduler.waiting or scheduler.prefilling:
+        plan = scheduler.schedule()
+        assert plan is not None
+        assert plan.decodes == [decoding]
+        sizes += [chunk.num_tokens for chunk in plan.chunks]
+        scheduler.postprocess(plan, model.execute(plan), 0.0)
+    assert sizes == [6, 4, 4, 4, 2]
+    assert set(asked) == {0.05}
+
+
+def test_sequences_that_join_beside_a_part_of_a_prompt_are_in_the_next_step_too() -> None:
+    """The inputs of steps that only decode are kept while the batch is the same, whatever came in between."""
+    inputs = InputBuilder(
+        max_batch_size=4, max_batch_tokens=16, max_len=32, block_size=BLOCK_SIZE, device=CpuDevice()
+    )
+    decoding = [sequence(name, [1, 2], 8, 0, 0.0) for name in "ab"]
+    for block, one in enumerate(decoding):
+        one.block_table = [block]
+    prompt = sequence("c", [1] * 6, 8, 0, 0.0)
+    prompt.block_table = [2, 3]
+    assert inputs.prepare(StepPlan(decoding[:1], [], [], 1, [])).num_decodes == 1
+    assert inputs.prepare(StepPlan(decoding, [Chunk(prompt, 0, 6, True)], [], 2, [])).num_decodes == 2
+    after = inputs.prepare(StepPlan(decoding, [], [], 2, []))
+    assert (after.num_decodes, len(after.token_ids), len(after.decode_lens)) == (2, 2, 2)

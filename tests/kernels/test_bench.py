@@ -109,7 +109,7 @@ def test_tuned_row_is_chosen_and_written(monkeypatch: pytest.MonkeyPatch, tmp_pa
         args = (slot.head_dim, 16, torch.bfloat16, slot.pages)
         assert launch.decode_choice(*args, 90) == choice
         assert launch.decode_choice(*args, 80) != choice
-        tune.write()
+        tune.write(launch.TABLE_PATH)
         launch.table.cache_clear()
         launch.decode_choice.cache_clear()
         assert launch.decode_choice(*args, 90) == choice

@@ -76,3 +76,14 @@ def test_a_position_beyond_the_tables() -> None:
             num_kv_heads=1,
             head_dim=4,
         )
+
+
+def test_codes_that_do_not_fit_are_rejected() -> None:
+    x, scales = torch.zeros(2, 40), torch.ones(3, 5)
+    multiply = checked(reference.quantised_matmul)
+    multiply(x, torch.zeros(3, 40, dtype=torch.uint8), scales, None, kind="int8", group=8)
+    multiply(x, torch.zeros(3, 32, dtype=torch.uint8), scales, None, kind="int4", group=8)
+    with pytest.raises(KernelMisuse, match="need 32 bytes and 5 scales an output, there are 40 and 5"):
+        multiply(x, torch.zeros(3, 40, dtype=torch.uint8), scales, None, kind="int4", group=8)
+    with pytest.raises(KernelMisuse, match=r"zeros must be torch\.int16"):
+        multiply(x, torch.zeros(3, 40, dtype=torch.uint8), scales, scales, kind="int8", group=8)

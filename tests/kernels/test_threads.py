@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from moonpool import kernels
-from moonpool.kernels import PackedExperts, PackedLinear, get_num_threads, set_num_threads
+from moonpool.kernels import PackedExperts, PackedLinear, QuantisedLinear, get_num_threads, set_num_threads
 from moonpool.kernels.cpu.library import load
+from tests.kernels.test_quantised import random_weight
 
 pytestmark = pytest.mark.skipif(load() is None, reason="no compiler here")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -29,6 +30,12 @@ def one_thread() -> Iterator[None]:
 
 def products(rows: int, dtype: torch.dtype, stored: torch.dtype) -> Callable[[], Tensor]:
     linear = PackedLinear(torch.randn(1000, 515).to(stored), torch.randn(1000), dtype)
+    x = torch.randn(rows, 515).to(dtype)
+    return lambda: linear(x)
+
+
+def quantised(rows: int, dtype: torch.dtype, kind: str) -> Callable[[], Tensor]:
+    linear = QuantisedLinear(random_weight(kind, 1000, 515, 64), torch.randn(1000))
     x = torch.randn(rows, 515).to(dtype)
     return lambda: linear(x)
 
@@ -89,6 +96,7 @@ def test_results_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> N
     calls: list[Callable[[], Tensor]] = [
         *(products(n, dtype, dtype) for n in (1, 8, 60, 700)),
         *(products(n, torch.float32, torch.bfloat16) for n in (1, 700)),
+        *(quantised(n, dtype, kind) for n in (1, 700) for kind in ("int8", "int4", "fp8")),
         experts(dtype),
         attention(dtype, [4000], []),
         attention(dtype, [700, 3, 1500, 1, 900], []),

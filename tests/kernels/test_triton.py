@@ -1,12 +1,8 @@
-"""The Triton forms without a GPU: results in the interpreter, and resources as compiled."""
+"""The Triton forms without a GPU: their resources as compiled."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,30 +18,6 @@ from moonpool.kernels.triton import decode as triton_decode
 from moonpool.kernels.triton import prefill as triton_prefill
 from moonpool.kernels.triton.launch import decode_choice, prefill_choice, table
 
-ROOT = Path(__file__).parents[2]
-
-
-def test_triton_forms_in_the_interpreter() -> None:
-    """Runs in a separate process, because the interpreter is chosen when kernels are defined."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-p",
-            "no:cacheprovider",
-            "tests/kernels/interpreted.py",
-        ],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
 
 @pytest.mark.slow  # 18 s on both cores
 def test_what_is_served_compiles_for_a_hopper() -> None:
@@ -53,8 +25,8 @@ def test_what_is_served_compiles_for_a_hopper() -> None:
     programs on a multiprocessor as the launch table counts on."""
     served = [AttentionCase(torch.bfloat16, pages, 128) for pages in (torch.bfloat16, torch.float8_e4m3fn)]
     cases = [make(what, 90) for what in served for make in (decode_case, prefill_case)]
-    cases += other_cases()
-    assert len(cases) == 4 + 12
+    cases += other_cases(90)
+    assert len(cases) == 4 + 14 + 10
     assert [fault for _, faults in compile_all(cases, 90) for fault in faults] == []
 
 

@@ -20,6 +20,12 @@ def chain(length: int, number: int = 0) -> list[BlockKey]:
     return [key(block, number) for block in range(length)]
 
 
+def next_batch(index: KVIndex, node_id: str, changes: bytes) -> bytes:
+    """The next batch in the log of a node that ``index`` has registered, as it stands in Redis."""
+    own = index._registered[node_id]
+    return index._entries.batch(own, own.position, changes)
+
+
 class FakeNode:
     """Holds chains up to some length, as a real node would, and publishes them through the real publisher."""
 

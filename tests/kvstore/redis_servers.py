@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from moonpool.kvstore.index.redis.client import connect
@@ -13,12 +13,14 @@ from moonpool.runtime.service.tied_command import tied_command
 
 
 class Server:
-    """A redis-server of our own that can be killed, stopped and started again."""
+    """A redis-server of our own that can be killed, stopped and started again. ``within``: the words before
+    its command."""
 
-    def __init__(self, directory: Path, *options: str) -> None:
+    def __init__(self, directory: Path, *options: str, within: Sequence[str] = ()) -> None:
         self.path = directory / "redis.sock"
         self.url = f"unix://{self.path}"
         self._command = [
+            *within,
             *(str(find_redis().path), "--port", "0", "--unixsocket", str(self.path), "--save", ""),
             *("--dir", str(directory), *options),
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -24,7 +25,7 @@ from moonpool.protos import store_pb2
 from tests.kvstore.nodes import FakeNode, chain
 from tests.kvstore.redis_servers import until
 
-Corrupt = Callable[[Any], Awaitable[object]]
+Corrupt = Callable[[Any, KVIndex], Awaitable[object]]
 NODE, LOG = "{test}:node:a", "{test}:log:a"
 
 
@@ -33,22 +34,29 @@ def records(**wrong: object) -> bytes:
     return orjson.dumps({**orjson.loads(NodeRecord("a", 1, "prefill").to_json()), **wrong})
 
 
+def kept(redis: Any, index: KVIndex, body: bytes) -> Awaitable[object]:
+    """Make it the record of node a, as if the node itself had written it."""
+    return redis.hset(NODE, "record", index._entries._seal(b"H", index._registered["a"], body, 1 << 62))
+
+
 async def replaced(redis: Any, key: str) -> None:
     await redis.delete(key)
     await redis.set(key, b"of another type")
 
 
 RECORDS: dict[str, Corrupt] = {
-    "no JSON": lambda redis: redis.hset(NODE, "record", b"\xff{"),
-    "a list": lambda redis: redis.hset(NODE, "record", b"[]"),
-    "no epoch": lambda redis: redis.hset(NODE, "record", orjson.dumps({"node_id": "a"})),
-    "of another node": lambda redis: redis.hset(NODE, "record", NodeRecord("c", 1, "prefill").to_json()),
-    "null cost": lambda redis: redis.hset(NODE, "record", records(profile={"prefill_base_s": None})),
-    "no record": lambda redis: redis.hdel(NODE, "record"),
-    "no base": lambda redis: redis.hset(NODE, "base", "x"),
-    "epoch": lambda redis: redis.hset(NODE, "epoch", "x"),
-    "node of another type": lambda redis: replaced(redis, NODE),
-    "log of another type": lambda redis: replaced(redis, LOG),
+    "no JSON": lambda redis, index: kept(redis, index, b"\xff{"),
+    "a list": lambda redis, index: kept(redis, index, b"[]"),
+    "no epoch": lambda redis, index: kept(redis, index, orjson.dumps({"node_id": "a"})),
+    "of another node": lambda redis, index: kept(redis, index, NodeRecord("c", 1, "prefill").to_json()),
+    "null cost": lambda redis, index: kept(redis, index, records(profile={"prefill_base_s": None})),
+    "not sealed": lambda redis, index: redis.hset(NODE, "record", records()),
+    "no record": lambda redis, index: redis.hdel(NODE, "record"),
+    "no base": lambda redis, index: redis.hset(NODE, "base", "x"),
+    "a base that is no whole number": lambda redis, index: redis.hset(NODE, "base", "1e1"),
+    "epoch": lambda redis, index: redis.hset(NODE, "epoch", "x"),
+    "node of another type": lambda redis, index: replaced(redis, NODE),
+    "log of another type": lambda redis, index: replaced(redis, LOG),
 }
 
 
@@ -74,7 +82,8 @@ async def mirror(index: KVIndex, nodes: object) -> AsyncIterator[IndexMirror]:
 
 
 def num_skipped() -> float:
-    return float(metrics.corrupt_entries._value.get())
+    (family,) = metrics.skipped_entries.collect()
+    return sum(sample.value for sample in family.samples if sample.name.endswith("_total"))
 
 
 @pytest.mark.parametrize("corrupt", RECORDS.values(), ids=RECORDS.keys())
@@ -87,8 +96,8 @@ async def test_a_corrupt_record(
     request: pytest.FixtureRequest,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    await corrupt(redis)
     before = num_skipped()
+    await corrupt(redis, index)
     # A mirror that starts.
     late = IndexMirror(index, lease_ttl_s=10.0, tick_s=0.02)
     await late.start()
@@ -170,17 +179,29 @@ EVENTS: dict[str, dict[str, bytes]] = {
 }
 
 
+def sealed(index: KVIndex, fields: dict[str, bytes]) -> bytes:
+    """The event's data as node a would have sealed it."""
+    own = index._registered["a"]
+    try:
+        return index._entries._seal(fields["k"], own, fields["d"], own.position)
+    except (KeyError, struct.error):
+        return b""
+
+
 @pytest.mark.parametrize("fields", EVENTS.values(), ids=EVENTS.keys())
 async def test_a_corrupt_event(
-    redis: Any, nodes: dict[str, FakeNode], mirror: IndexMirror, fields: dict[str, bytes]
+    index: KVIndex, redis: Any, nodes: dict[str, FakeNode], mirror: IndexMirror, fields: dict[str, bytes]
 ) -> None:
-    seq = await redis.hincrby("{test}:meta", "seq", 1)
-    await redis.xadd("{test}:events", fields, id=f"{seq}-0")
+    before = num_skipped()
+    for data in (fields.get("d", b""), sealed(index, fields)):
+        seq = await redis.hincrby("{test}:meta", "seq", 1)
+        await redis.xadd("{test}:events", {**fields, "d": data}, id=f"{seq}-0")
     nodes["b"].hold(8)
     await nodes["b"].settled()
     await mirror.caught_up()
     assert mirror.longest_prefix(chain(9)) == {"a": 5, "b": 8}
     assert mirror.nodes.keys() == {"a", "b"}
+    assert num_skipped() > before
 
 
 NOBODY = NodeRecord("a", 7, "decode", profile={"prefill_base_s": 0.5}, links={"b": 1e9}, load=NodeLoad(1))
@@ -243,3 +264,28 @@ async def test_a_corrupt_record_of_an_object(index: KVIndex, redis: Any, value: 
     ((_, former),) = await records.put([record(bad)])
     assert former is None
     assert None not in await records.read([(bytes(16), good), (bytes(16), bad)])
+
+
+async def test_a_corrupt_record_is_named_once_for_each_of_its_states(
+    index: KVIndex, redis: Any, nodes: dict[str, FakeNode], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not at each comparison of the mirror with Redis, by one that never read it nor by one that did."""
+    known = IndexMirror(index, lease_ttl_s=10.0, tick_s=0.01)
+    await known.start()
+    for number in (1, 2):
+        caplog.clear()
+        await redis.hset(NODE, "record", b"no record %d" % number)
+        before = num_skipped()
+        late = IndexMirror(index, lease_ttl_s=10.0, tick_s=0.01)
+        await late.start()
+        for mirror in (known, late):
+            for _ in range(3):
+                mirror._follower.suspects |= {"a"}
+                await mirror.check()
+                await until(lambda mirror=mirror: asyncio.sleep(0.001, not mirror._follower.suspects))
+        assert num_skipped() == before + 1
+        said = [record.message for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+        assert len(said) == 1, said
+        assert f"no record {number}" in said[0]
+        await late.close()
+    await known.close()

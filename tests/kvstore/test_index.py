@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
+import uvloop
 
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.tier import Tier
@@ -210,3 +212,20 @@ async def test_a_node_disowns_only_what_it_does_not_hold(index: KVIndex) -> None
     await node.settled()
     assert (await index.snapshot())["a"] == node.held
     await node.kill()
+
+
+async def test_a_connection_that_broke_unseen_is_a_redis_that_does_not_answer(server: Server) -> None:
+    """Under uvloop, as in every daemon: writing to it is a RuntimeError there."""
+
+    async def use() -> None:
+        redis = connect(server.url)
+        index = KVIndex(redis)
+        assert await index.node_ids() == []
+        (connection,) = redis.connection_pool._available_connections
+        connection._writer.transport.abort()
+        with pytest.raises(IndexUnavailable, match="the handler is closed"):
+            await index.node_ids()
+        assert await index.node_ids() == []
+        await redis.aclose()
+
+    await asyncio.to_thread(uvloop.run, use())

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.kvstore.blocks.keys import KEY_NBYTES, chain, extend, pack, root_key, unpack
+from moonpool.kvstore.blocks.keys import KEY_NBYTES, chain, extend, pack, root_key, tenant_secret, unpack
 from moonpool.kvstore.blocks.layout import KVLayout
 from moonpool.kvstore.errors import KeyFormatError, LayoutError
 
@@ -51,10 +51,17 @@ def test_roots_differ_by_everything_that_changes_kv_bytes_or_owner() -> None:
         root_key(model=b"m", layout=replace(LAYOUT, dtype="float16")),
         root_key(model=b"m", layout=replace(LAYOUT, block_size=32)),
         root_key(model=b"m", layout=LAYOUT, adapter="a"),
-        root_key(model=b"m", layout=LAYOUT, tenant="a"),
-        root_key(model=b"m", layout=LAYOUT, adapter="a", tenant="a"),
+        root_key(model=b"m", layout=LAYOUT, tenant=b"a"),
+        root_key(model=b"m", layout=LAYOUT, adapter="a", tenant=b"a"),
     ]
     assert len(set(roots)) == len(roots)
+
+
+def test_a_tenants_secret_needs_the_clusters() -> None:
+    secrets = [tenant_secret(key * 32, name) for key in (b"1", b"2") for name in ("a", "b")]
+    assert len(set(secrets)) == 4
+    assert tenant_secret(b"1" * 32, "a") == secrets[0]
+    assert tenant_secret(b"1" * 32, "") == b"", "no tenant: engines without a key share these blocks"
 
 
 def test_a_root_does_not_depend_on_how_heads_and_layers_are_spread_over_ranks() -> None:

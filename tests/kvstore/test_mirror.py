@@ -16,8 +16,9 @@ from moonpool.kvstore.index.mirror import IndexMirror
 from moonpool.kvstore.index.redis.client import connect
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.node_record import NodeLoad, NodeRecord
-from tests.kvstore.nodes import FakeNode, chain, key
+from tests.kvstore.nodes import FakeNode, chain, key, next_batch
 from tests.kvstore.redis_servers import Server, until
+from tests.processes import stop
 
 # Long enough that a busy machine does not let a lease lapse that is being renewed.
 TTL_S = 1.0
@@ -195,7 +196,7 @@ async def test_no_node_is_dropped_because_redis_stood_still(
     nodes["a"].hold(10)
     await said(nodes, watcher.mirror)
     await asyncio.sleep(TTL_S)  # long enough for the mirror to believe lapsed leases
-    server.process.send_signal(19)
+    stop(server.process.pid)
     await asyncio.sleep(2 * TTL_S)
     server.process.send_signal(18)
     await said(nodes, watcher.mirror)
@@ -212,7 +213,7 @@ async def test_a_hole_in_the_stream_makes_the_mirror_read_everything(
     await watcher.mirror.caught_up()
     # A change that reached the log, and was trimmed from the stream before the mirror came to it.
     async with redis.pipeline(transaction=True) as pipe:
-        pipe.rpush(index._own("a")[1], b"\x00\x01\x00\x00\x00" + key(10))
+        pipe.rpush(index._own("a")[1], next_batch(index, "a", b"\x00\x01\x00\x00\x00" + key(10)))
         pipe.hincrby(index._meta, "seq", 1)
         await pipe.execute()
     await index.publish("a", 1, [(key(11), Tier.POOL)])
@@ -231,7 +232,8 @@ async def test_another_history_under_the_same_numbers_is_noticed(
     await watcher.mirror.caught_up()
     # As after a fail-over to a replica that lacked the last change, and has gone on with another one.
     seq = (await index.watch()).seq
-    theirs = b"\x00\x01\x00\x00\x00" + key(0, 7)
+    index._registered["a"].position -= 1
+    theirs = next_batch(index, "a", b"\x00\x01\x00\x00\x00" + key(0, 7))
     async with redis.pipeline(transaction=True) as pipe:
         pipe.delete(index._events, index._own("a")[1])
         pipe.rpush(index._own("a")[1], theirs)
@@ -394,3 +396,32 @@ async def test_the_mirror_equals_the_index(server: Server) -> None:
         asyncio.run_coroutine_threadsafe(run(steps), loop).result()
 
     await asyncio.to_thread(law)
+
+
+@pytest.mark.parametrize("where", ["apply", "sweep"])
+async def test_a_defect_in_following_does_not_end_it(
+    watcher: Watcher,
+    nodes: dict[str, FakeNode],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    where: str,
+) -> None:
+    """An exception nobody thought of, once: the mirror reads everything again and says what happened."""
+    await said(nodes, watcher.mirror)
+    copy = watcher.mirror._copy
+    owner, name = (copy, "apply") if where == "apply" else (copy.blocks, "sweep")
+    right = getattr(owner, name)
+
+    def wrong(*arguments: Any) -> Any:
+        monkeypatch.setattr(owner, name, right)
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(owner, name, wrong)
+    nodes["a"].hold(10)
+    await nodes["a"].publisher.close()  # what it held is swept
+    await nodes["a"].start()
+    await until(lambda: asyncio.sleep(0.001, "KeyError: 'a defect'" in caplog.text))
+    nodes["a"].hold(20)
+    await said(nodes, watcher.mirror)
+    assert watcher.mirror.longest_prefix(chain(32)) == {"a": 20}
+    await until(lambda: asyncio.sleep(0.001, watcher.mirror.connected))

@@ -14,7 +14,7 @@ from moonpool.kvstore.index.mirror import IndexMirror
 from moonpool.kvstore.index.mirror_check import NUM_PARTS
 from moonpool.kvstore.index.redis.changes import encode
 from moonpool.kvstore.index.redis.kv_index import KVIndex
-from tests.kvstore.nodes import FakeNode, chain
+from tests.kvstore.nodes import FakeNode, chain, next_batch
 from tests.kvstore.redis_servers import until
 
 
@@ -69,7 +69,8 @@ async def test_a_change_that_never_reached_the_stream_is_found(
     mirror: IndexMirror, node: FakeNode, index: KVIndex, redis: Any
 ) -> None:
     extra = chain(3, number=9)
-    await redis.rpush(index._log_prefix + "a", encode(dict.fromkeys(extra, Tier.POOL), ()))
+    batch = next_batch(index, "a", encode(dict.fromkeys(extra, Tier.POOL), ()))
+    await redis.rpush(index._log_prefix + "a", batch)
     assert await mirror.check() == 3
     await mended(mirror, {**node.held, **dict.fromkeys(extra, Tier.POOL)})
 

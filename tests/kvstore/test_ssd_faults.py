@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import subprocess
 import threading
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
@@ -27,6 +26,7 @@ from tests.kvstore.ssd_blocks import (
     payload,
     put_chain,
 )
+from tests.small_disk import mounted
 
 
 def flip_a_bit(path: Path, offset: int) -> None:
@@ -139,15 +139,8 @@ async def test_a_missing_index_is_said(tmp_path: Path, caplog: pytest.LogCapture
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """4 MiB."""
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(tmp_path)]
-    mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if mounted.returncode != 0:
-        pytest.skip(f"mounting a small tmpfs is not permitted here: {mounted.stderr.strip()}")
-    try:
-        yield tmp_path
-    finally:
-        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+    with mounted(tmp_path, "4m") as folder:
+        yield folder
 
 
 async def test_a_full_disk(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
 import subprocess
@@ -44,7 +45,9 @@ def test_a_daemon_checks_its_options_too() -> None:
 
 
 def test_impossible_number_of_nodes() -> None:
-    assert "cluster.decode must be at least 1, got 0" in sentence_of(moonpool("up", "--decode", "0"), 2)
+    assert "cluster.decode must be at least 1 without cluster.both, got 0" in sentence_of(
+        moonpool("up", "--decode", "0"), 2
+    )
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:
@@ -108,6 +111,9 @@ def test_doctor_looks_at_everything() -> None:
         "GPU",
     ):
         assert what in done.stdout
+    # Pools are anonymous memory or memfds: its size says nothing of them.
+    assert "/dev/shm" not in done.stdout
+    assert re.search(r"memory .* GiB for pools", done.stdout)
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ def route(source: str, target: str, rate: float, **facts: Any) -> dict[str, Any]
     [
         ("short", "short prompts", "engine.block_size"),
         ("headed", "prompts' heads", "put it at the end"),
-        ("salted", "tenants, salts", "cache_salt"),
+        ("salted", "salts", "cache_salt"),
         ("pending", "bursts", "ahead of the others"),
         ("unused", "placement", "add prefill nodes"),
         ("dropped", "lost prefixes", "publishers"),
@@ -115,7 +115,7 @@ def test_a_pair_far_below_the_others_or_that_fails_is_told() -> None:
     assert "100 MB/s" in slow.fact
     (failing,) = check_paths(evidence(*nodes, live={"routes": [route("a", "d", 1e9, failures=30)]}))
     assert failing.state == "wrong"
-    assert "transfer.secret" in failing.advice
+    assert "security.cluster_key" in failing.advice
     (well,) = check_paths(evidence(*nodes, live={"routes": routes[:2]}))
     assert well.state == "ok"
 
@@ -141,17 +141,17 @@ def test_reads_that_failed_because_a_node_ended_are_no_question_of_secrets(
     }
     (failing,) = check_paths(evidence(node("a", state=state), node("b"), live=live))
     assert truth in failing.fact
-    assert "secret" not in failing.advice
+    assert "cluster_key" not in failing.advice
     assert failing.state == "slow"
 
 
 def test_clocks_and_options_that_differ_are_told() -> None:
-    behind = node("b", clock_offset_s=-3.0, options={"transfer.secret": True})
+    behind = node("b", clock_offset_s=-3.0, options={"security.cluster_key": True})
     found = [
         *check_clocks(evidence(node("a"), behind)),
         *check_options(evidence(node("a"), node("c"), behind)),
     ]
-    assert [finding.what for finding in found] == ["b", "transfer.secret"]
+    assert [finding.what for finding in found] == ["b", "security.cluster_key"]
     assert "3.00 s behind" in found[0].fact
     assert "b: true" in found[1].fact
     assert "refuse each other" in found[1].fact

@@ -1,4 +1,4 @@
-"""A client with a clock of its own: ``client_process URL OFFSET_S NUMBER DEADLINE_S``.
+"""A client with a clock of its own: ``client_process URL OFFSET_S NUMBER DEADLINE_S HOST``.
 
 Reads the numbers of histories from standard input, a line each; plays its part in each, several at a time;
 and writes each part as a line of JSON: ``[history, [[key, kind, value, called_s, ended_s], …], errors]``.
@@ -26,9 +26,16 @@ import moonpool  # noqa: E402
 from moonpool.kvstore.client import StoreClient  # noqa: E402
 from moonpool.kvstore.client.errors import OutcomeUnknown, StoreClientError  # noqa: E402
 from moonpool.kvstore.errors import IndexUnavailable  # noqa: E402
+from moonpool.kvstore.index.redis.kv_index import KVIndex  # noqa: E402
+from moonpool.runtime.config.options import TransferOptions  # noqa: E402
+from moonpool.runtime.config.transfer_options import TcpOptions  # noqa: E402
+from moonpool.runtime.security.call_tokens import TokenSigner  # noqa: E402
 
 # Deadlines are compared with the machine's own clock, in C.
 grpc.aio._utils.time = SimpleNamespace(time=_time)
+# What was signed or sealed by a clock that differs by more than half a minute is refused.
+TokenSigner.__init__.__kwdefaults__["clock"] = _time
+KVIndex.__init__.__kwdefaults__["unix_clock"] = _time
 
 NUM_OPERATIONS = 9
 NUM_KEYS = 2
@@ -70,11 +77,12 @@ async def play(store: StoreClient, history: int, client: int) -> None:
 
 
 async def main() -> None:
-    client, deadline_s = int(sys.argv[3]), float(sys.argv[4])
+    client, deadline_s, host = int(sys.argv[3]), float(sys.argv[4]), sys.argv[5]
+    transfer = TransferOptions(transports=("local", "tcp"), tcp=TcpOptions(host=host))
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    async with moonpool.connect(sys.argv[1], deadline_s=deadline_s) as store:
+    async with moonpool.connect(sys.argv[1], deadline_s=deadline_s, transfer=transfer) as store:
         print("ready", flush=True)
         async with asyncio.TaskGroup() as group:
             while line := await reader.readline():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -12,62 +13,39 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+from moonpool.runtime.errors import ChildFailed
 from tests.kvstore.redis_servers import Server
 from tests.objects.linearizability import PENDING, Operation
+from tests.objects.network import Network
 from tests.store_node.conftest import StoreCluster
 
 CLOCK_OFFSETS_S = (0.0, -3600.0, 3600.0)
+CLIENTS = tuple(f"client{number}" for number in range(len(CLOCK_OFFSETS_S)))
 NODES = ("a", "b", "c")
-
-
-class CutLine:
-    """A node's way to Redis, which can be cut: nothing arrives any more, and nobody is told."""
-
-    def __init__(self, path: Path, target: Path) -> None:
-        self.url = f"unix://{path}"
-        self._path, self._target = path, target
-        self._open = asyncio.Event()
-        self._open.set()
-
-    async def start(self) -> None:
-        self._server = await asyncio.start_unix_server(self._serve, self._path)
-
-    def cut(self) -> None:
-        self._open.clear()
-
-    def mend(self) -> None:
-        self._open.set()
-
-    async def close(self) -> None:
-        self.mend()
-        self._server.close()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            await self._open.wait()
-            back, there = await asyncio.open_unix_connection(str(self._target))
-        except OSError:
-            writer.close()
-            return
-        await asyncio.gather(self._pass_on(reader, there), self._pass_on(back, writer))
-
-    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError):
-            while data := await reader.read(1 << 16):
-                await self._open.wait()
-                writer.write(data)
-                await writer.drain()
-        writer.close()
+REDIS = "redis"
+REDIS_PORT = 6379  # in a network of its own
+# Nodes do not listen to other machines without one.
+KEY = "histories-of-objects"
+STARTS = 5
+WAYS = [
+    *((client, node) for client in CLIENTS for node in NODES),
+    *((node, REDIS) for node in NODES),
+    *((client, REDIS) for client in CLIENTS),
+    *itertools.combinations(NODES, 2),
+]
+# Some are longer than a node's lease of 2 s.
+CUT_S = (0.1, 2.5)
 
 
 class Play:
-    """Histories on a cluster of three nodes with disks, by clients whose clocks differ. ``start`` some, have
-    things go wrong, and take what came of them from ``histories``."""
+    """Histories on a cluster of three nodes with disks, by clients whose clocks differ; Redis, nodes and
+    clients have a network namespace each. ``play`` some, have things go wrong, and take what came of them
+    from ``histories``."""
 
-    def __init__(self, cluster: StoreCluster, redis: Server, lines: dict[str, CutLine]) -> None:
+    def __init__(self, cluster: StoreCluster, redis: Server, network: Network) -> None:
         self.cluster = cluster
         self.redis = redis
-        self.lines = lines
+        self.network = network
         self.histories: dict[int, dict[int, list[Operation]]] = {}  # by number and key
         self.errors: list[str] = []
         self.faults: list[str] = []
@@ -79,13 +57,18 @@ class Play:
 
     async def open(self, deadline_s: float) -> None:
         await asyncio.gather(*(self._start(name) for name in NODES))
-        for number, offset_s in enumerate(CLOCK_OFFSETS_S):
-            # In the clients' own way: they are not cut off when nodes are.
-            command = ["-m", "tests.objects.client_process", self.redis.url, str(offset_s), str(number)]
+        # The key of calls, where a user's processes look for it.
+        key = self.cluster.directory / "moonpool" / "cluster_key"
+        key.parent.mkdir()
+        key.write_text(KEY)
+        for number, (name, offset_s) in enumerate(zip(CLIENTS, CLOCK_OFFSETS_S, strict=True)):
+            command = [*self.network.within(name), sys.executable, "-m", "tests.objects.client_process"]
+            arguments = (self.cluster.url, offset_s, number, deadline_s, self.network.address(name))
             client = await asyncio.create_subprocess_exec(
-                *(sys.executable, *command, str(deadline_s)),
+                *(*command, *map(str, arguments)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
+                env=os.environ | {"XDG_STATE_HOME": str(self.cluster.directory)},
             )
             assert client.stdout is not None
             assert await client.stdout.readline() == b"ready\n"
@@ -93,12 +76,24 @@ class Play:
             self._readers.append(asyncio.create_task(self._read(client)))
 
     async def _start(self, name: str) -> None:
-        await self.cluster.start(
-            name,
-            index__redis_url=self.lines[name].url,
-            store__ssd__path=self.cluster.directory / "disk",
-            transfer__deadline_s=2.0,
-        )
+        """Start a node; again, as its supervisor would, if it ends because Redis cannot be reached."""
+        host = self.network.address(name)
+        for left in reversed(range(STARTS)):
+            try:
+                await self.cluster.start(
+                    name,
+                    node__host=host,
+                    security__cluster_key=KEY,
+                    store__ssd__path=self.cluster.directory / "disk",
+                    transfer__deadline_s=2.0,
+                    transfer__tcp__host=host,
+                    # No other: they would go around the network.
+                    transfer__transports="tcp",
+                )
+                return
+            except ChildFailed:
+                if not left:
+                    raise
 
     async def close(self) -> None:
         for client in self._clients:
@@ -147,9 +142,11 @@ class Play:
     # ------------------------------------------------------------------ faults
 
     async def trouble(self, rng: random.Random) -> None:
-        """One kill after the other, and beside them one other fault after the other, until cancelled."""
+        """One kill after the other, beside them one process after the other that stands still, and beside
+        those one cut in the network after the other; until cancelled."""
         async with asyncio.TaskGroup() as group:
-            for faults in ((self.kill,), (self.stop, self.cut_off, self.restart_redis, self.stop_redis)):
+            standing_still = (self.stop, self.restart_redis, self.stop_redis)
+            for faults in ((self.kill,), standing_still, (self.cut,)):
                 group.create_task(self._one_after_the_other(rng, faults))
 
     async def _one_after_the_other(
@@ -161,6 +158,9 @@ class Play:
 
     async def kill(self, rng: random.Random) -> None:
         name = rng.choice(NODES)
+        node = self.cluster.nodes[name]
+        if node.returncode is not None:
+            raise node.failure(f"ended by itself with code {node.returncode}")
         self.faults.append(f"kill {name}")
         await self.cluster.kill(name)
         await asyncio.sleep(rng.uniform(0, 0.5))
@@ -177,12 +177,22 @@ class Play:
             await asyncio.sleep(rng.uniform(0.1, 1.5))
             os.kill(process, signal.SIGCONT)
 
-    async def cut_off(self, rng: random.Random) -> None:
-        name = rng.choice(NODES)
-        self.faults.append(f"cut off {name}")
-        self.lines[name].cut()
-        await asyncio.sleep(rng.uniform(0.1, 1.5))
-        self.lines[name].mend()
+    async def cut(self, rng: random.Random) -> None:
+        """The way between two parties, or all ways of one; mostly in both directions."""
+        if rng.random() < 0.3:
+            one, other = rng.choice((REDIS, *NODES, *CLIENTS)), ""
+        else:
+            one, other = rng.choice(WAYS)
+        ways = [(one, other), (other, one)]
+        if rng.random() < 0.3:
+            ways = [rng.choice(ways)]
+        cuts = (f"{receiver or 'all'} from {sender or 'all'}" for sender, receiver in ways)
+        self.faults.append(f"cut {' and '.join(cuts)}")
+        for way in ways:
+            self.network.cut(*way)
+        await asyncio.sleep(rng.uniform(*CUT_S))
+        for way in ways:
+            self.network.mend(*way)
 
     async def restart_redis(self, rng: random.Random) -> None:
         self.faults.append("restart redis")
@@ -201,13 +211,17 @@ class Play:
 @asynccontextmanager
 async def played(directory: Path, deadline_s: float = 1.0) -> AsyncIterator[Play]:
     """A cluster with a Redis that keeps its data, and clients that wait for histories."""
-    redis = Server(directory, "--appendonly", "yes")
-    await redis.start()
-    lines = {name: CutLine(directory / f"{name}.sock", redis.path) for name in NODES}
-    await asyncio.gather(*(line.start() for line in lines.values()))
-    cluster = StoreCluster(directory, redis)
-    play = Play(cluster, redis, lines)
+    network = Network((REDIS, *NODES, *CLIENTS))
+    host = network.address(REDIS)
+    listens = ("--bind", host, "--port", str(REDIS_PORT), "--protected-mode", "no")
+    # By default Redis acknowledges up to two seconds of changes before it writes them, if the disk is slow.
+    keeps = ("--appendonly", "yes", "--appendfsync", "always")
+    redis = Server(directory, *keeps, *listens, within=network.within(REDIS))
+    cluster = StoreCluster(directory, redis, network.within)
+    cluster.url = f"redis://{host}:{REDIS_PORT}"
+    play = Play(cluster, redis, network)
     try:
+        await redis.start()
         await play.open(deadline_s)
         yield play
     finally:
@@ -215,6 +229,5 @@ async def played(directory: Path, deadline_s: float = 1.0) -> AsyncIterator[Play
         for child in cluster.nodes.values():
             child.kill()
             await child.wait()
-        for line in lines.values():
-            await line.close()
         await redis.kill()
+        network.close()

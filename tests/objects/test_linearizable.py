@@ -11,6 +11,7 @@ import pytest
 
 from tests.objects.faults import Play, played
 from tests.objects.linearizability import Operation, is_linearizable
+from tests.transfer.cables import obstacle
 
 
 def check(play: Play, count: int) -> None:
@@ -31,6 +32,8 @@ def in_words(where: tuple[int, int], operations: list[Operation]) -> str:
 
 
 async def run(count: int, at_once: int, seed: int) -> Play:
+    if reason := obstacle():
+        pytest.skip(reason)
     with tempfile.TemporaryDirectory(prefix="li") as path:
         async with played(Path(path)) as play:
             tasks = [
@@ -43,6 +46,7 @@ async def run(count: int, at_once: int, seed: int) -> Play:
             for outcome in await asyncio.gather(*tasks, return_exceptions=True):
                 if isinstance(outcome, Exception):
                     raise outcome
+            assert any(each.startswith("cut") for each in play.faults)
             print(f"{count} histories, {len(play.faults)} faults: {', '.join(play.faults)}")
     return play
 

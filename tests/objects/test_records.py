@@ -4,6 +4,8 @@ data."""
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -13,19 +15,25 @@ import psutil
 import pytest
 
 from moonpool.kvstore.client import StoreClient
+from moonpool.kvstore.client.connections import preference_order
 from moonpool.kvstore.client.errors import (
     BadObject,
     NoRecords,
     NoStoreNodes,
+    ObjectUnreachable,
     OutcomeUnknown,
     PutFailed,
     StoreClientError,
 )
-from moonpool.kvstore.errors import IndexUnavailable
+from moonpool.kvstore.errors import IndexUnavailable, raise_one
 from moonpool.kvstore.index.redis.client import connect
 from moonpool.kvstore.index.redis.kv_index import KVIndex
-from moonpool.kvstore.objects.records import Records
+from moonpool.kvstore.objects.errors import RecordsLost
+from moonpool.kvstore.objects.records import Records, bucket_of
+from moonpool.protos import node_pb2, store_pb2
+from moonpool.runtime.errors import NodeUnavailable
 from tests.kvstore.redis_servers import until
+from tests.processes import stop
 from tests.store_node.conftest import StoreCluster, running
 
 SMALL, LARGE = np.arange(10), np.arange(50_000)
@@ -96,11 +104,14 @@ async def test_without_redis_a_put_fails_and_a_read_says_that_it_is_stale(cluste
         await until(lambda: answers(store, "large"))
         assert (await store.get("x") == SMALL).all()
         assert (await store.get("large") == LARGE).all()
-        stat = await store.stat("x")
-        assert stat is not None
-        assert (stat.nodes, stat.copies) == (("a", "b"), 2)
+        await until(lambda: has_places(store, "x", ("a", "b"), 2))  # each node tells what it has
         await store.put("x", SMALL + 1)
         assert await value_of(store, "x") == 1
+
+
+async def has_places(store: StoreClient, name: str, nodes: tuple[str, ...], copies: int) -> bool:
+    stat = await store.stat(name)
+    return stat is not None and (stat.nodes, stat.copies) == (nodes, copies)
 
 
 async def both(store: StoreClient) -> bool:
@@ -152,7 +163,7 @@ async def test_a_put_without_an_answer_says_that_its_outcome_is_unknown(cluster:
     redis = psutil.Process(cluster.redis.process.pid)
     async with cluster.client() as store:
         await store.put("x", SMALL)
-        redis.suspend()
+        stop(redis.pid)
         # Redis answered just now, so the node begins.
         with pytest.raises(OutcomeUnknown, match="not known whether 'x' was stored"):
             await store.put("x", SMALL + 1)
@@ -222,6 +233,79 @@ async def test_an_emptied_redis_is_told_again_what_the_disks_have(
         assert await store.get("removed") is None
 
 
+async def test_a_node_that_knows_nothing_of_a_loss_is_told_by_those_who_do(cluster: StoreCluster) -> None:
+    """It was started without the folder that remembers what was in Redis."""
+    redis = connect(cluster.url)
+    index = KVIndex(redis)
+    known, ignorant = (Records(index, restoring_s=0.5) for _ in range(2))
+    name = (bytes(16), bytes(16))
+    info = store_pb2.ObjectInfo(key=name[1], storage=1)
+    await known.put([(store_pb2.ObjectRecord(owner=name[0], info=info, places=["a"]), 0)])
+    (record,) = await known.read([name])
+    assert record is not None
+    await redis.flushall()
+    assert await ignorant.read([name]) == [None], "nobody has told Redis yet"
+    with pytest.raises(RecordsLost):
+        await known.read([name])
+    for _ in range(2):
+        with pytest.raises(RecordsLost):
+            await ignorant.read([name])
+    await known.restore(record.body)
+    late = Records(index, restoring_s=0.5)
+    with pytest.raises(RecordsLost):
+        await late.put([(record.body, 0)])
+    bucket = bucket_of(name[1])
+    for each in (known, ignorant):
+        await until(lambda each=each: asyncio.sleep(0, each.restored(bucket)))
+        assert [found and found.storage for found in await each.read([name])] == [1]
+    await redis.aclose()
+
+
+async def test_a_get_whose_grant_lapses_reads_another_copy(cluster: StoreCluster, tmp_path: Path) -> None:
+    await asyncio.gather(*(cluster.start(name, store__ssd__path=tmp_path) for name in "ab"))
+    async with cluster.client() as store:
+        # Which the client asks for first.
+        first = {preference_order(store.tenant.key(name), "ab")[0]: name for name in map(str, range(20))}
+        for name in first.values():
+            await store.put(name, LARGE, copies=2)
+        await asyncio.gather(*(cluster.nodes[name].stop(20.0) for name in "ab"))
+        del cluster.nodes["a"]
+        # It grants its memory for twice as long.
+        await cluster.start("a", store__ssd__path=tmp_path, transfer__deadline_s=0.0005)
+        await cluster.start("b")
+        await until(lambda: both(store))
+        assert (await store.get(first["a"]) == LARGE).all()
+        await cluster.nodes["b"].stop(20.0)
+        with pytest.raises(ObjectUnreachable, match="was not read: store node a granted its memory"):
+            await store.get(first["a"])
+
+
+async def test_leases_are_ended_also_if_the_call_that_says_so_fails(cluster: StoreCluster) -> None:
+    node = await cluster.start("a")
+
+    async def num_pinned() -> int:
+        tiers = (await (await store.nodes())["a"]._node.Status(node_pb2.StatusRequest())).tiers
+        return sum(tier.num_used_blocks for tier in tiers)
+
+    async with cluster.client() as store:
+        await store.put("x", LARGE)
+        there = (await store.nodes())["a"]
+        wanted = store_pb2.OpenObject(key=store.tenant.key("x"))
+        opened, _, _ = await there.open(store.tenant.owner, [wanted])
+        assert await num_pinned()
+        stop(node.pid)
+        there._done += [lease_id for each in opened for lease_id in each.lease_id]
+        there._deadline_s = 0.2
+        with pytest.raises(NodeUnavailable):
+            await there.open(store.tenant.owner, [])
+        there._deadline_s = 30.0
+        os.kill(node.pid, signal.SIGCONT)
+        # Long before they lapse.
+        async with asyncio.timeout(5.0):
+            while await num_pinned():  # noqa: ASYNC110 (another process decides)
+                await asyncio.sleep(0.01)
+
+
 async def test_a_copy_with_other_bytes_than_the_record_says_is_dropped(cluster: StoreCluster) -> None:
     await asyncio.gather(cluster.start("a"), cluster.start("b"))
     async with cluster.client() as store:
@@ -237,3 +321,12 @@ async def test_a_copy_with_other_bytes_than_the_record_says_is_dropped(cluster: 
         assert await records.swap(record, record.body.places)
         await until(lambda: is_gone(store, "x"))
         await redis.aclose()
+
+
+def test_of_several_failures_the_gravest_is_raised_and_none_is_hidden() -> None:
+    refused, unknown = NoRecords("Redis is away"), OutcomeUnknown("x was stored", "no answer")
+    raise_one(["done", None], OutcomeUnknown)
+    with pytest.raises(OutcomeUnknown) as raised:
+        raise_one([refused, "done", unknown, KeyError("a defect")], OutcomeUnknown)
+    assert "Redis is away" in raised.value.__notes__[0]
+    assert "a defect" in raised.value.__notes__[1]

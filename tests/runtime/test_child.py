@@ -78,3 +78,23 @@ async def test_stdin_and_messages_after_ready(tmp_path: Path) -> None:
     while len(heard) < 2:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     assert heard == [{"n": 1}, {"n": 2}]
+
+
+async def test_a_full_disk_under_its_log_neither_blocks_nor_hides_a_child() -> None:
+    """What it prints is lost, and it goes on; here it would wait for a reader for ever."""
+    program = "print('x' * 1_000_000, flush=True); print('{\"url\": \"here\"}', flush=True)"
+    child = Child("worker", [sys.executable, "-c", program], Path("/dev/full"), sends_json=True)
+    await child.start()
+    await child.wait_ready(10)
+    assert child.ready == {"url": "here"}
+    assert await child.wait() == 0
+
+
+async def test_the_end_of_the_log_is_not_its_progress(tmp_path: Path) -> None:
+    loaded = "print('{\"loaded\": [1, 2]}\\n' * 1000, flush=True)"
+    child = python(f"print('out of room', end=''); {loaded}; raise SystemExit(1)", tmp_path)
+    await child.start()
+    with pytest.raises(ChildFailed) as raised:
+        await child.wait_ready(60)
+    assert "out of room" in str(raised.value)
+    assert str(raised.value).count("loaded") <= 1  # the one on the same line

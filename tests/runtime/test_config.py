@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from moonpool.runtime.config.loading import HIDDEN, explain, load_config, shown_options, to_toml
+from moonpool.runtime.config.loading import explain, load_config, shown_options, to_toml
 from moonpool.runtime.config.options import Config, EngineOptions, ParallelOptions
 from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.machine.processor import usable_cores
+from moonpool.runtime.redaction import HIDDEN
 
 
 def test_nothing_given_is_the_default() -> None:
@@ -103,26 +104,26 @@ def test_sections_have_the_names_of_their_keys() -> None:
 
 def test_value_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("s3cret\n")
-    assert load_config(None, [f"transfer.secret=@{tmp_path}/secret"]).transfer.secret == "s3cret"
-    with pytest.raises(ConfigError, match=r"--set transfer\.secret=@.*nothing.*No such file"):
-        load_config(None, [f"transfer.secret=@{tmp_path}/nothing"])
+    assert load_config(None, [f"security.cluster_key=@{tmp_path}/secret"]).security.cluster_key == "s3cret"
+    with pytest.raises(ConfigError, match=r"--set security\.cluster_key=@.*nothing.*No such file"):
+        load_config(None, [f"security.cluster_key=@{tmp_path}/nothing"])
 
 
 def test_options_are_shown_without_secrets() -> None:
     given = {
-        "transfer.secret": "s3cret",
+        "security.cluster_key": "s3cret",
         "index.redis_url": "redis://user:s3cret@host:1/0?password=s3cret&db=2",
         "tracing.otlp_endpoint": "http://s3cret@host:4317",
-        "cluster.prefill_options": "transfer.secret=s3cret,engine.threads=2",
+        "cluster.prefill_options": "security.cluster_key=s3cret,engine.threads=2",
     }
     shown = {
         row["key"]: row for row in shown_options(load_config(None, [f"{k}={v}" for k, v in given.items()]))
     }
     assert "s3cret" not in str(shown)
-    assert shown["transfer.secret"]["value"] == HIDDEN
+    assert shown["security.cluster_key"]["value"] == HIDDEN
     assert shown["index.redis_url"]["value"] == f"redis://{HIDDEN}@host:1/0?password={HIDDEN}&db=2"
-    assert shown["cluster.prefill_options"]["value"] == (f"transfer.secret={HIDDEN}", "engine.threads=2")
-    assert shown["transfer.secret"]["changed"] and not shown["engine.threads"]["changed"]
+    assert shown["cluster.prefill_options"]["value"] == (f"security.cluster_key={HIDDEN}", "engine.threads=2")
+    assert shown["security.cluster_key"]["changed"] and not shown["engine.threads"]["changed"]
     assert shown_options(Config())[0]["changed"] is False
 
 
@@ -145,3 +146,13 @@ def test_cores_are_bounded_by_the_containers_quota(tmp_path: Path) -> None:
     assert usable_cores(quota) == cores
     quota.write_text("50000 100000\n")
     assert usable_cores(quota) == 1
+
+
+def test_options_that_have_moved_are_named() -> None:
+    for former, now in (
+        ("transfer.secret", "security.cluster_key"),
+        ("transfer.tls.cert", "security.cert"),
+    ):
+        with pytest.raises(ConfigError, match=f"{former} is now {now}$"):
+            load_config(None, [f"{former}=x"])
+    assert "0123456789abcdef" not in repr(load_config(None, ["security.cluster_key=0123456789abcdef"]))

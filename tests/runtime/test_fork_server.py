@@ -18,6 +18,7 @@ from moonpool.runtime.service import fork_server as fork_server_module
 from moonpool.runtime.service.child import Child
 from moonpool.runtime.service.fork_server import ForkServer
 from moonpool.runtime.service.spawn import spawn
+from tests.processes import stop
 
 pytestmark = pytest.mark.timeout(120)
 MODULE = "tests.runtime.fork_target"
@@ -28,6 +29,7 @@ PARENT = """
 import asyncio, os, sys
 from moonpool.runtime.service.fork_server import use_fork_server
 from moonpool.runtime.service.spawn import spawn
+from tests.processes import stop
 async def main():
     use_fork_server({"tests.runtime.fork_target": ["xml.dom.minidom"]})
     command = [sys.executable, "-m", "tests.runtime.fork_target", *sys.argv[1:]]
@@ -155,7 +157,7 @@ async def test_a_process_asked_for_by_a_forked_one_ends_with_it() -> None:
     facts = json.loads(await process.stdout.readline())
     assert facts["preloaded"]
     assert facts["pid"] != process.pid
-    os.kill(facts["pid"], signal.SIGSTOP)  # it could not notice by itself
+    stop(facts["pid"])  # it could not notice by itself
     process.kill()
     assert await process.wait() == -signal.SIGKILL
     assert await asyncio.to_thread(is_gone, facts["pid"])

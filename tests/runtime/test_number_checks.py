@@ -11,15 +11,15 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from moonpool.protos import conductor_pb2, node_pb2, node_pb2_grpc, store_pb2
+from moonpool.protos import conductor_pb2, fleet_pb2, node_pb2, node_pb2_grpc, store_pb2
 from moonpool.runtime import rpc
 from moonpool.runtime.errors import RemoteError
+from moonpool.runtime.message_checks import MOST, MOST_EACH, TEXT_CHARS, check_message
 from moonpool.runtime.number_checks import (
     BY_FIELD,
     DURATION_S,
     NumberOutOfRange,
     Range,
-    check_message,
     integer,
     number,
 )
@@ -29,7 +29,7 @@ Path = tuple[FieldDescriptor, ...]  # from a message to a number in it
 
 def methods() -> Iterator[tuple[Any, Any]]:
     """(request, reply) of every method of every service."""
-    for file in (conductor_pb2.DESCRIPTOR, node_pb2.DESCRIPTOR, store_pb2.DESCRIPTOR):
+    for file in (one.DESCRIPTOR for one in (conductor_pb2, fleet_pb2, node_pb2, store_pb2)):
         for service in file.services_by_name.values():
             for method in service.methods:
                 yield method.input_type, method.output_type
@@ -129,6 +129,73 @@ def test_integers_with_a_range_are_held_to_it() -> None:
 def test_every_range_is_of_a_field() -> None:
     known = {path[-1].full_name for path in REQUESTS + REPLIES}
     assert set(BY_FIELD) <= known
+
+
+def long_fields(descriptor: Any, path: Path = ()) -> Iterator[Path]:
+    """Paths to all that repeats, and to bytes."""
+    for field in descriptor.fields:
+        here = (*path, field)
+        if field.is_repeated or field.type == field.TYPE_BYTES:
+            yield here
+        if field.message_type is not None and not field.message_type.GetOptions().map_entry:
+            yield from long_fields(field.message_type, here)
+
+
+LONG = list({p[-1].full_name: p for m in methods() for one in m for p in long_fields(one)}.values())
+
+
+def lengthen(message: Any, path: Path, length: int) -> None:
+    """Give the field at ``path`` a length."""
+    field, *rest = path
+    if rest:
+        inner = getattr(message, field.name)
+        lengthen(inner.add() if field.is_repeated else inner, tuple(rest), length)
+    elif not field.is_repeated:
+        setattr(message, field.name, bytes(length))
+    elif field.message_type is None:
+        text: Any = b"" if field.type == field.TYPE_BYTES else ""
+        value = text if field.cpp_type == field.CPPTYPE_STRING else 0
+        getattr(message, field.name).extend([value] * length)
+    elif field.message_type.GetOptions().map_entry:
+        getattr(message, field.name).update(dict.fromkeys(range(length), 0.0))
+    else:
+        # Equal messages one after another are their repetition.
+        empty = type(message)()
+        getattr(empty, field.name).add()
+        message.MergeFromString(empty.SerializeToString() * length)
+
+
+@pytest.mark.parametrize("path", LONG, ids=name_of)
+def test_what_repeats_has_a_greatest_length(path: Path) -> None:
+    name = path[-1].full_name
+    assert name in MOST, f"{name} has no greatest length: add it to message_checks.MOST"
+    message = GetMessageClass(path[0].containing_type)()
+    lengthen(message, path, MOST[name] + 1)
+    with pytest.raises(NumberOutOfRange, match=rf"length of {name} must be a number from 0 to .* got"):
+        check_message(message)
+
+
+def test_texts_and_elements_have_a_greatest_length() -> None:
+    assert (
+        set(MOST_EACH)
+        <= set(MOST)
+        <= {path[-1].full_name for path in LONG}
+        | {
+            "moonpool.PrefillReply.fetch_error",
+            "moonpool.TokenOut.error",
+            "moonpool.PutStep.error",
+            *(
+                name for name in MOST if name.startswith("moonpool.StoredObject.")
+            ),  # of the disk, not of a call
+        }
+    )
+    for message in (
+        node_pb2.CancelRequest(request_id="r" * (TEXT_CHARS + 1)),
+        store_pb2.PublishObject(places=["n" * (TEXT_CHARS + 1)]),
+        store_pb2.BeginRequest(data=[bytes(1 + (64 << 10))]),
+    ):
+        with pytest.raises(NumberOutOfRange, match="length of"):
+            check_message(message)
 
 
 def test_numbers_of_other_formats() -> None:

@@ -49,8 +49,8 @@ async def main(config, context):
         raise ConfigError("no, not like this")
     if config.node.id == "slow.1":
         await asyncio.Event().wait()
-    url = f"http://127.0.0.1:{serve_metrics('127.0.0.1', 0)}/metrics"
-    start, secret = replica.start_number, config.transfer.secret
+    url = f"http://127.0.0.1:{serve_metrics('127.0.0.1', 0).port}/metrics"
+    start, secret = replica.start_number, config.security.cluster_key
     context.ready(node_id=config.node.id, start_number=start, secret=secret, metrics_url=url)
     if replica.node_id == "short":
         os._exit(3)
@@ -124,11 +124,11 @@ def page(url: str) -> str:
 
 
 def test_group_is_ready_once_and_drains_together(tmp_path: Path) -> None:
-    with node(tmp_path, "n", "transfer.secret=hush") as running:
+    with node(tmp_path, "n", "security.cluster_key=hush, 16 of them") as running:
         ready = running.ready()
         assert ready["node_id"] == "n"
         assert [one["node_id"] for one in ready["replicas"]] == ["n.0", "n.1"]
-        assert {one["secret"] for one in ready["replicas"]} == {"hush"}
+        assert {one["secret"] for one in ready["replicas"]} == {"hush, 16 of them"}
         replicas = running.replicas()
         assert replicas.keys() == {"n.0", "n.1"}
         assert "hush" not in "".join(map(str, (process.cmdline() for process in replicas.values())))
@@ -268,7 +268,7 @@ def config(device: str = "cpu", *, port: int = 0, **parallel: Any) -> Config:
         model=ModelOptions(device=device),
         engine=replace(whole.engine, parallel=ParallelOptions(**parallel)),
         node=NodeOptions(id="n", port=port),
-        events=EventsOptions(zmq_endpoint="tcp://*:5557", replay_endpoint="ipc:///tmp/replay"),
+        events=EventsOptions(zmq_endpoint="tcp://*:5557", replay_endpoint="ipc://replay"),
     )
 
 
@@ -277,7 +277,7 @@ def test_replica_configs() -> None:
     assert [one.node.id for one in told] == ["n.0", "n.1", "n.2"]
     assert [one.node.port for one in told] == [7000, 7001, 7002]
     assert [one.events.zmq_endpoint for one in told] == ["tcp://*:5557", "tcp://*:5558", "tcp://*:5559"]
-    assert told[1].events.replay_endpoint == "ipc:///tmp/replay_dp1"
+    assert told[1].events.replay_endpoint == "ipc://replay_dp1"
     assert {one.engine.parallel.dp for one in told} == {1}
     told = replica_configs(config(dp=2, pp=2, hosts=2, listen="10.0.0.1:7400"))
     assert [one.engine.parallel.listen for one in told] == ["10.0.0.1:7400", "10.0.0.1:7401"]

@@ -92,6 +92,15 @@ async def test_a_dead_node_is_unavailable() -> None:
             await asyncio.wait_for(stub.Status(node_pb2.StatusRequest()), 60)
 
 
+async def test_a_call_on_a_channel_that_was_closed_here_is_a_node_that_is_gone() -> None:
+    """A client has given the node up while one of its puts still names it."""
+    async with served() as (_, _, channel):
+        await channel.close()
+        stub: Any = node_pb2_grpc.NodeStub(channel)
+        with pytest.raises(NodeUnavailable, match="the connection was closed here"), rpc.node_errors("n"):
+            await stub.Status(node_pb2.StatusRequest())
+
+
 async def test_a_port_in_use_is_a_sentence() -> None:
     async with served() as (_, port, _):
         with pytest.raises(PortInUse, match=rf"port {port} .* in use.*node\.port"):

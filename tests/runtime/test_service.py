@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import pytest
 
 from moonpool.runtime.errors import PortInUse
 from moonpool.runtime.observing.metrics_server import serve_metrics
+from moonpool.runtime.service import vital
 from moonpool.runtime.service.tied_command import tied_command
 
 ROOT = Path(__file__).parents[2]
@@ -127,8 +129,50 @@ def test_tied_command_without_parent_does_not_start() -> None:
 
 
 def test_metrics_page() -> None:
-    port = serve_metrics("127.0.0.1", 0)
+    port = serve_metrics("127.0.0.1", 0).port
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
         assert b"process_resident_memory_bytes" in page.read()
     with pytest.raises(PortInUse, match=r"node\.metrics_port"):
         serve_metrics("127.0.0.1", port)
+
+
+async def test_a_task_that_is_restarted_says_so_each_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also after a cancellation that nobody asked for, which is how calls on a closed channel end."""
+    monkeypatch.setattr(vital, "_LONG_RUN_S", 0.0)
+    ends: list[BaseException] = [KeyError("lease"), asyncio.CancelledError()]
+    states: list[str] = []
+    runs = asyncio.Event()
+
+    async def work() -> None:
+        await asyncio.sleep(0)
+        if ends:
+            raise ends.pop(0)
+        runs.set()
+        await asyncio.Event().wait()
+
+    task = vital.restarted(work, "watch node-7", "watch of nothing", lambda: states.append("lost"))
+    async with asyncio.timeout(10):
+        await runs.wait()
+    assert states == ["lost", "lost"]
+    assert caplog.text.count("task 'watch node-7' failed: a defect; it is started again in 0.1 s") == 2
+    assert "KeyError: 'lease'" in caplog.text
+    assert vital.task_failures.labels("watch of nothing")._value.get() == 2
+    task.cancel()
+    await asyncio.wait((task,))
+    assert task.cancelled()
+
+
+async def test_a_vital_task_that_nobody_cancelled_has_failed() -> None:
+    told = []
+
+    async def work() -> None:
+        await asyncio.sleep(0)
+        raise asyncio.CancelledError
+
+    asyncio.get_running_loop().set_exception_handler(lambda loop, facts: told.append(facts))
+    task = vital.vital(work(), "sweep")
+    await asyncio.wait((task,))
+    await asyncio.sleep(0)
+    assert [facts["message"] for facts in told] == ["task 'sweep' ended unexpectedly"]

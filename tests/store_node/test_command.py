@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import time
 from pathlib import Path
 
+from tests.forked import run_module
 from tests.store_node.conftest import StoreCluster
 
 
@@ -17,14 +17,7 @@ class Shell:
 
     async def __call__(self, command: str, *options: str, stdin: bytes = b"") -> tuple[int, str]:
         """Exit code, and what was printed."""
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "moonpool", "store", command, *options, "--url", self.url),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
-        output, _ = await process.communicate(stdin)
-        return process.returncode or 0, output.decode()
+        return await run_module("moonpool", "store", command, *options, "--url", self.url, stdin=stdin)
 
 
 async def test_objects_come_and_go_by_hand(cluster: StoreCluster, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,17 @@ from hypothesis import strategies as st
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.layout import OpaqueLayout
 from moonpool.kvstore.grants.held import HeldGrant, holders_clock
-from moonpool.kvstore.objects.errors import OtherLayout
+from moonpool.kvstore.objects.errors import LayoutRefused, OtherLayout
 from moonpool.kvstore.store import TieredStore
 from moonpool.kvstore.store_node.kv_shelf import KvShelf
+from moonpool.kvstore.store_node.shelves import MAX_FOLDERS, ShelfFactory
 from moonpool.protos import node_pb2
-from moonpool.runtime.config.options import StoreOptions, TransferOptions
+from moonpool.runtime.config.options import (
+    Config,
+    SsdTierOptions,
+    StoreOptions,
+    TransferOptions,
+)
 from moonpool.transfer import Region, TransferAgent, checksum
 
 SIZE = 1 << 16
@@ -176,3 +183,28 @@ def test_any_mixture_of_reads_and_cancellations(calls: list[tuple[int, int, int]
             assert done.num_blocks == len(KEYS)
 
     asyncio.run(run())
+
+
+async def test_callers_cannot_make_folders_and_slots_without_end(tmp_path: Path) -> None:
+    ssd = SsdTierOptions(path=str(tmp_path), capacity_nbytes=1 << 20)
+    factory = ShelfFactory.of(Config(store=StoreOptions(ssd=ssd)), "store-0")
+    async with await TransferAgent.start(
+        TransferOptions(transports=("local",)), agent_id="store-0", epoch=1
+    ) as agent:
+        region = agent.allocate(8 << 20, "blocks")
+
+        async def keep(number: int, nbytes: int = 4096) -> None:
+            layout = OpaqueLayout(nbytes, number.to_bytes(16, "big"))
+            store = await factory.kv(layout, region, lambda *_: None)
+            await store.start()
+            await store.close()
+
+        for number in range(MAX_FOLDERS):
+            await keep(number)
+        with pytest.raises(LayoutRefused, match="KV blocks of 8 layouts, the most: remove the folders"):
+            await keep(100)
+        await keep(0)  # one that is there
+        assert factory.directory is not None
+        assert len(list(factory.directory.iterdir())) == MAX_FOLDERS
+        with pytest.raises(LayoutRefused, match=r"blocks of 1 bytes would make 8388608 slots"):
+            await keep(101, 1)

@@ -66,5 +66,8 @@ def obstacle() -> str:
     if shutil.which("ip") is None:
         return "there is no ip (iproute2)"
     if os.geteuid() != 0 or subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode:
-        return "network namespaces need root"
+        return (
+            "network namespaces need root, or unshare --map-root-user --net --mount "
+            "sh -c 'mount -t tmpfs none /run && python -m pytest …'"
+        )
     return ""

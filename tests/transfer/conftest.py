@@ -11,19 +11,18 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from moonpool.runtime.config.options import TransferOptions
+from moonpool.runtime.security import certificates, process
+from moonpool.runtime.security.roles import Caller
 from moonpool.transfer import AgentDescriptor, TransferAgent
 from moonpool.transfer.native.compiled_copy import compiled_copy
 from tests.forked import PipedProcess, start_module
 from tests.processes import stop
 from tests.transfer.cables import Cabled, obstacle
-
-if TYPE_CHECKING:
-    import trustme
 
 _MODULE = "tests.transfer.peer_process"
 
@@ -85,21 +84,25 @@ class RemotePeer:
 StartPeer = Callable[..., RemotePeer]
 
 
-def issue(authority: trustme.CA, directory: Path) -> Path:
-    """``directory``, with a certificate of ``authority``, its key, and the authority's own."""
-    certificate = authority.issue_cert("node.moonpool.test")
-    certificate.cert_chain_pems[0].write_to_path(directory / "cert.pem")
-    certificate.private_key_pem.write_to_path(directory / "key.pem")
-    authority.cert_pem.write_to_path(directory / "ca.pem")
+def with_certificates(directory: Path) -> Path:
+    """``directory``, with an authority and a certificate of node ``n``."""
+    certificates.init(directory, days=1)
+    certificates.issue(directory, Caller("node", "n"), days=1)
     return directory
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def tls_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What ``peer_process.tls_options`` takes."""
-    import trustme
+    """What ``peer_process.security_options`` takes."""
+    return with_certificates(tmp_path_factory.mktemp("tls"))
 
-    return issue(trustme.CA(), tmp_path_factory.mktemp("tls"))
+
+@pytest.fixture
+def identity() -> Iterator[None]:
+    """Whatever identity a test gives this process, it has its own afterwards."""
+    before = process.current()
+    yield
+    process.use(before)
 
 
 @pytest.fixture

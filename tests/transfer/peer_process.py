@@ -1,6 +1,6 @@
 """An agent in a process of its own, told what to do over stdin, one JSON line each way.
 
-Arguments: transports, epoch, TCP port (0: any), secret, and anything to forbid process_vm_readv.
+Arguments: transports, epoch, TCP port (0: any), cluster key, and anything to forbid process_vm_readv.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import uvloop
 
-from moonpool.runtime.config.options import TcpOptions, TlsOptions, TransferOptions
+from moonpool.runtime.config.options import SecurityOptions, TcpOptions, TransferOptions
+from moonpool.runtime.security import process
+from moonpool.runtime.security.roles import Caller
 from moonpool.transfer import AgentDescriptor, Span, TransferAgent, TransferError, agent_memory, checksum
 from moonpool.transfer.memory.region import Region
 from moonpool.transfer.native.cuda import load_cuda
@@ -161,11 +164,18 @@ def forbid_process_vm_readv() -> None:
     agent_memory.readable_by_peers = lambda: False
 
 
-def tls_options() -> TlsOptions:
-    """What the files in the directory ``TLS_DIR`` make, where the environment names one."""
-    directory = os.environ.get("TLS_DIR", "")
-    files = [f"{directory}/{name}.pem" for name in ("cert", "key", "ca")]
-    return TlsOptions(*files) if directory else TlsOptions()
+def use_security(secret: str) -> None:
+    """With the node's files in the directory ``TLS_DIR``, where the environment names one."""
+    if (directory := os.environ.get("TLS_DIR", "")) or secret:
+        process.use(process.Security(security_options(directory, secret), Caller("node", "peer")))
+
+
+def security_options(directory: Path | str, secret: str = "", name: str = "node-n") -> SecurityOptions:
+    if not directory:
+        return SecurityOptions(cluster_key=secret)
+    return SecurityOptions(
+        secret, f"{directory}/{name}.pem", f"{directory}/{name}.key", f"{directory}/ca.pem"
+    )
 
 
 def tcp_options() -> TcpOptions:
@@ -184,7 +194,8 @@ async def main(transports: str, epoch: str, port: str, secret: str, forbid: str)
     if forbid:
         forbid_process_vm_readv()
     names = tuple(transports.split(","))
-    options = TransferOptions(transports=names, secret=secret, tls=tls_options(), tcp=tcp_options())
+    use_security(secret)
+    options = TransferOptions(transports=names, tcp=tcp_options())
     if int(port):
         listen_at(int(port))
     async with await TransferAgent.start(options, agent_id="peer", epoch=int(epoch)) as agent:

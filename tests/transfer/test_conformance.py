@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from moonpool.runtime.config.options import TransferOptions
+from moonpool.runtime.security import process
 from moonpool.transfer import (
     Batch,
     ChecksumMismatch,
@@ -34,7 +35,7 @@ from moonpool.transfer.peers import dialer as connecting
 from tests.transfer.conftest import StartPeer
 from tests.transfer.device import DeviceRegion, use_gpu, use_stand_in
 from tests.transfer.faults import settled
-from tests.transfer.peer_process import PeerProcess, forbid_process_vm_readv, pattern, tls_options
+from tests.transfer.peer_process import PeerProcess, forbid_process_vm_readv, pattern, use_security
 
 # shm-mapped and shm-stream are what is left of shm where process_vm_readv is forbidden: for memory that is a
 # memfd, and for memory that is not. ucx picks its own transport, shared memory here; ucx-tcp is made to use
@@ -126,7 +127,9 @@ async def wire(
         pytest.skip("there is no libucp: pip install moonpool[ucx]")
     if variant in ("mapped", "stream"):
         forbid_process_vm_readv()
-    options = TransferOptions(transports=(transport,), tls=tls_options())
+    monkeypatch.setattr(process, "_current", process._current)
+    use_security("")
+    options = TransferOptions(transports=(transport,))
     async with await TransferAgent.start(options, agent_id="here", epoch=1) as agent:
         if transport == "local":
             other = await TransferAgent.start(options, agent_id="peer", epoch=1)

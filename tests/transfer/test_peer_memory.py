@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import mmap
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from moonpool.runtime.config.options import TransferOptions
+from moonpool.runtime.security import process
 from moonpool.transfer import Region, Span, TransferAgent
-from moonpool.transfer.connections.handshake import handshake_as_client
+from moonpool.transfer.connections.handshake import handshake_as_client, receive_descriptor
 from moonpool.transfer.connections.wire import (
     REPLY_NBYTES,
     Kind,
@@ -23,7 +26,9 @@ from moonpool.transfer.connections.wire import (
     pack_sources,
     pack_spans,
 )
+from moonpool.transfer.memory import lifeline
 from moonpool.transfer.memory.span import Spans
+from moonpool.transfer.native import libc
 from moonpool.transfer.native.compiled_copy import compiled_copy
 from tests.transfer.conftest import StartPeer
 
@@ -112,7 +117,7 @@ async def ask(writer: tuple[TransferAgent, TransferAgent, Region], op: Op, to: S
     with socket.socket(socket.AF_UNIX) as sock:
         sock.setblocking(False)
         await loop.sock_connect(sock, f"\0{descriptor.unix_name}")
-        await handshake_as_client(sock, descriptor, client.identity, "", Kind.DATA)
+        await handshake_as_client(sock, descriptor, client.identity, process.current(), Kind.DATA)
         request = Request(op, 1, 1000, to.nbytes).pack()
         await loop.sock_sendall(sock, request + pack_spans(Spans.of([to])) + pack_sources(Spans.of([source])))
         reply = b""
@@ -121,3 +126,81 @@ async def ask(writer: tuple[TransferAgent, TransferAgent, Region], op: Op, to: S
             assert part, "it hung up"
             reply += part
         return Reply.unpack(reply).status
+
+
+async def memfd_of(agent: TransferAgent, region: Region) -> int:
+    """The descriptor that an authenticated peer receives."""
+    descriptor = agent.describe()
+    sock = socket.socket(socket.AF_UNIX)
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, f"\0{descriptor.unix_name}")
+    with sock:
+        await handshake_as_client(sock, descriptor, agent.identity, process.current(), Kind.MEMFD, region.id)
+        return await receive_descriptor(sock)
+
+
+def attempts(fd: int, nbytes: int) -> Iterator[Callable[[], object]]:
+    """Ways to change the bytes behind a descriptor."""
+    yield lambda: mmap.mmap(fd, nbytes, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    yield lambda: os.pwrite(fd, b"x", 0)
+    yield lambda: os.ftruncate(fd, 0)
+    yield lambda: os.posix_fallocate(fd, nbytes, 4096)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["allocated", "shared"])
+async def test_a_peer_with_the_descriptor_of_a_pool_cannot_write_it(shared: bool) -> None:
+    async with await start("here") as agent:
+        region = pool = agent.allocate(NBYTES, "pool")
+        if shared:
+            theirs = os.memfd_create("ranks", os.MFD_ALLOW_SEALING)
+            os.truncate(theirs, NBYTES)
+            fcntl.fcntl(theirs, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            region = agent.register_shared(theirs, "pool")
+            os.close(theirs)
+        fd = await memfd_of(agent, region)
+        ways = list(attempts(fd, NBYTES))
+        if not shared:
+            again = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+            ways += attempts(again, NBYTES)
+        for way in ways:
+            with pytest.raises(OSError):
+                way()
+        assert mmap.mmap(fd, NBYTES, prot=mmap.PROT_READ)[:4] == bytes(4)
+        assert not pool.array.any()
+        os.close(fd)
+
+
+async def test_only_a_peer_that_proved_itself_is_named_to_yama(
+    start_peer: StartPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Yama is not here. Where it is, a process names at most one reader, and never all."""
+    named: list[int] = []
+
+    def prctl(option: int, argument: int, *_: int) -> int:
+        if option == libc.PR_SET_PTRACER:
+            named.append(argument)
+            return 0
+        return 1  # dumpable
+
+    monkeypatch.setattr(libc, "_prctl", prctl)
+    monkeypatch.setattr(lifeline, "_reader", None)
+    async with await start("here") as agent:
+        assert named == []
+        first, second = start_peer("shm"), start_peer("shm")
+        for theirs in (first, second):
+            await agent.connect(theirs.descriptor)
+        assert named == [first.process.pid]
+        first.process.kill()
+        first.process.wait()
+        async with await start("other") as other:
+            await other.connect(second.descriptor)
+        assert named == [first.process.pid, second.process.pid]
+
+
+async def test_under_yama_pools_are_memfds_and_nobody_is_asked_to_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lifeline, "yama_scope", lambda: 1)
+    async with await start("here") as agent:
+        assert agent.allocate(NBYTES, "pool").backing == "memfd"
+    assert not lifeline.readable_by_peers()

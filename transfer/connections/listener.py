@@ -5,21 +5,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import ssl
+from collections import Counter
 from collections.abc import Callable
 
+from moonpool.runtime.network.quota import origin
 from moonpool.runtime.network.sockets import prepare
-from moonpool.runtime.network.tls import secure
+from moonpool.runtime.observing import audit
+from moonpool.runtime.security.process import Security
+from moonpool.runtime.security.tls import secure
 from moonpool.transfer import metrics
-from moonpool.transfer.connections.handshake import Authenticated, Identity, handshake_as_server
+from moonpool.transfer.connections.handshake import Authenticated, Identity, handshake_as_server, peer_pid
 from moonpool.transfer.errors import TransferError
 
 _log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 3.0
 MAX_UNAUTHENTICATED = 64
-"""Limit of connections in the handshake; one more closes the oldest."""
+"""Limit of connections in the handshake; one more closes the oldest of the address that has the most."""
 MAX_CONNECTIONS = 1024
+MAX_PEER_CONNECTIONS = 256
+"""Of one agent: 2 streams to each of 16 addresses, for several transports, and those that are just ending."""
 _ACCEPTS_A_TURN = 16
 _PAUSE_S = 0.1
 
@@ -30,20 +35,19 @@ class Listener:
     def __init__(
         self,
         me: Identity,
-        secret: str,
+        security: Security,
         admit: Callable[[socket.socket, Authenticated], None],
-        num_connections: Callable[[], int],
-        tls: ssl.SSLContext | None,
+        num_connections: Callable[[bytes], tuple[int, int]],
     ) -> None:
-        """admit: takes over the socket of each authenticated client. tls: not used for Unix sockets."""
-        self._tls = tls
+        """admit: takes over the socket of each authenticated client. num_connections: all that are open, and
+        those of the agent with an incarnation. Unix sockets are without TLS."""
         self._me = me
-        self._secret = secret
+        self._security = security
         self._admit = admit
         self._num_connections = num_connections
         self._loop = asyncio.get_running_loop()
         self._listening: list[socket.socket] = []
-        self._unauthenticated: dict[asyncio.Task[None], None] = {}
+        self._unauthenticated: dict[asyncio.Task[None], str] = {}  # and the address it came from
         self._closed = False
 
     def listen_unix(self, name: str) -> None:
@@ -72,7 +76,7 @@ class Listener:
     def _accept(self, listening: socket.socket) -> None:
         for _ in range(_ACCEPTS_A_TURN):
             try:
-                sock, _ = listening.accept()
+                sock, peername = listening.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as error:
@@ -82,32 +86,48 @@ class Listener:
                 self._loop.call_later(_PAUSE_S, self._resume, listening)
                 return
             prepare(sock)
+            address = f"process {peer_pid(sock)}" if sock.family == socket.AF_UNIX else origin(peername)
             if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
-                next(iter(self._unauthenticated)).cancel()
-            task = self._loop.create_task(self._authenticate(sock))
-            self._unauthenticated[task] = None
+                self._make_room()
+            task = self._loop.create_task(self._authenticate(sock, address))
+            self._unauthenticated[task] = address
             task.add_done_callback(lambda task: self._unauthenticated.pop(task, None))
+
+    def _make_room(self) -> None:
+        """End a handshake. Those of an address with one are not ended while another address has several."""
+        by_address = Counter(self._unauthenticated.values())
+        most = max(by_address.values())
+        victim = next(task for task, address in self._unauthenticated.items() if by_address[address] == most)
+        # It is counted no longer, though it ends later in this turn of the loop.
+        del self._unauthenticated[victim]
+        victim.cancel()
 
     def _resume(self, listening: socket.socket) -> None:
         if not self._closed:
             self._loop.add_reader(listening.fileno(), self._accept, listening)
 
-    async def _authenticate(self, sock: socket.socket) -> None:
+    async def _authenticate(self, sock: socket.socket, address: str) -> None:
         try:
             async with asyncio.timeout(HANDSHAKE_S):
-                if self._tls is not None and sock.family != socket.AF_UNIX:
-                    sock = await secure(sock, self._tls, server=True)
-                busy = self._num_connections() >= MAX_CONNECTIONS
-                remote = await handshake_as_server(sock, self._me, self._secret, busy=busy)
+                if sock.family != socket.AF_UNIX and (tls := self._security.tls) is not None:
+                    sock = await secure(sock, tls, server=True)
+                remote = await handshake_as_server(sock, self._me, self._security, busy=self._is_busy)
         except (OSError, TransferError, TimeoutError) as error:
             sock.close()
             metrics.REFUSED.inc()
             _log.debug("a connection was refused: %s", error)
+            audit.refused(
+                "transfer", str(error) or "it said nothing in time", origin=address, kind="transfer"
+            )
         except BaseException:
             sock.close()
             raise
         else:
             self._admit(sock, remote)
+
+    def _is_busy(self, incarnation: bytes) -> bool:
+        num, num_of_peer = self._num_connections(incarnation)
+        return num >= MAX_CONNECTIONS or num_of_peer >= MAX_PEER_CONNECTIONS
 
     async def close(self) -> None:
         """Idempotent."""

@@ -61,8 +61,9 @@ def adopt_device(buffer: Any, writable: bool, cuda: Cuda) -> DeviceMemory:
     """The memory of a buffer that ``is_on_device``. Waits for no stream. Raises ValueError: not usable."""
     owner: object = buffer
     if hasattr(buffer, "__dlpack__"):
-        # -1: no stream needs to wait.
-        owner, view = _capsule(buffer, stream=-1)
+        # torch exports a tensor only where its device is the thread's current one. -1: no stream waits.
+        with cuda.on(int(buffer.__dlpack_device__()[1])):
+            owner, view = _capsule(buffer, stream=-1)
         address, nbytes = _extent(view)
     else:
         interface = buffer.__cuda_array_interface__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +15,10 @@ from moonpool.transfer.native.compiled_copy import SHORT_NBYTES, compiled_copy
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+
+Checksums = Callable[[U64, U64], U64]
+"""Checksums of (offsets, nbytes) of one region, all uint64 [n]."""
 
 
 def checksum(buffer: Buffer) -> int:

@@ -15,7 +15,7 @@ class CudaRegions:
     """Belongs to the event loop's thread, except ``staging``."""
 
     def __init__(self, cuda: Cuda, device: int) -> None:
-        """device: current device of copies between host memory and other devices."""
+        """device: its context pins host memory and makes copies between that and other devices."""
         self.cuda = cuda
         self.device = device
         self.staging = StagingPool(cuda)
@@ -46,7 +46,9 @@ class CudaRegions:
         if region.backing not in ("anonymous", "memfd"):
             return
         try:
-            self.cuda.pin(region.address, region.nbytes)
+            # On another device, which may be the thread's current one, pinning would allocate memory.
+            with self.cuda.on(self.device):
+                self.cuda.pin(region.address, region.nbytes)
         except CudaError as error:
             _log.warning(
                 "host memory of region %d could not be pinned, so copies are slower: %s", region.id, error
@@ -56,7 +58,8 @@ class CudaRegions:
 
     def _unpin(self, region: Region) -> None:
         try:
-            self.cuda.unpin(region.address)
+            with self.cuda.on(self.device):
+                self.cuda.unpin(region.address)
         except CudaError as error:
             # Happens after a device error. The memory is freed regardless.
             _log.error("region %d stays pinned: %s", region.id, error)

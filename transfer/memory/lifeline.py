@@ -139,14 +139,38 @@ def readable_process(pid: int, lifeline: int, incarnation: bytes) -> Process | N
     return None
 
 
-def readable_by_peers() -> bool:
-    """Whether other processes of this user can probably read this one."""
+_reader: Process | None = None
+
+
+def name_reader(pid: int) -> None:
+    """Let a peer that has proved itself read this process, where Yama allows that to parents only.
+
+    Yama knows one such process: it is the first, while it lives. All others read our memfds, which they map
+    read-only, and get the rest through sockets.
+    """
+    global _reader
+    if pid <= 0 or (_reader is not None and _reader.alive):
+        return
+    if _reader is not None:
+        _reader.close()
+    process = living_process(pid)
+    _reader = process if process is not None and libc.allow_reader(pid) else None
+    if process is not None and _reader is None:
+        process.close()
+
+
+def yama_scope() -> int:
+    """0: processes of one user may read each other, as without Yama; 1: parents and a named process may read
+    their children; above: privileged processes only."""
     try:
-        yama = int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
+        return int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
     except (OSError, ValueError):
-        yama = 0
-    # 0: the same user may; 1: as ``libc.allow_readers`` says; above: only privileged processes.
-    if yama > 1 or not libc.is_dumpable():
+        return 0
+
+
+def readable_by_peers() -> bool:
+    """Whether several other processes of this user can probably read this one."""
+    if yama_scope() > 0 or not libc.is_dumpable():
         return False
     marker = np.frombuffer(os.urandom(8), np.uint8)
     process = living_process(os.getpid())

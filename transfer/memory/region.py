@@ -40,7 +40,7 @@ class Region:
         self.nbytes = memory.nbytes
         self.address = memory.address
         self.device: int | None = memory.device
-        self.on_closed: Callable[[], None] | None = None
+        self.on_closed: Callable[[], object] | None = None
         """Called after the last use, before the memory is freed."""
 
     @property

@@ -12,6 +12,7 @@ import numpy as np
 import xxhash
 
 from moonpool.transfer.memory.allocation import allocate
+from moonpool.transfer.memory.checksum import Checksums
 from moonpool.transfer.memory.chunks import split_runs, windows
 from moonpool.transfer.native.arrays import U64
 from moonpool.transfer.native.cuda import Cuda, CudaError
@@ -29,14 +30,20 @@ _log = logging.getLogger(__name__)
 _leaked: list[Staging] = []
 
 
+Hashers = dict[int, tuple[int, Checksums]]
+"""By the address of a region: its size, and what computes checksums in it."""
+
+
 class Staging:
     """A CUDA stream, and slots of pinned memory with an event each. Used by one thread at a time.
 
     The stream does not wait for others: kernels that use the same memory must have ended.
     """
 
-    def __init__(self, cuda: Cuda, device: int) -> None:
+    def __init__(self, cuda: Cuda, device: int, hashers: Hashers | None = None) -> None:
+        """hashers: of memory with an owner that computes checksums on the device."""
         self.device = device
+        self._hashers = {} if hashers is None else hashers
         self._cuda = cuda
         self._slots = allocate(_NUM_SLOTS * SLOT_NBYTES, "slots", "anonymous")
         cuda.pin(self._slots.address, self._slots.nbytes)
@@ -87,7 +94,12 @@ class Staging:
         return True
 
     def checksums(self, address: U64, nbytes: U64) -> list[int]:
-        """``transfer.checksum`` of each run of device memory."""
+        """``transfer.checksum`` of each run of device memory: on the device where its owner can, else of a
+        copy in host memory."""
+        for begin, (size, hasher) in list(self._hashers.items()):
+            if len(address) and begin <= address.min() and (address + nbytes).max() <= begin + size:
+                on_device: list[int] = hasher(address - np.uint64(begin), nbytes).tolist()
+                return on_device
         ends = np.cumsum(nbytes).tolist()
         found: list[int] = []
         digest, seen = xxhash.xxh3_64(), 0
@@ -139,6 +151,7 @@ class StagingPool:
 
     def __init__(self, cuda: Cuda) -> None:
         self.cuda = cuda
+        self.hashers: Hashers = {}
         self._idle: list[Staging] = []
         self._busy: list[Staging] = []
         self._lock = threading.Lock()
@@ -163,7 +176,7 @@ class StagingPool:
             if found is not None:
                 self._idle.remove(found)
         # Outside the lock: pinning memory takes milliseconds.
-        found = found or Staging(self.cuda, device)
+        found = found or Staging(self.cuda, device, self.hashers)
         with self._lock:
             self._busy.append(found)
         return found

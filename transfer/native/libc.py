@@ -10,7 +10,6 @@ MADV_HUGEPAGE = 14
 MADV_POPULATE_WRITE = 23
 PR_GET_DUMPABLE = 3
 PR_SET_PTRACER = 0x59616D61
-PR_SET_PTRACER_ANY = ctypes.c_ulong(-1).value
 _EHWPOISON = 133
 _SYS_PIDFD_GETFD = 438  # the same number on all machines
 IOV_MAX = 1024
@@ -68,9 +67,10 @@ def madvise(address: int, nbytes: int, advice: int) -> bool:
     return False
 
 
-def allow_readers() -> bool:
-    """Allow all processes of this user to read this one's memory, where Yama allows only parents."""
-    return bool(_prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0) == 0)
+def allow_reader(pid: int) -> bool:
+    """Allow one process, and none that was named before, to read this one's memory, where Yama allows only
+    parents. False: there is no Yama."""
+    return bool(_prctl(PR_SET_PTRACER, pid, 0, 0, 0) == 0)
 
 
 def is_dumpable() -> bool:

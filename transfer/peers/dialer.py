@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from moonpool.runtime.config.options import TransferOptions
 from moonpool.runtime.network.sockets import prepare
-from moonpool.runtime.network.tls import TlsContexts, secure
+from moonpool.runtime.security.process import Security
+from moonpool.runtime.security.tls import secure
 from moonpool.transfer.agent_memory import AgentMemory
 from moonpool.transfer.connections.control import Control, ControlOwner
 from moonpool.transfer.connections.descriptor import AgentDescriptor, boot_id
@@ -28,7 +29,7 @@ from moonpool.transfer.copying.pool import CopyPool
 from moonpool.transfer.errors import PathFailed, PeerLost
 from moonpool.transfer.memory.allocation import map_shared
 from moonpool.transfer.memory.device_regions import CudaRegions
-from moonpool.transfer.memory.lifeline import LIFELINE_NBYTES, living_process, readable_process
+from moonpool.transfer.memory.lifeline import LIFELINE_NBYTES, living_process, name_reader, readable_process
 from moonpool.transfer.paths.base import Path
 from moonpool.transfer.paths.cuda_ipc import CudaIpcPath, IpcMemory
 from moonpool.transfer.paths.local import LocalPath
@@ -50,7 +51,7 @@ class Dialer:
     def __init__(
         self,
         options: TransferOptions,
-        tls: TlsContexts | None,
+        security: Security,
         pool: CopyPool,
         memory: AgentMemory,
         local: LocalAgent,
@@ -58,7 +59,7 @@ class Dialer:
     ) -> None:
         """local, memory, pool: of the agent. owner: of its control connections."""
         self._options = options
-        self._tls = tls
+        self._security = security
         self._pool = pool
         self._memory = memory
         self._local = local
@@ -147,8 +148,8 @@ class Dialer:
                 writes = self._streams("cuda-ipc", target, [None], 1, device_write_op=Op.FETCH)
                 paths.append(self._cuda_ipc_path(control, memory, writes))
             elif name == "shm":
-                # If we can read the peer's memory, it can most likely read ours. It reports if not.
-                write_op = Op.PULL if process is not None else Op.WRITE
+                # If it cannot read our memory after all, it says so, and the bytes are sent.
+                write_op = Op.PULL if pid else Op.WRITE
                 streams = self._streams("shm", target, [None], 1, write_op=write_op)
                 shm = ShmPath(self._pool, identity, memory, control.known_region, streams)
                 control.on_region_closed(shm.forget)
@@ -207,6 +208,8 @@ class Dialer:
 
     async def _connect_control(self, target: AgentDescriptor, address: Address) -> Control:
         sock, remote = await self._connect(target, address, Kind.CONTROL, 0)
+        # It will read what we write to it.
+        name_reader(remote.pid)
         return Control(sock, remote, self._owner)
 
     async def _connect_data(self, target: AgentDescriptor, address: Address, number: int) -> socket.socket:
@@ -239,10 +242,10 @@ class Dialer:
         try:
             prepare(sock)
             await asyncio.get_running_loop().sock_connect(sock, where)
-            if self._tls is not None and address is not None:
-                sock = await secure(sock, self._tls.client, server=False)
+            if address is not None and (tls := self._security.tls) is not None:
+                sock = await secure(sock, tls, server=False)
             remote = await handshake_as_client(
-                sock, target, self._local.identity, self._options.secret, kind, argument
+                sock, target, self._local.identity, self._security, kind, argument
             )
         except BaseException:
             sock.close()

@@ -7,7 +7,6 @@ when the answer is complete (``moonpool.bench.serve.client.answer``).
 from __future__ import annotations
 
 import asyncio
-import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import cast
 from urllib.parse import urlsplit
 
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.security.https import client_context
 
 _LAST_CHUNK = b"0\r\n\r\n"
 
@@ -114,13 +114,14 @@ class _Connection(asyncio.Protocol):
 class HttpClient:
     """Keep-alive connections to one server, one for each request in flight. Use as ``async with``."""
 
-    def __init__(self, url: str, *, api_key: str = "") -> None:
+    def __init__(self, url: str, *, api_key: str = "", ca: str = "") -> None:
+        """ca: file of the authorities to trust; empty: see ``runtime.security.https``."""
         parts = urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ServerUnreachable(f"{url!r} is no http URL")
-        self._secure = parts.scheme == "https"
+        self._tls = client_context(ca) if parts.scheme == "https" else None
         self._host = parts.hostname
-        self._port = parts.port or (443 if self._secure else 80)
+        self._port = parts.port or (80 if self._tls is None else 443)
         self._base = parts.path.rstrip("/").removesuffix("/v1")
         self._headers = f"Host: {parts.netloc}\r\n" + (f"Authorization: Bearer {api_key}\r\n" * bool(api_key))
         self._idle: list[_Connection] = []
@@ -161,7 +162,7 @@ class HttpClient:
         return exchange
 
     async def _connect(self) -> _Connection:
-        context = ssl.create_default_context() if self._secure else None
+        context = self._tls
         loop = asyncio.get_running_loop()
         try:
             _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=context)

@@ -5,7 +5,7 @@ const SOURCES = { computed: "computed", pool: "its own pool", host: "host memory
 // Outcomes of prefix lookups; docs/troubleshooting.md explains each.
 const OUTCOMES = {
   hit: "hit", off: "cache not asked", short: "no whole block", unused: "cached, not used", pending: "just computed", dropped: "evicted",
-  salted: "other tenant, salt", headed: "other head", new: "never seen",
+  salted: "other salt", headed: "other head", new: "never seen",
 };
 const LOCAL = ["pool", "host", "ssd"];
 
@@ -51,14 +51,19 @@ function drawReuse(now) {
   say(byId("reuse").nextElementSibling, shown.length ? uses + told.join("") : "");
 }
 
-export function drawCache(now) {
-  const { local, remote, all } = parts(now.tokens);
-  const shown = Object.entries(SOURCES).map(([name, title]) => [title, now.tokens[name] ?? 0]);
+// Prompt tokens by source, requests by outcome, and a row for each tenant.
+export function drawTokens(tokens, counts, tenants) {
+  const { local, remote, all } = parts(tokens);
+  const shown = Object.entries(SOURCES).map(([name, title]) => [title, tokens[name] ?? 0]);
   bars(byId("sources"), all ? shown : [], (count) => `${format.format(count)} (${percent(count / all)})`);
   say(byId("sources").nextElementSibling, all ? `From the cache ${percent((local + remote) / all)}: on the node itself ${percent(local / all)}, from another ${percent(remote / all)}.` : "");
-  const outcomes = Object.entries(now.cluster.prefixes?.outcomes ?? {}).sort((a, b) => b[1] - a[1]);
+  const outcomes = Object.entries(counts).sort((a, b) => b[1] - a[1]);
   bars(byId("outcomes"), outcomes.map(([name, count]) => [OUTCOMES[name] ?? name, count]));
-  fill(byId("tenants"), Object.entries(now.tenants).map(([name, counts]) => tenantRow(name, counts)));
+  fill(byId("tenants"), Object.entries(tenants).map(([name, own]) => tenantRow(name, own)));
+}
+
+export function drawCache(now) {
+  drawTokens(now.tokens, now.cluster.prefixes?.outcomes ?? {}, now.tenants);
   fill(byId("prefixes"), now.prefixes.map((prefix) => row(element("th", prefix.key.slice(0, 12), "id"), prefix.blocks,
     cell((60 * prefix.uses_per_s).toFixed(1), "number"), prefix.holders.length, cell(prefix.holders.join(", ") || "none now", "wrap"))));
   drawReuse(now);

@@ -74,6 +74,13 @@ async function listBenchmarks() {
   byId("benchmarks").querySelector(".none").hidden = listed.length > 0;
 }
 
+// A session that is over is begun anew.
+async function showSession() {
+  const response = await fetch("/v1/session", { cache: "no-store" }).catch(() => undefined);
+  if (response?.status === 401) location.assign("/sign-in");
+  if (response?.ok) byId("session").hidden = !(await response.json()).signed_in;
+}
+
 function follow() {
   const source = new EventSource("/v1/live");
   source.onmessage = (event) => { if (!paused) draw(JSON.parse(event.data), opener); };
@@ -82,6 +89,7 @@ function follow() {
     byId("state").className = "pill bad";
     source.close();
     setTimeout(follow, RETRY_MS);
+    showSession();
   };
 }
 
@@ -96,5 +104,6 @@ byId("requests").addEventListener("click", (event) => {
 startTheme();
 playground.start(showTimeline);
 follow();
+showSession();
 listBenchmarks();
 setInterval(() => { if (!document.hidden) listBenchmarks(); }, LISTED_MS);

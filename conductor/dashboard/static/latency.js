@@ -36,6 +36,7 @@ function drawGoodput(now) {
   bars(byId("ends"), ends);
   bars(byId("rejections"), Object.entries(now.rejections).map(([stage, count]) => [STAGES[stage] ?? stage, count]));
   bars(byId("placements"), Object.entries(now.placements));
+  bars(byId("placement-paths"), Object.entries(now.placement_paths));
 }
 
 export function drawService(now) {

@@ -1,10 +1,11 @@
 // The dashboard's panels, from one snapshot of /v1/live and the one before it.
-import { drawCache, parts } from "./cache_panel.js";
+import { drawCache, drawTokens, parts } from "./cache_panel.js";
 import * as charts from "./charts.js";
 import { byId, bytes, cell, element, fill, format, patch, percent, pill, row, say, seconds, within } from "./elements.js";
 import { byName, drawMap, holders, stateClass, stateOf, tiers } from "./cluster_map.js";
 import { pathsWithRates, rate, rateOfAll, remember, withRates } from "./rates.js";
 import { drawEstimates, drawService } from "./latency.js";
+import { drawPlan } from "./planner.js";
 import { drawTransfers } from "./transfers.js";
 
 const LOST_SHOWN_S = 120; // how long a node stays listed after its lease has ended
@@ -120,19 +121,36 @@ function drawEvents(events) {
   }));
 }
 
-// ``open(id)`` creates the link to a request's timeline.
-export function draw(now, open) {
-  const routes = withRates(now);
-  const state = !now.ready ? "not ready" : now.degraded.length ? "degraded" : "ready";
-  say(byId("model"), now.cluster.model);
+function drawState(now, model, degraded) {
+  const state = !now.ready ? "not ready" : degraded.length ? "degraded" : "ready";
+  say(byId("model"), model);
   say(byId("state"), state);
   byId("state").className = `pill ${{ ready: "good", degraded: "warn" }[state] ?? "bad"}`;
-  patch(byId("degraded"), now.degraded.map((text) => element("li", text)));
+  patch(byId("degraded"), degraded.map((text) => element("li", text)));
+}
+
+// What one tenant may see: its own tokens and requests.
+function drawTenant(now, open) {
+  document.body.dataset.tenant = now.tenant;
+  drawState(now, now.model, []);
+  drawTokens(now.tokens, now.outcomes, { [now.tenant]: now.tokens });
+  drawRequests(now.requests, open);
+}
+
+// ``open(id)`` creates the link to a request's timeline.
+export function draw(now, open) {
+  if (now.tenant !== undefined) {
+    drawTenant(now, open);
+    return;
+  }
+  const routes = withRates(now);
+  drawState(now, now.cluster.model, now.degraded);
   drawNow(now);
   drawCharts(now, routes);
   const nodes = withLost(now);
   drawMap(nodes, routes);
   drawNodes(nodes);
+  drawPlan(now.planner);
   drawCache(now);
   drawTransfers(pathsWithRates(now), routes);
   drawRequests(now.requests, open);

@@ -26,13 +26,13 @@ function facts(pairs) {
 function about() {
   const { cluster, about: told } = data;
   const pairs = [["made", `${moment(data.made_unix_s)} by moonpool ${data.moonpool}`]];
-  if (!cluster) return section("about", "About", facts(pairs));
+  if (!told) return section("about", "About", facts(pairs));
   const versions = Object.entries(told.versions ?? {}).map(([name, version]) => `${name} ${version}`).join(", ");
-  pairs.push(["cluster", data.url], ["watched for", `${data.seconds} s`], ["conductor", cluster.conductor_id],
+  pairs.push(["cluster", data.url], ["watched for", `${data.seconds} s`], ["conductor", cluster?.conductor_id ?? "–"],
     ["its code", `moonpool ${told.moonpool}${told.commit ? `, commit ${told.commit}` : ""}`],
-    ["serves since", moment(told.started_unix_s)], ["its machine", told.machine], ["its versions", versions],
-    ["model", `${cluster.model}, ${cluster.dtype}, ${cluster.block_size} tokens a block`]);
-  for (const node of cluster.nodes) {
+    ["serves since", moment(told.started_unix_s)], ["its machine", told.machine], ["its versions", versions]);
+  if (cluster) pairs.push(["model", `${cluster.model}, ${cluster.dtype}, ${cluster.block_size} tokens a block`]);
+  for (const node of cluster?.nodes ?? []) {
     const known = Object.entries(node.versions ?? {}).map(([name, version]) => `${name} ${version}`).join(", ");
     if (known) pairs.push([node.node_id, known]);
   }
@@ -76,7 +76,7 @@ document.querySelectorAll("[data-only=live]").forEach((part) => part.remove());
 document.title = data.title;
 document.querySelector("h1").textContent = data.title;
 main.prepend(about());
-if (data.cluster) {
+if (data.samples) {
   byId("about").after(options());
   data.samples.forEach((sample) => draw(sample, opener));
   if (data.timelines.length) main.append(timelines());

@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from moonpool.engine.errors import HostRefused
 from moonpool.engine.ranks.hosts.connection import RelayConnection
 from moonpool.engine.ranks.hosts.daemon_session import DaemonSession
-from moonpool.engine.ranks.hosts.handshake import HANDSHAKE_S, Welcome, meet_leader
+from moonpool.engine.ranks.hosts.handshake import HANDSHAKE_S, Welcome, meet_leader, rank_host_key
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.network.sockets import prepare
-from moonpool.runtime.network.tls import secure, tls_contexts
+from moonpool.runtime.security import process
+from moonpool.runtime.security.tls import secure
 from moonpool.runtime.service.lifecycle import ServiceContext, run_service
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class RankHost:
         self._host, self._port = host.strip("[]"), int(port)
         self._name = config.node.id or socket.gethostname()
         self._transfer = config.transfer
-        self._tls = tls_contexts(config.transfer.tls)
+        self._security = process.current()
         self._last_message = ""
 
     async def run(self, context: ServiceContext) -> None:
@@ -84,9 +85,9 @@ class RankHost:
             try:
                 prepare(sock)
                 await loop.sock_connect(sock, address)
-                if self._tls is not None:
-                    sock = await secure(sock, self._tls.client, server=False)
-                welcome = await meet_leader(sock, self._name, self._transfer.secret)
+                if (tls := self._security.tls) is not None:
+                    sock = await secure(sock, tls, server=False)
+                welcome = await meet_leader(sock, self._name, rank_host_key(self._security))
             except BaseException:
                 sock.close()
                 raise

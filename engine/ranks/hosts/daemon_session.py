@@ -27,6 +27,7 @@ from moonpool.engine.ranks.hosts.frames import (
     unpack_step,
 )
 from moonpool.runtime.config.options import TransferOptions
+from moonpool.runtime.security import process
 from moonpool.runtime.service.vital import vital
 
 log = logging.getLogger(__name__)
@@ -121,6 +122,7 @@ class DaemonSession:
                 words["board"], words["exchange"] = self._board.path, self._exchange.path
             case {"agent": words}:
                 words["options"] = asdict(self._transfer)
+                words["security"] = asdict(process.current().options)
             case _:
                 return line
         return json.dumps(command).encode() + b"\n"

@@ -1,4 +1,4 @@
-"""Handshake of a rank host with a leader: both check the version and the secret.
+"""Handshake of a rank host with a leader: both check the version and the cluster's key.
 
 rank host            leader
   hello     ──────>           its name and version, a nonce
@@ -24,6 +24,8 @@ from typing import Any
 from moonpool.engine.errors import HostRefused
 from moonpool.runtime.config.agreement import own_version
 from moonpool.runtime.network.sockets import receive_exactly, send_all
+from moonpool.runtime.security.process import Security
+from moonpool.runtime.security.roles import NODE
 
 HANDSHAKE_S = 5.0
 _HEADER = struct.Struct("<4sH")
@@ -38,23 +40,28 @@ class Welcome:
     timeout_s: float
 
 
-async def meet_leader(sock: socket.socket, name: str, secret: str) -> Welcome:
+def rank_host_key(security: Security) -> bytes:
+    """``key`` of both sides. Raises ConfigError: it is not the key of a node."""
+    return security.handshake_key("rank host", NODE)
+
+
+async def meet_leader(sock: socket.socket, name: str, key: bytes) -> Welcome:
     """Run the rank host's side on a connected non-blocking socket. Raises HostRefused (by either side),
     OSError."""
     hello = _pack(name=name, version=own_version(), nonce=os.urandom(32).hex())
     await send_all(sock, hello)
     challenge, words = await _receive(sock, "a leader")
     _raise_if_refused(words)
-    await send_all(sock, _pack(proof=_mac(secret, "rank host", hello, challenge)))
+    await send_all(sock, _pack(proof=_mac(key, "rank host", hello, challenge)))
     _, answer = await _receive(sock, "a leader")
     _raise_if_refused(answer)
-    if not _is_proof(answer, _mac(secret, "leader", hello, challenge)):
-        raise HostRefused("it does not know our transfer.secret: set the same one on both")
+    if not _is_proof(answer, _mac(key, "leader", hello, challenge)):
+        raise HostRefused("it does not know our security.cluster_key: set the same one on both")
     return Welcome(str(words["name"]), float(answer["timeout_s"]))
 
 
 async def meet_rank_host(
-    sock: socket.socket, welcome: Welcome, secret: str, refuse: Callable[[str], str]
+    sock: socket.socket, welcome: Welcome, key: bytes, refuse: Callable[[str], str]
 ) -> str:
     """Run the leader's side on an accepted non-blocking socket. Return the rank host's name.
 
@@ -74,14 +81,14 @@ async def meet_rank_host(
     if reason:
         raise HostRefused(reason)
     _, answer = await _receive(sock, "a rank host")
-    if not _is_proof(answer, _mac(secret, "rank host", hello, challenge)):
+    if not _is_proof(answer, _mac(key, "rank host", hello, challenge)):
         reason = (
-            f"rank host {name} does not know the transfer.secret of node {welcome.leader}: "
+            f"rank host {name} does not know the security.cluster_key of node {welcome.leader}: "
             "set the same one on both"
         )
         await send_all(sock, _pack(refused=reason))
         raise HostRefused(reason)
-    proof = _mac(secret, "leader", hello, challenge)
+    proof = _mac(key, "leader", hello, challenge)
     await send_all(sock, _pack(proof=proof, timeout_s=welcome.timeout_s))
     return name
 
@@ -97,8 +104,8 @@ async def _receive(sock: socket.socket, peer: str) -> tuple[bytes, dict[str, Any
     magic, nbytes = _HEADER.unpack(header)
     if magic != _MAGIC:
         raise HostRefused(
-            f"the other side is not {peer} of this version: the address is wrong, or transfer.tls is "
-            "set on one side only"
+            f"the other side is not {peer} of this version: the address is wrong, or security.cert "
+            "is set on one side only"
         )
     message = await receive_exactly(sock, nbytes)
     try:
@@ -119,5 +126,5 @@ def _raise_if_refused(words: dict[str, Any]) -> None:
         raise HostRefused(str(reason))
 
 
-def _mac(secret: str, side: str, hello: bytes, challenge: bytes) -> str:
-    return hmac.digest(secret.encode(), b"|".join((side.encode(), hello, challenge)), "sha256").hex()
+def _mac(key: bytes, side: str, hello: bytes, challenge: bytes) -> str:
+    return hmac.digest(key, b"|".join((side.encode(), hello, challenge)), "sha256").hex()

@@ -9,12 +9,15 @@ import socket
 
 from moonpool.engine.errors import HostRefused
 from moonpool.engine.ranks.hosts.connection import RelayConnection
-from moonpool.engine.ranks.hosts.handshake import HANDSHAKE_S, Welcome, meet_rank_host
+from moonpool.engine.ranks.hosts.handshake import HANDSHAKE_S, Welcome, meet_rank_host, rank_host_key
 from moonpool.engine.ranks.hosts.remote_host import RemoteHost
-from moonpool.runtime.config.options import ParallelOptions, TransferOptions
+from moonpool.runtime.config.options import ParallelOptions
 from moonpool.runtime.errors import ConfigError, PortInUse
-from moonpool.runtime.network.sockets import loopback_only, prepare
-from moonpool.runtime.network.tls import secure, tls_contexts
+from moonpool.runtime.network.sockets import prepare
+from moonpool.runtime.security import process
+from moonpool.runtime.security.posture import check_listening
+from moonpool.runtime.security.roles import NODE
+from moonpool.runtime.security.tls import owner_of_socket, secure
 
 log = logging.getLogger(__name__)
 
@@ -25,16 +28,13 @@ _MAX_HANDSHAKES = 64
 class HostListener:
     """Listens from ``open`` to ``close`` and accepts ``num_hosts`` rank hosts at a time."""
 
-    def __init__(
-        self, num_hosts: int, listen: str, name: str, timeout_s: float, transfer: TransferOptions
-    ) -> None:
-        """``listen``: host:port; ``name``: of the leader. Raises ConfigError for unusable certificates."""
+    def __init__(self, num_hosts: int, listen: str, name: str, timeout_s: float) -> None:
+        """``listen``: host:port; ``name``: of the leader."""
         self.num_hosts = num_hosts
         host, _, port = listen.rpartition(":")
         self._host, self._port = host.strip("[]"), int(port)
         self._welcome = Welcome(name, timeout_s)
-        self._secret = transfer.secret
-        self._tls = tls_contexts(transfer.tls)
+        self._security = process.current()
         self._listening: socket.socket | None = None
         self._meeting: set[asyncio.Task[None]] = set()
         self._hosts: list[RemoteHost] = []
@@ -42,13 +42,11 @@ class HostListener:
         self._logged: set[tuple[str, str]] = set()
 
     @classmethod
-    def from_options(
-        cls, options: ParallelOptions, name: str, transfer: TransferOptions
-    ) -> HostListener | None:
+    def from_options(cls, options: ParallelOptions, name: str) -> HostListener | None:
         """Return None if all ranks are on this machine."""
         if options.hosts == 1:
             return None
-        return cls(options.hosts - 1, options.listen, name, options.timeout_s, transfer)
+        return cls(options.hosts - 1, options.listen, name, options.timeout_s)
 
     @property
     def port(self) -> int:
@@ -57,11 +55,9 @@ class HostListener:
         return int(self._listening.getsockname()[1])
 
     def open(self) -> None:
-        """Listen. Raises PortInUse, or ConfigError for an address of another machine."""
-        if not self._secret and not loopback_only(self._host):
-            log.warning(
-                "transfer.secret is empty: any process that reaches %s can run ranks of this node", self._host
-            )
+        """Listen. Raises PortInUse, or ConfigError for an address of another machine, or for one that others
+        reach without a key or certificates."""
+        check_listening(self._security, self._host, "engine.parallel.listen")
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         try:
             self._listening = socket.create_server((self._host, self._port), family=family)
@@ -125,9 +121,12 @@ class HostListener:
         peer = str(sock.getpeername()[0])
         try:
             async with asyncio.timeout(HANDSHAKE_S):
-                if self._tls is not None:
-                    sock = await secure(sock, self._tls.server, server=True)
-                name = await meet_rank_host(sock, self._welcome, self._secret, self._refuse)
+                if (tls := self._security.tls) is not None:
+                    sock = secured = await secure(sock, tls, server=True)
+                    if (owner := owner_of_socket(secured)).role != NODE:
+                        raise HostRefused(f"its certificate is of {owner.role} {owner.name}, not of a node")
+                key = rank_host_key(self._security)
+                name = await meet_rank_host(sock, self._welcome, key, self._refuse)
         except (OSError, HostRefused, TimeoutError) as error:
             sock.close()
             # It retries; log each reason once.

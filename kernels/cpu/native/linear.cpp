@@ -7,20 +7,11 @@
 // Every output is summed over the inputs in order, so that a row's result does not depend on the other rows,
 // bit for bit.
 
-#include <algorithm>
 #include <vector>
 
-#include "threads.h"
-#include "tile.h"
+#include "panels.h"
 
 namespace {
-
-constexpr int PANEL = 4 * W;            // outputs in a panel
-constexpr int64_t CHUNK = 512;          // inputs of a panel that stay in the L1/L2 caches for all rows
-constexpr int64_t MIN_ROWS_A_TASK = 192;  // a block of rows reads, and perhaps converts, its weights anew
-constexpr int64_t ROWS_TO_WIDEN = 48;   // from this many rows on, a chunk of bf16 is converted once for all
-
-int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // ---------------------------------------------------------------- bf16 weights, in pairs of inputs
 
@@ -139,15 +130,6 @@ void panel(const X* x, int64_t ldx, int64_t rows, const T* w, int64_t inputs, fl
     }
 }
 
-template <class Y>
-void finish(const float* sums, const float* bias, Y* y, int64_t ldy, int64_t rows, int64_t outputs) {
-    for (int64_t row = 0; row < rows; row++, sums += PANEL, y += ldy)
-        for_vectors(outputs, [&](int64_t i, int count) {
-            const vf v = load(sums + i);
-            store_some(y + i, bias ? v + load_some(bias + i, count) : v, count);
-        });
-}
-
 // Rows first … end - 1 of one matrix product: rows of x and y, and the packed weight.
 template <class X, class T, class Y>
 struct Product {
@@ -180,35 +162,6 @@ struct Product {
         return {x + first * ldx, ldx, w, bias, y + first * outputs, end - first, inputs, stored, outputs};
     }
 };
-
-// Parts of a product for the threads: ranges of panels and, where there are few panels, of rows too.
-template <class P>
-void multiply(const P& product) {
-    const int64_t panels = product.num_panels(), wanted = num_threads() * TASKS_A_THREAD;
-    const int64_t blocks = num_threads() == 1 ? 1
-                           : std::clamp<int64_t>(product.rows / MIN_ROWS_A_TASK, 1, 1 + (wanted - 1) / panels);
-    if (blocks == 1)
-        return parallel_ranges(panels, product.panel_ns(), [&](int64_t first, int64_t end) {
-            product.panels(first, end);
-        });
-    parallel(panels * blocks, [&](int64_t i) {
-        const int64_t block = i % blocks, rows = product.rows;
-        product.part(rows * block / blocks, rows * (block + 1) / blocks).panels(i / blocks, i / blocks + 1);
-    });
-}
-
-// Rows as To, each padded with zeros to `stored` values.
-template <class To, class X>
-const To* converted(const X* x, int64_t rows, int64_t inputs, int64_t stored) {
-    static thread_local std::vector<To> scratch;
-    if ((int64_t)scratch.size() < rows * stored) scratch.resize(rows * stored);
-    for (int64_t row = 0; row < rows; row++, x += inputs) {
-        To* to = scratch.data() + row * stored;
-        for_vectors(inputs, [&](int64_t i, int count) { store_some(to + i, load_some(x + i, count), count); });
-        for (int64_t i = inputs; i < stored; i++) from_float(to + i, 0.0f);
-    }
-    return scratch.data();
-}
 
 // Calls f(product) with activations in the type that is multiplied. The product is valid until the thread
 // makes the next one.

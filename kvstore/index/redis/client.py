@@ -7,11 +7,12 @@ from urllib.parse import urlsplit, urlunsplit
 
 from redis.asyncio import Redis, Sentinel
 from redis.asyncio.cluster import ClusterNode, RedisCluster
-from redis.asyncio.connection import parse_url
+from redis.asyncio.connection import SSLConnection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from moonpool.kvstore.errors import StoreError
+from moonpool.runtime.security import process
 
 _DEFAULT_PORT = 6379
 _DEFAULT_SENTINEL_PORT = 26379
@@ -20,24 +21,49 @@ _DEFAULT_SENTINEL_PORT = 26379
 def connect(url: str) -> Any:
     """Return a client for ``redis://``, ``rediss://`` or ``unix://``; ``redis+cluster://host:port,host:port``
     for a Redis Cluster; ``redis+sentinel://host:port,host:port/service`` for a server watched by Sentinel.
-    ``rediss+…``: over TLS. A password is for the data servers.
+    A password is for the data servers.
+
+    ``rediss…``: over TLS, Sentinels included. The servers' certificates must be of ``security.ca``, and for
+    the host in the URL, or the address that Sentinel or Cluster tells; the client shows ``security.cert``.
+    Without these options the system's authorities count; options in the URL (``?ssl_ca_certs=``) go first.
 
     It connects with the first command and does not retry: callers do. Close it with ``await
-    client.aclose()``.
+    client.aclose()``. Raises ``StoreError``.
     """
     # redis-py retries three times on its own, with sleeps, unless told not to.
     options: dict[str, Any] = {"retry": Retry(NoBackoff(), 0), "socket_connect_timeout": 2.0}
     scheme = url.partition("://")[0]
-    if scheme in ("redis", "rediss", "unix"):
-        return Redis.from_url(url, **options)
-    if scheme in ("redis+cluster", "rediss+cluster"):
-        return _cluster(url, options)
-    if scheme in ("redis+sentinel", "rediss+sentinel"):
-        return _sentinel(url, options)
+    connectors = {"": _server, "+cluster": _cluster, "+sentinel": _sentinel}
+    for ending, connector in connectors.items():
+        if scheme in (f"redis{ending}", f"rediss{ending}", *(["unix"] if not ending else [])):
+            try:
+                return connector(url, options)
+            except ValueError as error:
+                # Its text may be a part of the password.
+                raise StoreError(
+                    "index.redis_url is no URL that can be read: write @, / and : in a password as %40, %2F "
+                    "and %3A"
+                ) from error
     raise StoreError(
         "index.redis_url must start with redis://, rediss://, unix://, redis+cluster:// or "
         f"redis+sentinel://, got {url!r}"
     )
+
+
+class _FreshTls(SSLConnection):
+    """Reads its certificates for each connection: they may have been renewed."""
+
+    def _connection_arguments(self) -> Any:
+        self.ssl_context.context = None
+        return super()._connection_arguments()
+
+
+def _server(url: str, options: dict[str, Any]) -> Any:
+    has_tls = url.startswith("rediss")
+    client = Redis.from_url(url, **options, **(_certificates() if has_tls else {}))
+    if has_tls:
+        client.connection_pool.connection_class = _FreshTls
+    return client
 
 
 def _cluster(url: str, options: dict[str, Any]) -> Any:
@@ -52,8 +78,17 @@ def _sentinel(url: str, options: dict[str, Any]) -> Any:
             f"a redis+sentinel:// URL must end in the service's name (host:26379/mymaster), got {url!r}"
         )
     sentinels = [(host, port or _DEFAULT_SENTINEL_PORT) for host, port in _hosts(url)]
-    sentinel: Any = Sentinel(sentinels, socket_connect_timeout=2.0)  # type: ignore[no-untyped-call]
-    return sentinel.master_for(service, **options, **_access(url))
+    access = _access(url)
+    tls = {name: value for name, value in access.items() if name.startswith("ssl")}
+    sentinel: Any = Sentinel(sentinels, sentinel_kwargs={"socket_connect_timeout": 2.0, **tls})  # type: ignore[no-untyped-call]
+    return sentinel.master_for(service, **options, **access)
+
+
+def _certificates() -> dict[str, Any]:
+    options = process.current().options
+    if not options.cert:
+        return {}
+    return {"ssl_ca_certs": options.ca, "ssl_certfile": options.cert, "ssl_keyfile": options.key}
 
 
 def _hosts(url: str) -> list[tuple[str, int | None]]:
@@ -72,5 +107,5 @@ def _access(url: str) -> dict[str, Any]:
     for name in ("host", "port"):
         access.pop(name, None)
     if access.pop("connection_class", None) is not None:
-        access["ssl"] = True
+        access = {"ssl": True, **_certificates(), **access}
     return access

@@ -8,8 +8,8 @@ are dropped at once with the node's log.
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from secrets import token_hex
 from typing import Any
@@ -20,31 +20,20 @@ from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.errors import (
     ChangesCorrupt,
+    EntryCorrupt,
     EpochSuperseded,
     IndexUnavailable,
     NodeUnknown,
     StoreError,
 )
-from moonpool.kvstore.index import metrics
 from moonpool.kvstore.index.redis import lua_scripts as scripts
 from moonpool.kvstore.index.redis.changes import REMOVED, decode, encode, split
+from moonpool.kvstore.index.redis.entries import Event, LogPage, NodeEntries, Registration, skipped, text
 from moonpool.kvstore.index.redis.node_record import NodeRecord, RecordCorrupt
+from moonpool.kvstore.index.redis.seal import Seals
 
-UNREADABLE = b"?"
-
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One entry of the stream. kind: J joined, H heartbeat, B blocks changed, C complete, L left, or
-    ``UNREADABLE`` with the reason as ``data``."""
-
-    seq: int
-    kind: bytes
-    node_id: str
-    epoch: int
-    data: bytes
+# What uvloop raises, not OSError as others do, where a connection broke before the command is written.
+_CLOSED = "the handler is closed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +43,6 @@ class StreamPosition:
     instance: str
     seq: int
     lapsed: tuple[str, ...]  # nodes with an expired lease that are not dropped yet
-
-
-@dataclass(frozen=True, slots=True)
-class LogPage:
-    """Batches of a node's log. ``base + len(all batches)`` only grows; a base beyond the requested position
-    means that batches were dropped unread: start over."""
-
-    epoch: int
-    record: NodeRecord
-    complete: bool
-    base: int
-    batches: list[bytes]
-    seq: int  # of the last event when the page was read
 
 
 class KVIndex:
@@ -80,19 +56,27 @@ class KVIndex:
         *,
         history_nbytes: int = 32 << 20,
         timeout_s: float = 3.0,
+        seals: Seals | None = None,
+        unix_clock: Callable[[], float] = time.time,
     ) -> None:
         """``redis``: a ``redis.asyncio`` Redis or RedisCluster without decoded responses; not closed here.
-        ``history_nbytes``: how much of the stream is kept for mirrors that fall behind."""
+        ``history_nbytes``: how much of the stream is kept for mirrors that fall behind. ``seals``: by default
+        those of this process's cluster. Raises ``ConfigError``: this process has only a role's key."""
         if not namespace or set(namespace) & set("{}"):
             raise StoreError(f"index namespace must be non-empty and without braces, got {namespace!r}")
         self.namespace = namespace
+        # Entries of nodes that cannot be read, as they were when that was said.
+        self.unreadable: dict[str, bytes] = {}
         self._redis = redis
+        self.seals = seals or Seals()
         self._history = history_nbytes
         self._timeout_s = timeout_s
         tag = f"{{{namespace}}}"
         self._meta, self._events = f"{tag}:meta", f"{tag}:events"
         self._marks, self._leases = f"{tag}:marks", f"{tag}:leases"
         self._node_prefix, self._log_prefix = f"{tag}:node:", f"{tag}:log:"
+        self._entries = NodeEntries(self.seals, self._node_prefix, self._log_prefix, unix_clock)
+        self._registered: dict[str, Registration] = {}  # by this process
 
     async def register(self, record: NodeRecord, ttl_s: float, *, complete: bool = True) -> int:
         """Begin an epoch of a node, or the current one again: the index has none of its blocks afterwards.
@@ -101,17 +85,26 @@ class KVIndex:
         ``publish(..., complete=True)``. Returns the start position of its log. Raises ``EpochSuperseded``: a
         newer epoch is registered; nothing has changed.
         """
-        node_id, epoch = record.node_id, record.epoch
+        node_id, epoch, before = record.node_id, record.epoch, self._registered.get(record.node_id)
+        own = Registration(node_id, epoch, self._entries.now_ms())
+        if before is not None:
+            own.life = max(own.life, before.life + 1)
+        joined = self._entries.record(own, record, _ms(ttl_s), joins=True)
+        kept = self._entries.record(own, record, _ms(ttl_s))
+        done = self._entries.complete(own) if complete else b""
         keys = [*self._own(node_id), self._leases, self._events, self._meta, self._marks]
-        args = [node_id, epoch, record.to_json(), _ms(ttl_s), token_hex(8), self._history, int(complete)]
+        args = [node_id, epoch, kept, _ms(ttl_s), token_hex(8), self._history, done, joined]
         reply = self._checked(await self.run("register", scripts.register, keys, args), node_id, epoch)
-        return int(reply[2])
+        own.position = int(reply[2])
+        self._registered[node_id] = own
+        return own.position
 
     async def heartbeat(self, record: NodeRecord, ttl_s: float) -> None:
         """Renew the lease and replace the record. Raises ``NodeUnknown``, ``EpochSuperseded``."""
         node_id, epoch = record.node_id, record.epoch
+        kept = self._entries.record(await self._registration(node_id, epoch), record, _ms(ttl_s))
         keys = [self._node_prefix + node_id, self._leases, self._events, self._meta, self._marks]
-        args = [node_id, epoch, record.to_json(), _ms(ttl_s), self._history]
+        args = [node_id, epoch, kept, _ms(ttl_s), self._history]
         self._checked(await self.run("heartbeat", scripts.heartbeat, keys, args), node_id, epoch)
 
     async def publish(
@@ -126,7 +119,8 @@ class KVIndex:
         """Publish in one step the blocks a node holds and those it does not. A key in both counts as removed.
         Others repair a node's entries with it after a stale hit.
 
-        Raises ``NodeUnknown``, ``EpochSuperseded``; nothing has changed then.
+        Raises ``NodeUnknown``, ``EpochSuperseded``; nothing has changed then. ``EntryCorrupt``: the node was
+        registered by another process, and its record cannot be used.
         """
         gone = set(removed)
         held = {key: tier for key, tier in stored if key not in gone}
@@ -145,30 +139,54 @@ class KVIndex:
     ) -> None:
         """``publish`` of encoded changes. ``quiet`` replaces the ``trim`` oldest batches of the log in the
         same step, without telling mirrors, if the log still starts at ``base``."""
+        own = await self._registration(node_id, epoch)
         keys = [*self._own(node_id), self._events, self._meta, self._marks]
-        args = [node_id, epoch, changes, quiet, base, trim, self._history, int(complete)]
-        self._checked(await self.run("publish", scripts.publish, keys, args), node_id, epoch)
+        done = self._entries.complete(own) if complete else b""
+        while True:
+            position = own.position
+            news = self._entries.batch(own, position, changes)
+            again = self._entries.batch(own, position + bool(changes), quiet)
+            args = [node_id, epoch, news, again, base, trim, self._history, done, position]
+            reply = self._checked(await self.run("publish", scripts.publish, keys, args), node_id, epoch)
+            # MOVED: a batch of another process is there, or of an own call with a lost answer.
+            own.position = int(reply[1])
+            if reply[0] == b"OK":
+                return
 
     async def deregister(self, node_id: str, epoch: int, reason: str = "left") -> bool:
         """Drop the node and its blocks. False: it was not registered in this epoch."""
         return await self.drop(node_id, epoch, reason=reason, only_lapsed=False)
 
     async def drop(
-        self, node_id: str, epoch: int, *, reason: str = "lapsed", only_lapsed: bool = True
+        self,
+        node_id: str,
+        epoch: int,
+        *,
+        life: int | None = None,
+        reason: str = "lapsed",
+        only_lapsed: bool = True,
     ) -> bool:
-        """Drop a node, if ``only_lapsed`` only after its lease has ended. False: nothing was dropped."""
+        """Drop a node, if ``only_lapsed`` only after its lease has ended. False: nothing was dropped.
+
+        ``life``: of its registration; None: it is read, which raises ``EntryCorrupt`` if the record cannot be
+        used.
+        """
+        try:
+            found = Registration(node_id, epoch, life) if life else await self._registration(node_id, epoch)
+        except (NodeUnknown, EpochSuperseded):
+            return False
         keys = [*self._own(node_id), self._leases, self._events, self._meta, self._marks]
-        args = [node_id, epoch, reason, int(only_lapsed), self._history]
+        args = [node_id, epoch, self._entries.left(found, reason), int(only_lapsed), self._history]
         reply = await self.run("drop", scripts.drop, keys, args)
         return bool(reply[0] == b"OK")
 
     async def watch(self) -> StreamPosition:
         keys = [self._meta, self._leases, self._events, self._marks]
         instance, seq, lapsed = await self.run("watch", scripts.watch, keys, [token_hex(8)])
-        return StreamPosition(_text(instance), int(seq), tuple(map(_text, lapsed)))
+        return StreamPosition(text(instance), int(seq), tuple(map(text, lapsed)))
 
     async def node_ids(self) -> list[str]:
-        return [_text(name) for name in await self._do("ZRANGE", self._leases, 0, -1)]
+        return [text(name) for name in await self._do("ZRANGE", self._leases, 0, -1)]
 
     async def nodes(self) -> dict[str, NodeRecord]:
         """Every registered node's record, including expired ones until they are dropped. Corrupt ones are
@@ -177,27 +195,34 @@ class KVIndex:
         for node_id in await self.node_ids():
             try:
                 page = await self.read_log(node_id, 0, 0)
-            except RecordCorrupt as error:
-                skipped("the record", node_id, error)
+            except EntryCorrupt:
                 continue
             if page is not None:
                 found[node_id] = page.record
         return found
 
     async def read_log(self, node_id: str, position: int = 0, count: int = 64) -> LogPage | None:
-        """Up to ``count`` batches of a node's log from an absolute position; None: no such node. Raises
-        ``RecordCorrupt``."""
+        """Up to ``count`` batches of a node's log from an absolute position; None: no such node. Refused
+        batches are logged and counted. Raises ``EntryCorrupt``: the record cannot be used; that is logged
+        and counted whenever what is in Redis has changed."""
         keys = [*self._own(node_id), self._meta]
         reply = await self.run("read_log", scripts.read, keys, [position, count])
         if not reply:
+            self.unreadable.pop(node_id, None)
             return None
-        if reply[0] == b"CORRUPT":
-            raise RecordCorrupt(f"Redis has no readable entry of node {node_id}: {_text(reply[1])}")
-        epoch, record, complete, base, batches, seq = reply
-        read = NodeRecord.from_json(record)
-        if read.node_id != node_id or str(read.epoch).encode() != epoch:
-            raise RecordCorrupt(f"node {node_id} of epoch {_text(epoch)} has the record {record[:200]!r}")
-        return LogPage(read.epoch, read, complete == b"1", int(base), batches, int(seq))
+        try:
+            if reply[0] == b"CORRUPT":
+                raise RecordCorrupt(f"Redis has no readable entry of node {node_id}: {text(reply[1])}")
+            return self._entries.page(node_id, position, reply)
+        except EntryCorrupt as error:
+            self.skip_record(node_id, b" ".join(reply[:2]), error)
+            raise
+
+    def skip_record(self, node_id: str, entry: bytes, error: EntryCorrupt) -> None:
+        """Log and count that a node's record cannot be used, unless that was said of the same ``entry``."""
+        if self.unreadable.get(node_id) != entry:
+            self.unreadable[node_id] = entry
+            skipped("the record", node_id, error)
 
     async def read_events(self, after: int, count: int, block_s: float = 0.0) -> list[Event]:
         """Events after a number, in order, waiting up to ``block_s`` for the first. Its number shows whether
@@ -206,11 +231,11 @@ class KVIndex:
         if block_s > 0:
             args += ["BLOCK", _ms(block_s)]
         reply = await self._do(*args, "STREAMS", self._events, f"{after}-0", extra_s=block_s)
-        return [_event(entry) for entry in _entries(reply)]
+        return [self._entries.event(entry) for entry in _entries(reply)]
 
     async def event(self, seq: int) -> Event | None:
         reply = await self._do("XRANGE", self._events, f"{seq}-0", f"{seq}-0")
-        return _event(reply[0]) if reply else None
+        return self._entries.event(reply[0]) if reply else None
 
     async def snapshot(self) -> dict[str, dict[BlockKey, Tier]]:
         """The blocks of every node, by replaying every log; slow, for checks. Corrupt records and batches are
@@ -219,8 +244,7 @@ class KVIndex:
         for node_id in await self.node_ids():
             try:
                 page = await self.read_log(node_id, 0, 1 << 30)
-            except RecordCorrupt as error:
-                skipped("the record", node_id, error)
+            except EntryCorrupt:
                 continue
             if page is None:
                 continue
@@ -231,6 +255,27 @@ class KVIndex:
                 except ChangesCorrupt as error:
                     skipped("a batch in the log", node_id, error)
         return held
+
+    def now_ms(self) -> int:
+        """This host's clock, in milliseconds since 1970."""
+        return self._entries.now_ms()
+
+    def expired(self, number: int) -> bool:
+        """Whether a record valid until ``number`` should have been renewed, whichever clock is right."""
+        return self._entries.expired(number)
+
+    async def _registration(self, node_id: str, epoch: int) -> Registration:
+        """Ours, or what Redis has of another process's. Raises ``NodeUnknown``, ``EpochSuperseded``,
+        ``EntryCorrupt``."""
+        own = self._registered.get(node_id)
+        if own is not None and own.epoch == epoch:
+            return own
+        page = await self.read_log(node_id, 0, 0)
+        if page is None or page.epoch < epoch:
+            raise NodeUnknown(node_id, epoch)
+        if page.epoch > epoch:
+            raise EpochSuperseded(node_id, epoch, page.epoch)
+        return Registration(node_id, epoch, page.life, page.number, page.base)
 
     def _own(self, node_id: str) -> tuple[str, str]:
         return self._node_prefix + node_id, self._log_prefix + node_id
@@ -263,7 +308,9 @@ class KVIndex:
         try:
             async with asyncio.timeout(self._timeout_s + extra_s):
                 reply = await self._redis.execute_command(*command)
-        except (RedisError, OSError, TimeoutError) as error:
+        except (RedisError, OSError, TimeoutError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and _CLOSED not in str(error):
+                raise
             _raise_if_cancelled(task, cancels)
             raise IndexUnavailable(name or str(command[0]), f"{type(error).__name__}: {error}") from error
         _raise_if_cancelled(task, cancels)
@@ -274,12 +321,6 @@ def _raise_if_cancelled(task: asyncio.Task[Any], cancels: int) -> None:
     """redis-py swallows a cancellation while it connects: raise it here."""
     if task.cancelling() > cancels:
         raise asyncio.CancelledError
-
-
-def skipped(what: str, node_id: str, error: Exception) -> None:
-    """Count and log something of a node that cannot be read. The rest of the index is used."""
-    metrics.corrupt_entries.inc()
-    _log.error("%s of node %s was skipped: %s", what, node_id, error)
 
 
 def replay(batches: Iterable[bytes], held: dict[BlockKey, Tier] | None = None) -> dict[BlockKey, Tier]:
@@ -308,18 +349,3 @@ def _entries(reply: Any) -> list[Any]:
     if isinstance(reply, Mapping):
         return [entry for entries in next(iter(reply.values())) for entry in entries]
     return list(reply[0][1])
-
-
-def _text(name: bytes) -> str:
-    """Names are UTF-8; another one is of no node."""
-    return name.decode(errors="replace")
-
-
-def _event(entry: Any) -> Event:
-    identity, fields = entry
-    seq = int(identity.split(b"-")[0])
-    node_id = _text(fields.get(b"n", b""))
-    try:
-        return Event(seq, fields[b"k"], node_id, int(fields[b"e"]), fields[b"d"])
-    except (KeyError, ValueError) as error:
-        return Event(seq, UNREADABLE, node_id, 0, f"it is not a change: {error!r}".encode())

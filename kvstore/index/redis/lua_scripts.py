@@ -1,5 +1,7 @@
 """The index's Lua scripts, one for each change that must happen in one step.
 
+Records, batches and the data of events are sealed (``index.redis.seal``) before they come here.
+
 The keys of a namespace share one hash tag, so that a script runs on one shard of a Redis Cluster, and every
 key a script uses is declared. No FUNCTION: Redis 6.2 has none.
 
@@ -7,7 +9,7 @@ key a script uses is declared. No FUNCTION: Redis 6.2 has none.
     {ns}:events   stream of changes; ids are seq-0 without holes, so that a reader sees a gap
     {ns}:marks    list   "seq:nbytes" every 64 events, to trim the stream by bytes
     {ns}:leases   sorted set   node id by the millisecond its lease ends, on Redis's clock
-    {ns}:node:ID  hash   epoch, record (JSON), complete (1: all its blocks are published), base (log trimmed)
+    {ns}:node:ID  hash   epoch, record, complete (sealed: all its blocks are published), base (log trimmed)
     {ns}:log:ID   list   its batches of changes (index.redis.changes), oldest first
 """
 
@@ -71,7 +73,8 @@ class Script:
         self.sha = sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
 
-# KEYS node log leases events meta marks | ARGV id epoch record ttl_ms instance budget complete
+# KEYS node log leases events meta marks | ARGV id epoch record ttl_ms instance budget complete joined
+# `joined` is the record as sealed for the event.
 register = Script("""
 -- What is no hash is no node's.
 if redis.call('TYPE', KEYS[1]).ok ~= 'hash' then redis.call('UNLINK', KEYS[1]) end
@@ -84,8 +87,8 @@ local base = (tonumber(redis.call('HGET', KEYS[1], 'base') or '0') or 0) + redis
 redis.call('UNLINK', KEYS[2])
 redis.call('HSET', KEYS[1], 'epoch', ARGV[2], 'record', ARGV[3], 'complete', ARGV[7], 'base', base)
 redis.call('ZADD', KEYS[3], now_ms() + tonumber(ARGV[4]), ARGV[1])
-local seq = emit(KEYS[4], KEYS[5], KEYS[6], ARGV[6], 'J', ARGV[1], ARGV[2], ARGV[3])
-if ARGV[7] == '1' then seq = emit(KEYS[4], KEYS[5], KEYS[6], ARGV[6], 'C', ARGV[1], ARGV[2], '') end
+local seq = emit(KEYS[4], KEYS[5], KEYS[6], ARGV[6], 'J', ARGV[1], ARGV[2], ARGV[8])
+if ARGV[7] ~= '' then seq = emit(KEYS[4], KEYS[5], KEYS[6], ARGV[6], 'C', ARGV[1], ARGV[2], ARGV[7]) end
 return {'OK', seq, base}
 """)
 
@@ -98,27 +101,33 @@ redis.call('ZADD', KEYS[2], now_ms() + tonumber(ARGV[4]), ARGV[1])
 return {'OK', emit(KEYS[3], KEYS[4], KEYS[5], ARGV[5], 'H', ARGV[1], ARGV[2], ARGV[3])}
 """)
 
-# KEYS node log events meta marks | ARGV id epoch changes quiet base trim budget complete
+# KEYS node log events meta marks | ARGV id epoch changes quiet base trim budget complete position
+# Batches are sealed for their position in the log: where it has grown by another one, nothing is changed.
 # `changes` go to the log and the stream. `quiet` goes to the log alone: it repeats what is still true of the
 # `trim` oldest batches, which are dropped in the same step if the log still starts at `base`.
 publish = Script("""
 local refused = refusal(KEYS[1], ARGV[2])
 if refused then return refused end
-local seq = 0
+local position = (tonumber(redis.call('HGET', KEYS[1], 'base') or '0') or 0) + redis.call('LLEN', KEYS[2])
+if position ~= tonumber(ARGV[9]) then return {'MOVED', position} end
 if ARGV[3] ~= '' then
+  position = position + 1
   redis.call('RPUSH', KEYS[2], ARGV[3])
-  seq = emit(KEYS[3], KEYS[4], KEYS[5], ARGV[7], 'B', ARGV[1], ARGV[2], ARGV[3])
+  emit(KEYS[3], KEYS[4], KEYS[5], ARGV[7], 'B', ARGV[1], ARGV[2], ARGV[3])
 end
 if tonumber(ARGV[6]) > 0 and redis.call('HGET', KEYS[1], 'base') == ARGV[5] then
-  if ARGV[4] ~= '' then redis.call('RPUSH', KEYS[2], ARGV[4]) end
+  if ARGV[4] ~= '' then
+    redis.call('RPUSH', KEYS[2], ARGV[4])
+    position = position + 1
+  end
   redis.call('LTRIM', KEYS[2], ARGV[6], -1)
   redis.call('HINCRBY', KEYS[1], 'base', ARGV[6])
 end
-if ARGV[8] == '1' then
-  redis.call('HSET', KEYS[1], 'complete', 1)
-  seq = emit(KEYS[3], KEYS[4], KEYS[5], ARGV[7], 'C', ARGV[1], ARGV[2], '')
+if ARGV[8] ~= '' then
+  redis.call('HSET', KEYS[1], 'complete', ARGV[8])
+  emit(KEYS[3], KEYS[4], KEYS[5], ARGV[7], 'C', ARGV[1], ARGV[2], ARGV[8])
 end
-return {'OK', seq}
+return {'OK', position}
 """)
 
 # KEYS node log leases events meta marks | ARGV id epoch reason only_lapsed budget
@@ -138,7 +147,7 @@ return {'OK', emit(KEYS[4], KEYS[5], KEYS[6], ARGV[5], 'L', ARGV[1], current, AR
 # Makes the namespace if there is none; returns the end of the stream and the nodes with an expired lease.
 watch = Script("""
 open(KEYS[1], KEYS[3], KEYS[4], ARGV[1])
-local seq = tonumber(redis.call('HGET', KEYS[1], 'seq') or '0')
+local seq = tonumber(redis.call('HGET', KEYS[1], 'seq') or '0') or 0
 return {redis.call('HGET', KEYS[1], 'instance'), seq, redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now_ms())}
 """)
 
@@ -156,5 +165,6 @@ if tonumber(ARGV[2]) > 0 then
   batches = redis.pcall('LRANGE', KEYS[2], first, first + tonumber(ARGV[2]) - 1)
   if batches.err then return {'CORRUPT', batches.err} end
 end
-return {head[1], head[2], head[3] or '0', head[4], batches, redis.call('HGET', KEYS[3], 'seq') or '0'}
+local seq = tonumber(redis.call('HGET', KEYS[3], 'seq') or '0') or 0
+return {head[1], head[2], head[3] or '', head[4], batches, seq}
 """)

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from moonpool.kvstore.errors import StoreError
+from moonpool.kvstore.errors import EntryCorrupt
 from moonpool.runtime.errors import MoonpoolError
 from moonpool.runtime.number_checks import (
     BY_FIELD,
@@ -23,14 +23,23 @@ from moonpool.runtime.number_checks import (
     number,
 )
 from moonpool.runtime.replicas.identity import Replica
+from moonpool.runtime.security import posture, process
 
 # The role of an external engine that is followed by its KV events.
 EXTERNAL_ROLE = "external"
-# Roles that requests are placed on.
-ROLES = ("prefill", "decode")
+# In ``extra``: what the layout of another engine's blocks stands for, by name.
+LAYOUT_FACTS = "layout_facts"
+# The stages of a request, and the roles that requests are placed on: "both" serves both stages.
+STAGES = ("prefill", "decode")
+ROLES = (*STAGES, "both")
 
 
-class RecordCorrupt(StoreError):
+def stages_of(role: str) -> tuple[str, ...]:
+    """The stages that requests are placed on a node of this role for."""
+    return STAGES if role == "both" else (role,) if role in STAGES else ()
+
+
+class RecordCorrupt(EntryCorrupt):
     """A node's record cannot be read; ``str(error)`` names the field."""
 
 
@@ -57,7 +66,7 @@ class NodeRecord:
 
     node_id: str
     epoch: int
-    role: str  # "prefill", "decode", "store", or EXTERNAL_ROLE
+    role: str  # one of ROLES, "store", or EXTERNAL_ROLE
     host: str = ""
     pid: int = 0
     rpc_address: str = ""
@@ -73,7 +82,12 @@ class NodeRecord:
     profile: dict[str, float] = field(default_factory=dict)  # protos.Profile's coefficients by name
     links: dict[str, float] = field(default_factory=dict)  # recent bytes/s by node_id
     replica: Replica | None = None  # None: the whole node
+    stages: tuple[str, ...] = ()  # that it can serve, whatever its role; empty: those of its role
     extra: dict[str, Any] = field(default_factory=dict)  # fields of a newer version, kept as they are
+
+    def can(self, stage: str) -> bool:
+        """Whether the node answers the calls of this stage."""
+        return stage in (self.stages or stages_of(self.role))
 
     def to_json(self) -> bytes:
         """The record as stored in Redis. ``epoch`` is text, because JSON readers lose 64-bit integers."""
@@ -106,6 +120,7 @@ class NodeRecord:
                 name: TierFill(*(integer(f"tiers.{name}.{part}", fill[part], COUNT) for part in _FILL_FIELDS))
                 for name, fill in known.get("tiers", {}).items()
             }
+            known["stages"] = tuple(str(stage) for stage in known.get("stages", ()))
             known["reasons"] = tuple(str(reason) for reason in known.get("reasons", ()))
             if replica := known.get("replica"):
                 known["replica"] = Replica.of(replica)
@@ -127,6 +142,7 @@ class NodeRecord:
         """Return this record as of now: state, ``reasons`` and ``readings`` of the node's health, and the
         fields in ``facts``. Its ``extra`` is added to the record's own."""
         extra = {**self.extra, **facts.pop("extra", {}), "health": readings}
+        extra["warnings"] = posture.warnings(process.current())
         return replace(self, **{"unix_s": time.time(), **facts}, state=state, reasons=reasons, extra=extra)
 
 

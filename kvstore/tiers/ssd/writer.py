@@ -80,5 +80,8 @@ class BlockWriter:
             self._slot_map.counts.num_no_space += 1
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
             what = "no room for another segment" if full else "cannot make another segment"
-            message = "%s: %s (%s); blocks are evicted to make room in the %d there are"
-            log.error(message, self._disk.directory, what, error, self._disk.segments.num_segments)
+            num_segments = self._disk.segments.num_segments
+            then = f"blocks are evicted to make room in the {num_segments} there are"
+            if not num_segments:
+                then = f"nothing is kept on disk; it is tried again every {_ROOM_RETRY_S:g} s"
+            log.error("%s: %s (%s); %s", self._disk.directory, what, error, then)

@@ -16,9 +16,16 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from moonpool.engine import Engine
+from moonpool.engine.checkpoint.weights import Checkpoint
 from moonpool.engine.errors import CheckpointError, RankDiverged, RankLost, RankRefused
+from moonpool.engine.ranks.process_handle import RankProcess
+from moonpool.runtime.config.options import EngineOptions, ParallelOptions, TransferOptions
+from tests.engine.conftest import Driver
+from tests.engine.late_device import LateDevice
 from tests.engine.ranks.conftest import ranks, serving
 from tests.engine.ranks.test_exact import SHAPE
+from tests.processes import stop
 
 PROMPT = list(range(1, 20))
 
@@ -162,7 +169,7 @@ async def test_a_rank_lost_in_the_middle_of_steps_ends_all_waiting_in_time(
             else:
                 # Stopped before the first step: what waits for it then cannot go on, whatever the timing.
                 began_s = time.monotonic()
-                os.kill(pids[rank - 1], signal.SIGSTOP)
+                stop(pids[rank - 1])
                 driver.engine.add(request)
                 while not exchanging():  # noqa: ASYNC110  (another thread's)
                     await asyncio.sleep(0.001)
@@ -243,7 +250,58 @@ async def test_an_error_of_the_leader_ends_the_group(path, monkeypatch) -> None:
 
 async def test_a_rank_that_does_not_come_is_named(path) -> None:
     async with ranks(2) as group:
-        os.kill(group.ranks[0].pid, signal.SIGSTOP)
-        with pytest.raises(RankLost, match=r"rank 1 is lost: it was not ready within 1 s"):
+        stop(group.ranks[0].pid)
+        with pytest.raises(RankLost, match=r"rank 1 is lost: it made no progress for 1 s"):
             async with serving(path, group, tp=2, start_timeout_s=1.0):
                 pass
+
+
+async def test_a_start_may_take_long_while_it_makes_progress(path, monkeypatch) -> None:
+    read = Checkpoint.read
+
+    def slowly(checkpoint: Checkpoint, name: str) -> Any:
+        time.sleep(0.1)  # the time of a large tensor
+        return read(checkpoint, name)
+
+    monkeypatch.setattr(Checkpoint, "read", slowly)
+    async with ranks(2) as group:
+        began_s = time.monotonic()
+        async with serving(path, group, tp=2, start_timeout_s=1.5):
+            assert time.monotonic() - began_s > 1.5
+
+
+async def test_a_rank_that_starts_no_transfer_agent_is_named(path, monkeypatch) -> None:
+    async def forever(*_: object) -> tuple[bytes, int]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(RankProcess, "start_agent", forever)
+    async with ranks(2) as group, serving(path, group, tp=2, start_timeout_s=1.0) as driver:
+        for wait in (group.start_agents(TransferOptions(), "node", 1), driver.engine.wait()):
+            with pytest.raises(RankLost, match=r"rank 1 is lost: it started no transfer agent within 1 s"):
+                await asyncio.wait_for(wait, 30)
+
+
+FITTING = """
+import os
+if "MOONPOOL_RANK" in os.environ:
+    import moonpool.engine.execution.gpu_memory as gpu_memory
+    gpu_memory.choose_num_blocks = lambda *arguments, **_: 40 if arguments[4] is None else arguments[4]
+"""
+
+
+async def test_ranks_take_as_many_blocks_as_fit_on_each(make_checkpoint, tmp_path, monkeypatch) -> None:
+    """The leader's device has room for many more than the other rank's."""
+    (tmp_path / "sitecustomize.py").write_text(FITTING)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    checkpoint = make_checkpoint("qwen2", **SHAPE)
+    options = EngineOptions(block_size=8, parallel=ParallelOptions(tp=2))
+    engine = Engine(checkpoint.path, options, device=LateDevice(), separate_pools=True)
+    driver = Driver(engine)
+    await engine.start()
+    try:
+        assert engine.pool.num_blocks == 40
+        (result,) = await driver.run(driver.sequence(PROMPT, max_tokens=8))
+        assert result.token_ids == checkpoint.greedy(PROMPT, 8)
+    finally:
+        await engine.close()

@@ -16,9 +16,10 @@ import xxhash
 
 from moonpool.engine.node.engine_memory import EngineMemory
 from moonpool.engine.prefix_cache.peer_exchange import PeerExchange, PeerIncompatible
+from moonpool.kvstore.remote.rank_reader import RankRead
 from moonpool.protos import node_pb2
 from moonpool.runtime.config.options import Config, EngineOptions, ModelOptions, ParallelOptions
-from moonpool.transfer import ChecksumMismatch, TransferAgent
+from moonpool.transfer import ChecksumMismatch, RegionError, TransferAgent
 from tests.engine.conftest import Driver, Result
 from tests.engine.ranks.test_exact import FAMILIES, SHAPE
 
@@ -258,3 +259,8 @@ async def test_what_cannot_be_converted_is_refused_by_name_and_wrong_bytes_are_n
         small.memory.blocks.describe = describe_then_spoil  # type: ignore[method-assign]
         with pytest.raises(ChecksumMismatch, match="span 1: checksum"):
             await same.read(small, theirs)
+        # An error in a rank is the same error here.
+        group, agent = small.memory.engine.ranks, same.agent.describe().pack()
+        with pytest.raises(RegionError, match="rank 1: region 1234") as raised:
+            await group.ranks[0].read(RankRead(agent, 1234, [0], [0], [(0, 0, 64)], 5.0))
+        assert raised.value.region_id == 1234

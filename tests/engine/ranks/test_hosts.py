@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from math import prod
@@ -21,7 +21,9 @@ import pytest
 from moonpool.engine.errors import RankLost, RankRefused
 from moonpool.engine.ranks.group import RankGroup
 from moonpool.engine.ranks.hosts.listener import HostListener
-from moonpool.runtime.config.options import TransferOptions
+from moonpool.runtime.config.options import SecurityOptions
+from moonpool.runtime.security import process
+from moonpool.runtime.security.roles import Caller
 from moonpool.runtime.service.child import Child
 from tests.engine.ranks.conftest import serving
 from tests.engine.ranks.test_exact import MODELS, NUM_TOKENS, SHAPE, named, prompts
@@ -33,13 +35,21 @@ SECRET = "as long as it is the same"
 
 def rank_host(port: int, name: str, log: Path | None, *options: str) -> Child:
     command = [sys.executable, "-m", "moonpool.engine.ranks.hosts.daemon", "--leader", f"127.0.0.1:{port}"]
-    for item in (f"node.id={name}", f"transfer.secret={SECRET}", *options):
+    for item in (f"node.id={name}", f"security.cluster_key={SECRET}", *options):
         command += ["--set", item]
     return Child(name, command, log, sends_json=True)
 
 
 def door(num_hosts: int = 1, timeout_s: float = 5.0, port: int = 0) -> HostListener:
-    return HostListener(num_hosts, f"127.0.0.1:{port}", "near", timeout_s, TransferOptions(secret=SECRET))
+    return HostListener(num_hosts, f"127.0.0.1:{port}", "near", timeout_s)
+
+
+@pytest.fixture(autouse=True)
+def identity() -> Iterator[None]:
+    before = process.current()
+    process.use(process.Security(SecurityOptions(cluster_key=SECRET), Caller("node", "near")))
+    yield
+    process.use(before)
 
 
 @asynccontextmanager

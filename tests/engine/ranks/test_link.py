@@ -23,6 +23,7 @@ from moonpool.runtime.errors import ConfigError
 from tests.engine.ranks import link_rank
 from tests.engine.ranks.test_exact import SHAPE
 from tests.forked import PipedProcess, start_module
+from tests.processes import stop
 
 TIMEOUT_S = 2.0
 TENSOR, CONTEXT, STAGES = ParallelPlan(3), ParallelPlan(cp=3), ParallelPlan(pp=3)
@@ -135,7 +136,7 @@ def test_a_rank_that_takes_long_is_waited_for_by_those_of_other_machines(make_ch
     with linked(path, ParallelPlan(pp=2), "auto", 2, 30) as (_, ranks):
         for rank in ranks:
             assert next_line(rank) == "all were right"
-        ranks[1].send_signal(signal.SIGSTOP)
+        stop(ranks[1].pid)
         time.sleep(2 * TIMEOUT_S)
         ranks[1].send_signal(signal.SIGCONT)
         for rank in ranks:

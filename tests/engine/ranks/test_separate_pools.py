@@ -25,17 +25,21 @@ from moonpool.protos import node_pb2
 from moonpool.runtime.config.options import (
     Config,
     HostTierOptions,
+    SecurityOptions,
     SsdTierOptions,
     StoreOptions,
     TransferOptions,
 )
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.security import process
+from moonpool.runtime.security.roles import Caller
 from moonpool.runtime.service.child import Child
 from moonpool.transfer import ChecksumMismatch, DeadlineExceeded, checksum
 from tests.engine.late_device import LateDevice
 from tests.engine.ranks.test_exact import SHAPE
 from tests.engine.ranks.test_handover import NUM_TOKENS, Side, continues_exactly, prompt, side
 from tests.engine.ranks.test_hosts import SECRET, rank_host
+from tests.processes import stop
 
 PLANS = [
     pytest.param(1, 2, id="pp2"),
@@ -221,8 +225,10 @@ async def two_machines(
     path: Any, monkeypatch: pytest.MonkeyPatch, tp: int, **words: Any
 ) -> AsyncIterator[tuple[Side, Child]]:
     """A node whose second stage is with a rank host, and which reaches that by TCP only."""
-    transfer = TransferOptions(transports=("local", "tcp"), secret=SECRET, deadline_s=3.0)
-    door = Door(1, "127.0.0.1:0", "near", 5.0, transfer)
+    before = process.current()
+    process.use(process.Security(SecurityOptions(cluster_key=SECRET), Caller("node", "near")))
+    transfer = TransferOptions(transports=("local", "tcp"), deadline_s=3.0)
+    door = Door(1, "127.0.0.1:0", "near", 5.0)
     door.opened = asyncio.Event()
     monkeypatch.setattr(
         "moonpool.engine.node.engine_memory.HostListener.from_options",
@@ -243,13 +249,14 @@ async def two_machines(
             yield one, await coming
     finally:
         await (await coming).stop(5.0)
+        process.use(before)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
 async def test_ranks_of_another_machine_have_separate_pools(make_checkpoint, monkeypatch, tp) -> None:
     reference = make_checkpoint("llama", **SHAPE)
-    peers = replace(Config(), transfer=TransferOptions(secret=SECRET))
+    peers = Config()
     async with (
         two_machines(reference.path, monkeypatch, tp) as (far, host),
         side(reference.path, "alone", 1, 1, config=peers) as alone,
@@ -365,7 +372,7 @@ async def test_closing_ends_copies_under_way(make_checkpoint) -> None:
         (rank,) = one.memory.engine.ranks.ranks
         keys = chain(one, prompt(1, 80))
         host = [np.zeros(one.memory.engine.layout.block_nbytes, np.uint8)] * 2
-        os.kill(rank.pid, signal.SIGSTOP)
+        stop(rank.pid)
         # A write that waits for a stopped rank, blocks on their way to host memory, and a lease being hashed.
         loading = asyncio.create_task(one.memory.blocks.copy_in(host, [10, 11], [0, 0]))
         pinning = asyncio.create_task(store.tiers.pin(keys[:3], 1.0))

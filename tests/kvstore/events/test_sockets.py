@@ -15,6 +15,7 @@ import zmq.asyncio
 from moonpool.kvstore.blocks.keys import chain
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.events import metrics
+from moonpool.kvstore.events.curve import EndpointInvalid
 from moonpool.kvstore.events.external_engine import ExternalNode
 from moonpool.kvstore.events.messages import (
     AllBlocksCleared,
@@ -27,7 +28,7 @@ from moonpool.kvstore.events.messages import (
     encode,
 )
 from moonpool.kvstore.events.publisher import EventPublisher
-from moonpool.kvstore.events.subscriber import EndpointInvalid, EventSource
+from moonpool.kvstore.events.subscriber import EventSource
 from moonpool.kvstore.index.mirror import IndexMirror
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.node_record import EXTERNAL_ROLE, NodeRecord

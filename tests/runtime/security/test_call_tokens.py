@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.protos import conductor_pb2, node_pb2, store_pb2
+from moonpool.protos import conductor_pb2, fleet_pb2, node_pb2, store_pb2
 from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.security.call_tokens import MAX_AGE_S, RoleKeys, TokenSigner, TokenVerifier
 from moonpool.runtime.security.roles import PERMITTED, ROLES, Caller, NotPermitted, Unauthenticated
@@ -105,7 +105,7 @@ def test_a_key_that_is_no_key_is_refused(key: str) -> None:
 def test_every_method_has_its_callers() -> None:
     methods = {
         f"{service.name}/{method.name}"
-        for file in (node_pb2.DESCRIPTOR, store_pb2.DESCRIPTOR, conductor_pb2.DESCRIPTOR)
+        for file in (one.DESCRIPTOR for one in (node_pb2, store_pb2, conductor_pb2, fleet_pb2))
         for service in file.services_by_name.values()
         for method in service.methods
     }

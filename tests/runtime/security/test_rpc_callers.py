@@ -14,7 +14,9 @@ from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.config.security_options import SecurityOptions
 from moonpool.runtime.errors import ConfigError, NodeUnavailable, RemoteError
-from moonpool.runtime.security import certificates, process
+from moonpool.runtime.security import certificates, process, revocation, tls
+from moonpool.runtime.security.call_tokens import RoleKeys
+from moonpool.runtime.security.local_key import local_key
 from moonpool.runtime.security.process import Security
 from moonpool.runtime.security.roles import Caller
 
@@ -90,7 +92,7 @@ async def test_a_process_without_an_identity_signs_as_an_operator_and_demands_no
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    key = process.local_key()
+    key = local_key()
     monkeypatch.setattr(process, "_current", None)
     assert process.current().metadata("Node/Drain")
     assert process.current().admit("Node/Drain", "", dict) is None
@@ -142,7 +144,7 @@ async def test_a_client_does_not_talk_to_a_server_with_a_clients_certificate(aut
 async def test_changed_files_are_used_and_a_running_call_goes_on(
     authority: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "_LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(tls, "LOOK_AGAIN_S", 0.0)
     mine = issue(authority, "operator", "me")
     async with serving(issue(authority, "node", "n")) as (node, address):
         process.use(Security(mine, Caller("operator", "me")))
@@ -174,11 +176,47 @@ def test_the_key_of_local_clusters_is_one_file_only_the_user_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    key = process.local_key()
-    assert key == process.local_key()
+    key = local_key()
+    assert key == local_key()
     assert len(key) == 64
     file = tmp_path / "moonpool" / "cluster_key"
     assert file.stat().st_mode & 0o777 == 0o600
     assert list(file.parent.iterdir()) == [file]
     monkeypatch.setenv("XDG_STATE_HOME", "/proc/none")
-    assert len(process.local_key()) == 64
+    assert len(local_key()) == 64
+
+
+async def test_a_revoked_certificate_is_refused_with_its_reason_at_once(
+    authority: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls, "LOOK_AGAIN_S", 0.0)
+    async with serving(issue(authority, "node", "n")) as (node, address):
+        stolen = issue(authority, "operator", "stolen")
+        process.use(Security(stolen, Caller("operator", "stolen")))
+        async with rpc.channel(address) as channel:
+            stub = node_pb2_grpc.NodeStub(channel)
+            await stub.Drain(node_pb2.DrainRequest(), timeout=10)
+            revocation.revoke(authority, Caller("operator", "stolen"), "key-compromise")
+            refused = pytest.raises(RemoteError, match=r"operator stolen .* was revoked: key-compromise")
+            with refused, rpc.node_errors("n"):
+                await stub.Drain(node_pb2.DrainRequest(), timeout=10)
+        assert len(node.callers) == 1
+        await drain(address, issue(authority, "operator", "other"))
+
+
+def test_commands_have_the_identity_of_the_environment(
+    authority: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_current", None)
+    monkeypatch.setenv("MOONPOOL_CLUSTER_KEY", KEY.cluster_key)
+    assert process.current().me.role == "operator" and process.current().demands_key
+    monkeypatch.setenv("MOONPOOL_CLUSTER_KEY", RoleKeys(KEY.cluster_key).text_of("client"))
+    assert process.current().me.role == "client"
+    given = issue(authority, "client", "reader")
+    for name, value in (("CERT", given.cert), ("KEY", given.key), ("CA", given.ca)):
+        monkeypatch.setenv(f"MOONPOOL_{name}", value)
+    assert process.current().me == Caller("client", "reader")
+    assert process.current().tls is not None
+    monkeypatch.delenv("MOONPOOL_KEY")
+    with pytest.raises(ConfigError, match="together"):
+        process.current()

@@ -67,6 +67,11 @@ class StreamServer:
     def __len__(self) -> int:
         return len(self._threads)
 
+    def incarnations(self) -> list[bytes]:
+        """Of the client of each connection."""
+        with self._lock:
+            return [served.remote.identity.incarnation for served in self._threads.values()]
+
     def serve(self, sock: socket.socket, remote: Authenticated) -> None:
         """Serve a connection, and close its socket in the end."""
         served = ServerConnection(byte_stream(sock, self.slice_nbytes), remote, self)
@@ -132,6 +137,7 @@ class ServerConnection:
         try:
             while True:
                 self._answer(Request.unpack(self.stream.receive(REQUEST_NBYTES)))
+                self.stream.limit(0)
         except (OSError, WireError) as error:
             _log.debug("data connection of %s ended: %s", self.remote.identity.agent_id, error)
         except CudaError as error:
@@ -143,13 +149,15 @@ class ServerConnection:
             self._server.ended()
 
     def _answer(self, request: Request) -> None:
+        budget_s = min(request.budget_ms / 1000, _MAX_BUDGET_S)
+        # From the header on: a client that sends or reads no further does not keep the thread.
+        self.stream.limit(max(budget_s, 1e-3))
         body = self.stream.receive(request.body_nbytes)
         self.stream.receive(request.padding)
         if request.op is Op.END:
             self._end(unpack_numbers(body), request.budget_ms / 1000)
             return
         spans = unpack_spans(body, request.num_spans)
-        budget_s = min(request.budget_ms / 1000, _MAX_BUDGET_S)
         writes = request.op in WRITES
         use: GrantUse | None = None
         try:
@@ -167,7 +175,7 @@ class ServerConnection:
                     use = self._server.grants.use(request.grant, spans, self._interrupt)
                     # A write that was long on its way gets no more time than its grant has.
                     budget_s = min(budget_s, max(use.seconds_left(), 1e-3))
-                self.stream.limit(budget_s)
+                    self.stream.limit(budget_s)
                 self._serve(request, body, spans, addresses, hold, use, time.monotonic() + budget_s)
             finally:
                 if use is not None:
@@ -179,7 +187,6 @@ class ServerConnection:
             self._refuse(request, Status.BAD_SPAN, error.index, error.reason)
         except RegionError as error:
             self._refuse(request, Status.BAD_REGION, error.region_id, error.reason)
-        self.stream.limit(0)
 
     def _end(self, numbers: list[int], seconds: float) -> None:
         if self.remote.argument in numbers:

@@ -155,7 +155,7 @@ class UcxWorker:
         """Raises UcxError."""
         call = self.ucx.call
         handle, key, key_nbytes = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
-        # Peers get a key to read. Nobody writes by UCX, see ``WriteGrants``.
+        # Peers get a key to read. No peer writes by UCX, see ``WriteGrants``.
         params = lib.MapParams(
             field_mask=lib.MAP_PARAM_ADDRESS | lib.MAP_PARAM_LENGTH | lib.MAP_PARAM_PROT,
             address=address,

@@ -1,0 +1,63 @@
+"""Perplexity of the shipped model on a text it has not seen, by the bits of its weights and of its KV."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+
+from moonpool.engine import Engine, Sampling, Sequence, StepEvent
+from moonpool.runtime.config.options import EngineOptions, ModelOptions
+
+#: Lincoln at Gettysburg, 1863; from his second inaugural address, 1865. The model read neither.
+_TEXT = Path(__file__).with_name("held_out.txt")
+_PART = 256  # tokens, at most: as many as the model was mainly trained on
+#: Name → options.
+VARIANTS = {
+    "plain weights": EngineOptions(),
+    "int8 weights": EngineOptions(weights="int8"),
+    "int4 weights": EngineOptions(weights="int4"),
+    "fp8_e4m3 KV": EngineOptions(kv_dtype="fp8_e4m3"),
+}
+
+
+async def perplexity(options: EngineOptions) -> tuple[float, int]:
+    """Of the shipped model on a CPU, and the number of tokens that it predicted."""
+    model = ModelOptions(device="cpu")
+    tokenizer = tokenizers.Tokenizer.from_file(str(model.directory / "tokenizer.json"))
+    tokens = np.array(tokenizer.encode(_TEXT.read_text()).ids, np.int32)
+    engine = Engine(model.directory, options, model)
+    logprobs: list[float] = []
+    ended = asyncio.Event()
+
+    def on_step(events: list[StepEvent]) -> None:
+        for event in events:
+            logprobs.extend(token.logprob for token in event.prompt_logprobs or ())
+            if event.finish_reason:
+                ended.set()
+
+    engine.on_step = on_step
+    await engine.start()
+    try:
+        for first in range(0, len(tokens) - 1, _PART):
+            part = tokens[first : first + _PART]
+            ended.clear()
+            engine.add(
+                Sequence(
+                    f"part-{first}",
+                    0,
+                    part,
+                    len(part),
+                    sampling=Sampling(max_tokens=1),
+                    root_key=b"",
+                    prompt_logprobs=True,
+                    arrived_s=float(first),
+                )
+            )
+            await ended.wait()
+    finally:
+        await engine.close()
+    return math.exp(-sum(logprobs) / len(logprobs)), len(logprobs)

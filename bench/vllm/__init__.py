@@ -1,0 +1,1 @@
+"""``moonpool bench vllm``: vLLM with the KV connector beside vLLM alone, its servers in turn."""

@@ -1,0 +1,32 @@
+"""HTTP routes that show and change the fleet.
+
+What is changed is in the path, because an operator's token proves the method and the path of a call.
+"""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from moonpool.conductor.api.context import CONTEXT
+from moonpool.conductor.api.errors import ApiError
+from moonpool.conductor.api.status_routes import reply
+from moonpool.conductor.fleet.administration import MAX_NODES
+
+
+async def listed(http: web.Request) -> web.Response:
+    """``GET /v1/fleet``"""
+    conductor = http.app[CONTEXT].conductor
+    return reply(await conductor.fleet.listed() | {"planner": conductor.planner()})
+
+
+async def scale(http: web.Request) -> web.Response:
+    """``POST /v1/fleet/scale/{role}/{count}``"""
+    text = http.match_info["count"]
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= MAX_NODES:
+        raise ApiError(400, f"count: must be from 1 to {MAX_NODES}, got {text[:32]!r}", param="count")
+    return reply(await http.app[CONTEXT].conductor.fleet.scale(http.match_info["role"], int(text)))
+
+
+async def drain(http: web.Request) -> web.Response:
+    """``POST /v1/fleet/drain/{node}``: answers when the node was told, not when it has ended."""
+    return reply(await http.app[CONTEXT].conductor.fleet.drain(http.match_info["node"]))

@@ -1,0 +1,12 @@
+// The planner: how many nodes of each role there are, how many the load needs, and why.
+import { byId, cell, fill, percent, row, say } from "./elements.js";
+
+export function drawPlan(planner) {
+  if (!planner) return; // a snapshot of an older version
+  const would = planner.mode === "act" ? "" : "would ";
+  const steps = planner.steps.map((step) => `${would}${step.kind} ${step.node_id || `a ${step.role} node`}`);
+  say(byId("planner"), [`${planner.state}; mode ${planner.mode}`, ...steps].join("; "));
+  fill(byId("plan"), Object.entries(planner.roles).map(([role, state]) => row(role, state.ready, state.starting,
+    state.needed, state.target ?? "–", state.attained == null ? "–" : percent(state.attained),
+    cell([state.reason ?? state.why, state.held].filter(Boolean).join("; "), "soft"))));
+}

@@ -1,0 +1,110 @@
+"""A request as vLLM's OpenAI server takes it, and what its stream says: token ids, no text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moonpool.protos import node_pb2
+from moonpool.runtime.errors import RemoteError
+
+_FINISH = {"stop": node_pb2.FINISH_STOP, "length": node_pb2.FINISH_LENGTH}
+_SEED_BITS = 63
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Tokens that came together. ``finish``: after the last of them; FINISH_NONE: there will be more."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[node_pb2.TokenLogprobs]  # one a token, or none at all
+    finish: node_pb2.FinishReason.ValueType
+    num_cached_tokens: int | None = None  # of the prompt; known at the end of the stream
+
+
+def body_of(
+    work: node_pb2.Work, *, model: str, max_model_len: int, salt: str, max_tokens: int = 0
+) -> dict[str, Any]:
+    """The body of ``POST /v1/completions`` that continues ``work``.
+
+    ``salt``: of the tenant; ``max_tokens``: fewer than the request may have; 0: all of them.
+    """
+    sampling = work.sampling
+    token_ids: list[int] = np.frombuffer(work.token_ids, "<i4").tolist()
+    so_far = len(token_ids) - work.num_prompt_tokens
+    room = min(sampling.max_tokens - so_far, max_model_len - len(token_ids))
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": token_ids,
+        "request_id": f"{work.request_id}-{work.attempt}",
+        "max_tokens": min(max_tokens, room) if max_tokens else room,
+        "min_tokens": max(min(sampling.min_tokens - so_far, room), 0),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "ignore_eos": sampling.ignore_eos,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        # vLLM's random numbers begin anew with each call: the same seed would repeat those of earlier tokens.
+        "seed": (sampling.seed + so_far) % 2**_SEED_BITS,
+        "return_token_ids": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if sampling.logit_bias:
+        body["logit_bias"] = {str(token_id): bias for token_id, bias in sampling.logit_bias.items()}
+    if sampling.num_logprobs >= 0:
+        body |= {"logprobs": sampling.num_logprobs, "return_tokens_as_token_ids": True}
+    if salt:
+        body["cache_salt"] = salt
+    return body
+
+
+def delta_of(node_id: str, chunk: Mapping[str, Any]) -> Delta | None:
+    """Read a chunk of the stream; None: it says nothing of tokens. Raises ``RemoteError``."""
+    if error := chunk.get("error"):
+        raise RemoteError(node_id, "Failed", "INTERNAL", str(error.get("message", error)))
+    try:
+        usage = chunk.get("usage") or {}
+        details = usage.get("prompt_tokens_details") or {}
+        cached = details.get("cached_tokens")
+        if not chunk["choices"]:
+            # Without --enable-prompt-tokens-details it does not say.
+            return None if cached is None else Delta((), (), node_pb2.FINISH_NONE, int(cached))
+        choice = chunk["choices"][0]
+        reason = choice.get("finish_reason")
+        if reason is not None and reason not in _FINISH:
+            raise RemoteError(node_id, "Failed", "UNAVAILABLE", f"it ended the request: {reason}")
+        logprobs = choice.get("logprobs")
+        return Delta(
+            [int(token_id) for token_id in choice["token_ids"]],
+            [] if logprobs is None else _logprobs(logprobs),
+            _FINISH.get(reason, node_pb2.FINISH_NONE),
+        )
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise RemoteError(node_id, "Failed", "INTERNAL", f"a chunk cannot be read: {error!r}") from error
+
+
+def _logprobs(found: Mapping[str, Any]) -> list[node_pb2.TokenLogprobs]:
+    """vLLM gives no ranks: a token's is its position among the best ones that it lists."""
+    messages = []
+    for logprob, top in zip(found["token_logprobs"], found["top_logprobs"], strict=True):
+        best = sorted(
+            ((int(name.removeprefix("token_id:")), value) for name, value in (top or {}).items()),
+            key=lambda each: -each[1],
+        )
+        messages.append(
+            node_pb2.TokenLogprobs(
+                logprob=logprob,
+                rank=1 + sum(value > logprob for _, value in best),
+                top_ids=[token_id for token_id, _ in best],
+                top_logprobs=[value for _, value in best],
+            )
+        )
+    return messages

@@ -1,0 +1,179 @@
+"""What operators do with the fleet: list it, change the number of nodes of a role, drain a node."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from moonpool.conductor.engines.client import EngineClient
+from moonpool.conductor.fleet.errors import FleetUnchanged, NodeMissing, ProviderFailed
+from moonpool.conductor.fleet.providers.provider import STOPPING, Provider, SuppliedNode
+from moonpool.conductor.fleet.registry import NodeRegistry
+from moonpool.conductor.fleet.removal import Removable, least_missed
+from moonpool.kvstore.index.redis.node_record import ROLES
+from moonpool.runtime.errors import MoonpoolError
+
+log = logging.getLogger(__name__)
+
+MAX_NODES = 1024
+"""Most nodes of a role that one call may ask for."""
+
+
+class FleetAdmin:
+    """Changes are made one after the other. ``provider``: None where others start and stop nodes."""
+
+    def __init__(
+        self,
+        registry: NodeRegistry,
+        provider: Provider | None,
+        model: str,
+        clock: Callable[[], float],
+        on_change: Callable[[str, str, str], None],
+        *,
+        planned: bool = False,
+    ) -> None:
+        """``planned``: a planner changes the number of nodes, operators do not. ``on_change``: called with
+        the kind of each change (``started`` or ``drained``), a node and why.
+        """
+        self.provider = provider
+        self._registry = registry
+        self._model = model
+        self._clock = clock
+        self._on_change = on_change
+        self._planned = planned
+        self._turn = asyncio.Lock()
+
+    async def close(self) -> None:
+        """Idempotent."""
+        if self.provider is not None:
+            await self.provider.close()
+
+    async def listed(self) -> dict[str, Any]:
+        """For ``GET /v1/fleet``: plain JSON types. ``nodes``: those of the index and those of the provider,
+        by name. ``supplied``: as the provider knows it; None: it was started by others.
+        """
+        supplied, trouble = [], ""
+        try:
+            supplied = list(await self.supplied())
+        except ProviderFailed as error:
+            trouble = str(error)
+        nodes: dict[str, dict[str, Any]] = {}
+        for member in self._registry.members.values():
+            record = member.record
+            name = member.owner
+            node = nodes.setdefault(
+                name,
+                {"node_id": name, "role": record.role, "states": [], "num_requests": 0, "supplied": None},
+            )
+            node["states"].append(member.state)
+            node["num_requests"] += record.load.num_running + record.load.num_waiting
+        for one in supplied:
+            empty = {"node_id": one.node_id, "role": one.role, "states": [], "num_requests": 0}
+            nodes.setdefault(one.node_id, empty)["supplied"] = asdict(one)
+        return {
+            "provider": self.provider.name if self.provider else None,
+            "trouble": trouble,
+            "nodes": [nodes[name] for name in sorted(nodes)],
+        }
+
+    async def scale(self, role: str, count: int) -> dict[str, Any]:
+        """Have the provider run ``count`` nodes of ``role``. Returns the names of nodes asked to start and to
+        stop; those that stop are the ones whose cached blocks are used least.
+
+        Raises:
+            FleetUnchanged: there is no provider, or no such role, or ``count`` is out of range.
+            ProviderFailed: it failed; changes made before stay, and the text names them.
+        """
+        if role not in ROLES:
+            raise FleetUnchanged(f"there are no {role[:32]!r} nodes to scale; roles are {', '.join(ROLES)}")
+        if not 1 <= count <= MAX_NODES:
+            raise FleetUnchanged(f"the number of {role} nodes must be from 1 to {MAX_NODES}, got {count}")
+        if self._planned:
+            raise FleetUnchanged(
+                f"the planner decides how many {role} nodes there are (planner.mode=act): change "
+                f"planner.{role}_least and planner.{role}_most, or the mode"
+            )
+        async with self._turn:
+            if self.provider is None:
+                raise FleetUnchanged(
+                    "this conductor has no provider that starts or stops nodes (fleet.provider): start and "
+                    "drain them yourself"
+                )
+            live = [node for node in await self.supplied() if node.role == role and node.counts]
+            started: list[str] = []
+            stopped: list[str] = []
+            try:
+                for _ in range(count - len(live)):
+                    started.append(await self.start(role, "an operator asked for it"))
+                for node in least_missed([self.removable(one.node_id) for one in live])[: len(live) - count]:
+                    await self.stop(node.node_id, "an operator asked for fewer nodes")
+                    stopped.append(node.node_id)
+            except ProviderFailed as error:
+                done = ", ".join([*started, *stopped]) or "nothing"
+                raise ProviderFailed(f"{error}. Changed before: {done}") from error
+            return {"role": role, "count": count, "started": started, "stopped": stopped}
+
+    async def drain(self, node_id: str) -> dict[str, Any]:
+        """Have a node finish its requests and end. Returns who ends it: the provider, or the node itself.
+
+        Raises:
+            NodeMissing: neither the index nor the provider has it.
+            FleetUnchanged: it is an engine that takes no such call.
+            ProviderFailed: the call failed.
+        """
+        async with self._turn:
+            supplied = {node.node_id: node for node in await self.supplied()}
+            if node_id in supplied and self.provider is not None:
+                if supplied[node_id].counts:
+                    await self.stop(node_id, "an operator drained it")
+                elif supplied[node_id].state != STOPPING:
+                    raise NodeMissing(f"{node_id[:128]} has ended: {supplied[node_id].reason}")
+                return {"node_id": node_id, "by": self.provider.name}
+            members = [one for one in self._registry.members.values() if node_id in (one.node_id, one.owner)]
+            if not members:
+                raise NodeMissing(f"there is no node {node_id[:128]!r}: see `moonpool fleet ls`")
+            if isinstance(members[0].client, EngineClient):
+                raise FleetUnchanged(
+                    f"{node_id} is an engine of another project: end it where it was started"
+                )
+            # The Drain call of one replica drains its whole node.
+            try:
+                await members[0].client.drain()
+            except MoonpoolError as error:
+                raise ProviderFailed(f"{node_id} was not drained: {error}") from error
+            self._on_change("drained", node_id, "an operator drained it")
+            return {"node_id": node_id, "by": "node"}
+
+    # ------------------------------------------------------------------ steps, for operators and the planner
+
+    async def start(self, role: str, why: str, *, fence: int = 0) -> str:
+        """``fence``: the epoch of the planner's lease; 0: an operator's. Raises ``ProviderFailed``."""
+        assert self.provider is not None
+        node_id = await self.provider.start(role, self._model, fence)
+        log.info("%s starts: %s", node_id, why)
+        self._on_change("started", node_id, why)
+        return node_id
+
+    async def stop(self, node_id: str, why: str, *, fence: int = 0) -> None:
+        """``fence``: as in ``start``. Raises ``ProviderFailed``."""
+        assert self.provider is not None
+        await self.provider.stop(node_id, fence)
+        log.info("%s drains and ends: %s", node_id, why)
+        self._on_change("drained", node_id, why)
+
+    async def supplied(self) -> Sequence[SuppliedNode]:
+        """The provider's nodes. Raises ``ProviderFailed``."""
+        return await self.provider.list() if self.provider is not None else ()
+
+    def removable(self, node_id: str) -> Removable:
+        members = [one for one in self._registry.members.values() if one.owner == node_id]
+        now_s = self._clock()
+        return Removable(
+            node_id,
+            num_requests=sum(one.record.load.num_running + one.record.load.num_waiting for one in members),
+            reused=sum(one.reuse.total(now_s) for one in members),
+            serves=bool(members),
+        )

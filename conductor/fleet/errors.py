@@ -1,0 +1,23 @@
+"""Errors of changes of the fleet."""
+
+from __future__ import annotations
+
+from moonpool.conductor.errors import ConductorError
+
+
+class ProviderFailed(ConductorError):
+    """A node could not be started, stopped or listed; the text says why. Ask again later."""
+
+    code = "UNAVAILABLE"
+
+
+class FleetUnchanged(ConductorError):
+    """A change of the fleet was refused; the text says why. Nothing was changed."""
+
+    code = "FAILED_PRECONDITION"
+
+
+class NodeMissing(ConductorError):
+    """There is no node of that name. Nothing was changed."""
+
+    code = "NOT_FOUND"

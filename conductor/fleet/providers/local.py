@@ -1,0 +1,54 @@
+"""Nodes of one machine: children of ``moonpool up``, which serves ``protos.Supervisor``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from moonpool.conductor.fleet.errors import ProviderFailed
+from moonpool.conductor.fleet.providers.provider import SuppliedNode
+from moonpool.protos import fleet_pb2, fleet_pb2_grpc
+from moonpool.runtime import rpc
+from moonpool.runtime.errors import MoonpoolError
+
+_TIMEOUT_S = 5.0
+
+
+class LocalProvider:
+    """A client of the supervisor at ``address``. Its calls are signed as all others of this process."""
+
+    name = "local"
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._channel = rpc.channel(address)
+        self._supervisor = fleet_pb2_grpc.SupervisorStub(self._channel)
+
+    async def start(self, role: str, model: str, fence: int = 0) -> str:
+        with self._failures(f"a {role} node was not started"):
+            request = fleet_pb2.StartNodeRequest(role=role, model=model, fence=fence)
+            reply = await self._supervisor.Start(request, timeout=_TIMEOUT_S)
+        return str(reply.node_id)
+
+    async def stop(self, node_id: str, fence: int = 0) -> None:
+        with self._failures(f"{node_id} was not stopped"):
+            request = fleet_pb2.StopNodeRequest(node_id=node_id, fence=fence)
+            await self._supervisor.Stop(request, timeout=_TIMEOUT_S)
+
+    async def list(self) -> Sequence[SuppliedNode]:
+        with self._failures("the supplied nodes are unknown"):
+            reply = await self._supervisor.List(fleet_pb2.ListNodesRequest(), timeout=_TIMEOUT_S)
+        return [
+            SuppliedNode(node.node_id, node.role, node.state, node.reason, node.age_s) for node in reply.nodes
+        ]
+
+    async def close(self) -> None:
+        await self._channel.close(None)
+
+    @contextmanager
+    def _failures(self, what: str) -> Iterator[None]:
+        try:
+            with rpc.node_errors(f"supervisor at {self._address}"):
+                yield
+        except MoonpoolError as error:
+            raise ProviderFailed(f"{what}: {error}") from error

@@ -1,0 +1,146 @@
+"""Moves running requests between decode nodes, as the decisions say and as operators ask."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Mapping
+
+from moonpool.conductor.errors import MigrationFailed
+from moonpool.conductor.fleet.registry import NodeRegistry
+from moonpool.conductor.migration.decisions import DecodeLoad, Move, Running, best_target, plan_drain
+from moonpool.conductor.requests.migration import Migrated, Movable
+from moonpool.runtime.service.vital import restarted
+
+log = logging.getLogger(__name__)
+
+_PERIOD_S = 0.25
+# Moves in flight at once: from one node, and in all. A storm would cost every stream a pause.
+_MOST_FROM_ONE = 4
+_MOST = 16
+# How long a request that could not move is left alone.
+_PAUSE_S = 2.0
+
+
+class Migrator:
+    """One round every quarter of a second, and at once when a node joins, leaves or changes its role."""
+
+    def __init__(
+        self,
+        registry: NodeRegistry,
+        runs: Mapping[str, Movable],
+        *,
+        causes: Collection[str],
+        block_size: int,
+        clock: Callable[[], float],
+    ) -> None:
+        """``causes``: the decisions that are made; ``migrate`` works without."""
+        self._registry = registry
+        self._runs = runs
+        self._causes = frozenset(causes)
+        self._block_size = block_size
+        self._clock = clock
+        self._moves: dict[str, Move] = {}  # in flight, by request
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._not_before_s: dict[str, float] = {}  # of requests that could not move
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        if self._causes:
+            self._task = restarted(self._run, "migrate requests")
+
+    async def close(self) -> None:
+        """Give up the moves in flight. Idempotent."""
+        task, self._task = self._task, None
+        tasks = [*self._tasks, *([task] if task is not None else [])]
+        for one in tasks:
+            one.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def in_flight(self) -> list[Move]:
+        return list(self._moves.values())
+
+    async def migrate(self, request_id: str, target_id: str, cause: str = "asked") -> Migrated:
+        """Move a running request to the node ``target_id``; empty: to the best one.
+
+        Raises MigrationFailed: it goes on where it was, or has ended.
+        """
+        run = self._runs.get(request_id)
+        if run is None:
+            raise MigrationFailed(request_id, target_id, "no request of this id runs here")
+        if not target_id:
+            target_id = self._best_target(request_id, run)
+        target = self._registry.members.get(target_id)
+        if target is None or not target.decodes:
+            raise MigrationFailed(request_id, target_id, "no decode node has this name")
+        return await run.migrate(target, cause)
+
+    def _best_target(self, request_id: str, run: Movable) -> str:
+        running = self._running(request_id, run)
+        if running is None:
+            raise MigrationFailed(request_id, "", "it does not decode now")
+        loads = map(DecodeLoad.of, self._registry.fleet("decode"))
+        best = best_target(running, loads, block_size=self._block_size, now_s=self._clock())
+        if best is None:
+            raise MigrationFailed(request_id, "", "no other node has room for it")
+        return best.view.node_id
+
+    def round(self) -> list[Move]:
+        """Decide, and begin the moves that the bounds allow. Returns those."""
+        now_s = self._clock()
+        self._not_before_s = {name: at_s for name, at_s in self._not_before_s.items() if at_s > now_s}
+        begun = []
+        for move in self._decide(now_s):
+            of_source = sum(other.source == move.source for other in self._moves.values())
+            if len(self._moves) >= _MOST or of_source >= _MOST_FROM_ONE:
+                continue
+            self._moves[move.request_id] = move
+            task = asyncio.create_task(self._move(move), name=f"move {move.request_id}")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            begun.append(move)
+        return begun
+
+    def _decide(self, now_s: float) -> list[Move]:
+        draining = {node_id for node_id, member in self._registry.members.items() if member.hands_on}
+        if not draining or "drain" not in self._causes:
+            return []
+        return plan_drain(
+            self._all_running(),
+            draining,
+            self._registry.fleet("decode"),
+            block_size=self._block_size,
+            now_s=now_s,
+        )
+
+    def _all_running(self) -> list[Running]:
+        """Requests that may move now."""
+        found = []
+        for request_id, run in self._runs.items():
+            if request_id not in self._moves and request_id not in self._not_before_s:
+                running = self._running(request_id, run)
+                if running is not None:
+                    found.append(running)
+        return found
+
+    def _running(self, request_id: str, run: Movable) -> Running | None:
+        member = run.decodes_on
+        if member is None:
+            return None
+        num_tokens, expected_tokens = run.outlook()
+        return Running(request_id, member.node_id, num_tokens, expected_tokens)
+
+    async def _move(self, move: Move) -> None:
+        try:
+            await self.migrate(move.request_id, move.target, move.cause)
+        except MigrationFailed as failure:
+            log.info("%s", failure)
+            self._not_before_s[move.request_id] = self._clock() + _PAUSE_S
+        finally:
+            del self._moves[move.request_id]
+
+    async def _run(self) -> None:
+        while True:
+            self.round()
+            await self._registry.change(_PERIOD_S)

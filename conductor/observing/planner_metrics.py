@@ -1,0 +1,35 @@
+"""Prometheus metrics of the planner. Those of roles are there also without it: autoscalers read them."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge
+
+leads = Gauge(
+    "moonpool_planner_leads", "1: this conductor plans the number of nodes; 0: another one, or none"
+)
+needed = Gauge("moonpool_planner_needed_nodes", "Nodes that the load needs, by role", ["role"])
+targets = Gauge("moonpool_planner_target_nodes", "Nodes that the planner wants, by role", ["role"])
+steps = Counter(
+    "moonpool_planner_steps_total",
+    "Changes the planner decided, by kind (add, remove, switch, migrate), role and outcome (made, advised, "
+    "refused, failed, abandoned)",
+    ["kind", "role", "outcome"],
+)
+given_up = Counter(
+    "moonpool_planner_given_up_nodes_total", "Nodes that were asked for and never registered", ["role"]
+)
+queue_seconds = Gauge(
+    "moonpool_role_queue_seconds",
+    "Predicted work that waits, in seconds of all its nodes together, by role",
+    ["role"],
+)
+attained = Gauge(
+    "moonpool_role_slo_attained_ratio",
+    "Fraction of the last requests within the SLO that a role decides (prefill: TTFT, decode: TBT); "
+    "1 where too few were seen",
+    ["role"],
+)
+kv_free = Gauge(
+    "moonpool_role_kv_free_ratio", "Blocks that sequences do not hold, of all pools of a role", ["role"]
+)
+join_seconds = Gauge("moonpool_role_join_seconds", "How long its last nodes took to join, by role", ["role"])

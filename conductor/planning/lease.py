@@ -1,0 +1,82 @@
+"""The lease of the planner: one conductor of a namespace plans at a time.
+
+    {ns}:planner   hash   holder, epoch (grows with each holder), until (millisecond, on Redis's clock)
+
+It keeps conductors that work together apart. Its epoch travels with each change, and providers refuse one
+older than they have seen. Whoever can write to Redis can stop the planning, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moonpool.kvstore.index.redis.kv_index import KVIndex
+from moonpool.kvstore.index.redis.lua_scripts import Script
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Who plans. ``epoch``: 0 where another conductor does. ``until_s``: by our clock, when ours ends."""
+
+    holder: str
+    epoch: int = 0
+    until_s: float = 0.0
+
+
+class PlannerLease:
+    """Taken and renewed by ``take``, given back by ``leave``."""
+
+    def __init__(
+        self, index: KVIndex, conductor_id: str, *, ttl_s: float, clock: Callable[[], float]
+    ) -> None:
+        self._index = index
+        self._conductor_id = conductor_id
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._key = f"{{{index.namespace}}}:planner"
+        self._held = Held("")
+
+    async def take(self) -> Held:
+        """Take the lease if it is free, or renew ours. Raises ``IndexUnavailable``."""
+        # From before the request: Redis counts from when it arrives.
+        until_s = self._clock() + self._ttl_s
+        args: list[object] = [self._conductor_id, round(self._ttl_s * 1000)]
+        holder, epoch = await self._index.run("plan", _TAKE, [self._key], args)
+        name = holder.decode(errors="replace")
+        ours = name == self._conductor_id
+        self._held = Held(name, int(epoch), until_s) if ours else Held(name)
+        return self._held
+
+    def holds(self, epoch: int) -> bool:
+        """Whether the lease of this epoch is ours for sure: not after a pause that outlasted it."""
+        return self._held.epoch == epoch and self._clock() < self._held.until_s
+
+    async def leave(self) -> None:
+        """Let another conductor take it at once. Raises ``IndexUnavailable``: it ends by itself."""
+        self._held = Held("")
+        await self._index.run("stop planning", _LEAVE, [self._key], [self._conductor_id])
+
+
+# KEYS lease | ARGV id lease_ms
+_TAKE = Script(
+    """
+local now = now_ms()
+local holder = redis.call('HGET', KEYS[1], 'holder')
+local until_ms = tonumber(redis.call('HGET', KEYS[1], 'until') or '0')
+if until_ms > now and holder ~= ARGV[1] then return {holder, 0} end
+-- Ours may have lapsed and been another's since: a new epoch.
+local epoch = redis.call('HGET', KEYS[1], 'epoch')
+if until_ms <= now then epoch = redis.call('HINCRBY', KEYS[1], 'epoch', 1) end
+redis.call('HSET', KEYS[1], 'holder', ARGV[1], 'until', now + ARGV[2])
+return {ARGV[1], tonumber(epoch)}
+"""
+)
+
+# KEYS lease | ARGV id
+_LEAVE = Script(
+    """
+if redis.call('HGET', KEYS[1], 'holder') == ARGV[1] then redis.call('HSET', KEYS[1], 'until', 0) end
+return 1
+"""
+)

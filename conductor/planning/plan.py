@@ -1,0 +1,185 @@
+"""The planner's decision: one pure function of the fleet, the rules and what it remembers.
+
+It adds at once, since nodes take long to join, and removes late: only what the busiest moment of the last
+``hold_s`` did not need. ``spare`` nodes of a role are kept for the loss of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from moonpool.conductor.fleet.removal import Removable, least_missed
+from moonpool.conductor.planning.loads import Need
+from moonpool.conductor.planning.window import LONG_S
+
+ADD: Final = "add"
+REMOVE: Final = "remove"
+SWITCH: Final = "switch"
+MIGRATE: Final = "migrate"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One change. ``node_id``: of a node that is removed or switched; ``to_role``: what it becomes."""
+
+    kind: str
+    role: str
+    why: str
+    node_id: str = ""
+    to_role: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Floor and ceiling of the nodes of a role, and those kept for the loss of one."""
+
+    least: int = 1
+    most: int = 8
+    spare: int = 1
+
+    def clamp(self, nodes: int) -> int:
+        return max(self.least, min(nodes, self.most))
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """``steps``: most changes of one round. ``can``: kinds of steps that this fleet is able to make."""
+
+    bounds: Mapping[str, Bounds]
+    attained: float = 0.95  # the fraction of requests that should keep their SLOs
+    steps: int = 4
+    hold_s: float = 300.0
+    cooldown_s: float = 60.0  # after a change of a role until one of its nodes is removed
+    can: frozenset[str] = frozenset({ADD, REMOVE})
+
+
+@dataclass(frozen=True, slots=True)
+class RoleState:
+    """The nodes of one role. ``ready`` serve; ``num_starting`` will. ``need``: by the load alone.
+    ``num_fixed``: further ones that serve, and that no provider can remove.
+    ``attained``: fraction of requests within the SLO that this role decides; None: too few requests.
+    ``join_s``: how long its last nodes took to join. ``held``: why no node can be added now; empty: it can.
+    """
+
+    ready: Sequence[Removable]
+    num_starting: int
+    need: Need
+    attained: float | None = None
+    join_s: float = 30.0
+    held: str = ""
+    num_fixed: int = 0
+
+    @property
+    def num_ready(self) -> int:
+        return len(self.ready) + self.num_fixed
+
+    @property
+    def num_nodes(self) -> int:
+        return self.num_ready + self.num_starting
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What one round tells the next. ``needs``: (time, nodes) by role; ``changed_s``: of its last step."""
+
+    needs: Mapping[str, Sequence[tuple[float, int]]] = field(default_factory=dict)
+    changed_s: Mapping[str, float] = field(default_factory=dict)
+    began_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """``targets``: nodes that each role should have. ``reasons``: a sentence for each role."""
+
+    steps: Sequence[Step] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    targets: Mapping[str, int] = field(default_factory=dict)
+
+
+def plan(roles: Mapping[str, RoleState], rules: Rules, memory: Memory, now_s: float) -> tuple[Plan, Memory]:
+    """Decide the next changes. Returns them, and the memory for the next round."""
+    memory = replace(memory, began_s=now_s if memory.began_s is None else memory.began_s)
+    needs: dict[str, Sequence[tuple[float, int]]] = {}
+    wanted: dict[str, tuple[int, str]] = {}
+    for role, state in roles.items():
+        need = _with_feedback(state, rules, memory, role, now_s)
+        recent = [one for one in memory.needs.get(role, ()) if now_s - one[0] <= rules.hold_s]
+        needs[role] = [*recent, (now_s, need.nodes)]
+        wanted[role] = _target(state, rules, replace(memory, needs=needs), role, need, now_s)
+    steps = _steps(roles, {role: target for role, (target, _) in wanted.items()}, wanted, rules)
+    changed = dict(memory.changed_s) | dict.fromkeys(
+        [name for step in steps for name in (step.role, step.to_role) if name], now_s
+    )
+    reasons = {role: why for role, (_, why) in wanted.items()}
+    targets = {role: target for role, (target, _) in wanted.items()}
+    return Plan(steps, reasons, targets), Memory(needs, changed, memory.began_s)
+
+
+def _with_feedback(state: RoleState, rules: Rules, memory: Memory, role: str, now_s: float) -> Need:
+    """The need by the load, or one node more than there are, where measured attainment contradicts it."""
+    need, attained = state.need, state.attained
+    if attained is None or attained >= rules.attained or need.nodes > state.num_nodes:
+        return need
+    # The nodes added last must have served for as long as attainment is measured.
+    settled_s = memory.changed_s.get(role, float("-inf")) + state.join_s + LONG_S
+    if now_s < settled_s:
+        return need
+    return Need(
+        state.num_ready + 1,
+        f"{attained:.0%} of requests keep the SLO, less than {rules.attained:.0%}, though by the load "
+        f"{need.nodes} nodes would do",
+    )
+
+
+def _target(
+    state: RoleState, rules: Rules, memory: Memory, role: str, need: Need, now_s: float
+) -> tuple[int, str]:
+    """The number of nodes that a role should have now, and why."""
+    bounds, have = rules.bounds[role], state.num_nodes
+    up = bounds.clamp(need.nodes + bounds.spare)
+    kept = f", and {bounds.spare} for the loss of one" if bounds.spare else ""
+    why = f"{need.nodes} needed{kept}: {need.why}"
+    if need.nodes + bounds.spare > bounds.most:
+        why += f"; at most {bounds.most} are allowed"
+    if up >= have:
+        return up, why
+    busiest = max(nodes for _, nodes in memory.needs[role])
+    down = bounds.clamp(busiest + bounds.spare)
+    if down >= have:
+        return have, f"{why}; {busiest} were needed within the last {rules.hold_s:g} s"
+    began_s = memory.began_s if memory.began_s is not None else now_s
+    if now_s - began_s < rules.hold_s:
+        return have, f"{why}; nothing is removed before {rules.hold_s:g} s were observed"
+    if state.num_starting:
+        return have, f"{why}; nothing is removed while nodes start"
+    if now_s - memory.changed_s.get(role, float("-inf")) < rules.cooldown_s:
+        return have, f"{why}; nothing is removed within {rules.cooldown_s:g} s of a change"
+    return down, f"{why}; {busiest} were enough for the last {rules.hold_s:g} s"
+
+
+def _steps(
+    roles: Mapping[str, RoleState],
+    targets: Mapping[str, int],
+    wanted: Mapping[str, tuple[int, str]],
+    rules: Rules,
+) -> list[Step]:
+    """At most ``rules.steps``: switches first, which are quickest, then additions, then removals."""
+    steps: list[Step] = []
+    missing = {role: targets[role] - state.num_nodes for role, state in roles.items()}
+    leaving = {role: least_missed(state.ready)[: max(-missing[role], 0)] for role, state in roles.items()}
+    if SWITCH in rules.can:
+        for role in roles:
+            for other in roles:
+                while missing[role] > 0 and leaving[other] and role != other:
+                    node = leaving[other].pop(0)
+                    missing[role] -= 1
+                    steps.append(Step(SWITCH, other, wanted[role][1], node.node_id, role))
+    for role, state in roles.items():
+        if state.held and missing[role] > 0:
+            continue
+        steps += [Step(ADD, role, wanted[role][1]) for _ in range(max(missing[role], 0))]
+    for role, nodes in leaving.items():
+        steps += [Step(REMOVE, role, wanted[role][1], node.node_id) for node in nodes]
+    return steps[: rules.steps]

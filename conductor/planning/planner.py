@@ -1,0 +1,254 @@
+"""The planner in a conductor: look, decide, and in mode ``act`` change the fleet while the lease holds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from moonpool.conductor.fleet.administration import FleetAdmin
+from moonpool.conductor.fleet.errors import ProviderFailed
+from moonpool.conductor.fleet.member import Member
+from moonpool.conductor.fleet.providers.provider import SuppliedNode
+from moonpool.conductor.fleet.registry import NodeRegistry
+from moonpool.conductor.observing import planner_metrics as metrics
+from moonpool.conductor.observing.demand import Demand
+from moonpool.conductor.observing.slo import Slo
+from moonpool.conductor.planning.lease import Held, PlannerLease
+from moonpool.conductor.planning.observation import UNKNOWN_JOIN_S, Nodes, Observation, observe
+from moonpool.conductor.planning.plan import ADD, REMOVE, Bounds, Memory, Plan, Rules, Step, plan
+from moonpool.conductor.planning.supply import Supply
+from moonpool.conductor.planning.window import DemandWindow
+from moonpool.kvstore.errors import IndexUnavailable
+from moonpool.kvstore.index.redis.node_record import stages_of
+from moonpool.runtime.config.options import PlannerOptions
+from moonpool.runtime.service.vital import restarted
+
+log = logging.getLogger(__name__)
+
+OFF, ADVISE, ACT = "off", "advise", "act"
+PERIOD_S = 5.0
+ROLES = ("prefill", "decode")
+
+
+class Planner:
+    """Looks every ``period_s`` at the fleet and its demand. ``status``: for people, plain JSON types."""
+
+    def __init__(
+        self,
+        registry: NodeRegistry,
+        admin: FleetAdmin,
+        lease: PlannerLease,
+        demand: Callable[[], Demand],
+        *,
+        mode: str,
+        rules: Rules,
+        slo: Slo,
+        clock: Callable[[], float],
+        on_decision: Callable[[str, str, str], None],
+        period_s: float = PERIOD_S,
+    ) -> None:
+        """``demand``: totals of all conductors. ``on_decision``: called with ``plan``, node or role, and a
+        sentence for each new decision.
+        """
+        self.status: dict[str, Any] = {"mode": mode, "state": "not started", "roles": {}, "steps": []}
+        self._registry = registry
+        self._admin = admin
+        self._lease = lease
+        self._demand = demand
+        self._mode = mode
+        self._rules = rules
+        self._slo = slo
+        self._clock = clock
+        self._on_decision = on_decision
+        self._period_s = period_s
+        self._window = DemandWindow()
+        self._memory = Memory()
+        self._supplies = {role: Supply() for role in ROLES}
+        self._advised: Sequence[Step] = ()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = restarted(self._run, "planner")
+
+    async def close(self) -> None:
+        """Give the lease back. Idempotent."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        task.cancel()
+        await asyncio.wait((task,))
+        if self._mode != OFF:
+            try:
+                await self._lease.leave()
+            except IndexUnavailable as error:
+                log.info("the planner's lease ends by itself: %s", error)
+
+    async def _run(self) -> None:
+        while True:
+            await self.round()
+            await asyncio.sleep(self._period_s)
+
+    async def round(self) -> None:
+        """Look once and, if this conductor has the lease, decide once."""
+        now_s = self._clock()
+        self._window.add(now_s, self._demand())
+        held = await self._leads()
+        supplied: Sequence[SuppliedNode] = ()
+        try:
+            if held.epoch:
+                supplied = await self._admin.supplied()
+        except ProviderFailed as error:
+            # Without its list, nodes on their way would be asked for a second time.
+            self.status["state"] = f"paused: {error}"
+            held = Held("")
+        seen = await self._observe(supplied, held, now_s)
+        self._show(seen, now_s)
+        if not held.epoch:
+            # Whoever plans next begins anew: what this conductor remembers is not what the fleet does.
+            self._memory, self._advised = Memory(), ()
+            return
+        decided, memory = plan(seen.roles, self._rules, self._memory, now_s)
+        acts = self._mode == ACT and self._admin.provider is not None
+        # Advice changes nothing, so nothing has to settle after it.
+        self._memory = memory if acts else replace(memory, changed_s=self._memory.changed_s)
+        self._tell(decided)
+        if acts:
+            await self._carry_out(decided.steps, held.epoch)
+
+    async def _leads(self) -> Held:
+        if self._mode == OFF:
+            self.status["state"] = "off (planner.mode)"
+            return Held("")
+        try:
+            held = await self._lease.take()
+        except IndexUnavailable as error:
+            self.status["state"] = f"paused: Redis does not answer ({error})"
+            metrics.leads.set(0)
+            return Held("")
+        metrics.leads.set(held.epoch > 0)
+        self.status["state"] = f"plans, epoch {held.epoch}" if held.epoch else f"{held.holder} plans"
+        return held
+
+    async def _observe(self, supplied: Sequence[SuppliedNode], held: Held, now_s: float) -> Observation:
+        nodes = {role: await self._nodes(role, supplied, held, now_s) for role in ROLES}
+        return observe(
+            nodes["prefill"], nodes["decode"], self._window, self._slo, self._rules.attained, now_s
+        )
+
+    async def _nodes(self, role: str, supplied: Sequence[SuppliedNode], held: Held, now_s: float) -> Nodes:
+        # A node of both roles serves this one too; the planner neither adds nor removes such nodes.
+        members = [one for one in self._registry.members.values() if role in stages_of(one.record.role)]
+        serving = {one.owner for one in members if one.available(now_s)}
+        own = [node for node in supplied if node.role == role]
+        join_s = max((_join_s(one) for one in members), default=UNKNOWN_JOIN_S)
+        supply = self._supplies[role]
+        expected, late = supply.look(own, {one.owner for one in members}, join_s, now_s)
+        if held.epoch and self._mode == ACT:
+            for node_id in late:
+                metrics.given_up.labels(role).inc()
+                await self._give_up(node_id, held.epoch)
+        removable = {node.node_id for node in own if node.counts} & serving
+        return Nodes(
+            self._registry.fleet(role),
+            [self._admin.removable(name) for name in sorted(removable)],
+            len(expected),
+            join_s,
+            supply.held(now_s),
+            len(serving - removable),
+        )
+
+    async def _give_up(self, node_id: str, epoch: int) -> None:
+        why = "it was asked for and has not registered"
+        try:
+            await self._admin.stop(node_id, why, fence=epoch)
+        except ProviderFailed as error:
+            log.warning("%s was given up, and could not be stopped: %s", node_id, error)
+
+    # ------------------------------------------------------------------ decisions
+
+    async def _carry_out(self, steps: Sequence[Step], epoch: int) -> None:
+        for position, step in enumerate(steps):
+            if not self._lease.holds(epoch):
+                log.warning(
+                    "the lease ended before %d of %d changes were made", len(steps) - position, len(steps)
+                )
+                for left in steps[position:]:
+                    metrics.steps.labels(left.kind, left.role, "abandoned").inc()
+                return
+            outcome = "made"
+            try:
+                if step.kind == ADD:
+                    await self._admin.start(step.role, step.why, fence=epoch)
+                elif step.kind == REMOVE:
+                    await self._admin.stop(step.node_id, step.why, fence=epoch)
+                else:
+                    outcome = "refused"
+                    log.warning(
+                        "%s of %s is refused: the planner of this version neither changes roles nor moves "
+                        "running requests",
+                        *(step.kind, step.node_id),
+                    )
+            except ProviderFailed as error:
+                outcome = "failed"
+                self._supplies[step.role].failed(str(error), self._clock())
+                log.warning("a change was not made: %s", error)
+            metrics.steps.labels(step.kind, step.role, outcome).inc()
+
+    def _tell(self, decided: Plan) -> None:
+        """Say a decision once, not in each round in which it stands."""
+        self.status["steps"] = [asdict(step) for step in decided.steps]
+        for role, reason in decided.reasons.items():
+            self.status["roles"][role] |= {"target": decided.targets[role], "reason": reason}
+            metrics.targets.labels(role).set(decided.targets[role])
+        kinds = [(step.kind, step.role, step.node_id) for step in decided.steps]
+        before = [(step.kind, step.role, step.node_id) for step in self._advised]
+        self._advised = decided.steps
+        if not kinds or (self._mode == ADVISE and kinds == before):
+            return
+        for step in decided.steps:
+            would = "" if self._mode == ACT and self._admin.provider else "would "
+            what = f"{would}{step.kind} {step.node_id or f'a {step.role} node'}"
+            self._on_decision("plan", step.node_id or step.role, f"{what}: {step.why}")
+            if would:
+                metrics.steps.labels(step.kind, step.role, "advised").inc()
+
+    def _show(self, seen: Observation, now_s: float) -> None:
+        for role, state in seen.roles.items():
+            members = [one for one in self._registry.members.values() if one.record.role == role]
+            blocks = sum(one.record.load.num_blocks for one in members)
+            free = sum(one.record.load.free_blocks for one in members)
+            attained = state.attained
+            metrics.needed.labels(role).set(state.need.nodes)
+            metrics.attained.labels(role).set(1.0 if attained is None else attained)
+            metrics.kv_free.labels(role).set(free / blocks if blocks else 1.0)
+            metrics.join_seconds.labels(role).set(state.join_s)
+            self.status["roles"][role] = {
+                "ready": state.num_ready,
+                "starting": state.num_starting,
+                "needed": state.need.nodes,
+                "why": state.need.why,
+                "held": state.held,
+                "attained": attained,
+                "join_s": state.join_s,
+            }
+        ready = max(seen.roles["prefill"].num_ready, 1)
+        metrics.queue_seconds.labels("prefill").set(seen.queued_s / ready)
+        self.status["recent"] = asdict(seen.recent)
+
+
+def rules_of(options: PlannerOptions) -> Rules:
+    """The rules that the options describe."""
+    bounds = {
+        "prefill": Bounds(options.prefill_least, options.prefill_most, options.spare),
+        "decode": Bounds(options.decode_least, options.decode_most, options.spare),
+    }
+    cooldown_s = min(Rules(bounds).cooldown_s, options.hold_s)
+    return Rules(bounds, attained=options.attained, hold_s=options.hold_s, cooldown_s=cooldown_s)
+
+
+def _join_s(member: Member) -> float:
+    value = member.record.extra.get("join_s")
+    return float(value) if isinstance(value, int | float) else UNKNOWN_JOIN_S

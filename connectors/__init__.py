@@ -1,0 +1,1 @@
+"""Moonpool's store under other engines. Imports the store and the transfer engine only."""

@@ -1,0 +1,232 @@
+"""The half of the connector in vLLM's scheduler: what is loaded, what is saved."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from moonpool.connectors.vllm.costs import LoadCosts, Source
+from moonpool.connectors.vllm.plan import Load, PrefixReport, Save, StepPlan
+from moonpool.connectors.vllm.prefix_index import Holder
+from moonpool.connectors.vllm.reasons import PromptHead, SeenBlocks
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.blocks.vllm_keys import key_of
+
+log = logging.getLogger(__name__)
+
+# A request whose load failed this often computes its prompt.
+_MAX_LOADS = 2
+
+
+class EngineRequest(PromptHead, Protocol):
+    """What is read of vLLM's ``Request``."""
+
+    request_id: str
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_hashes: Sequence[bytes]  # of its full blocks so far, chained
+
+
+class Index(Protocol):
+    def holders(self, keys: Sequence[BlockKey]) -> list[Holder]: ...
+
+    def in_other_layout(self, own: bytes, name: Callable[[bytes], BlockKey]) -> str: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Tracked:
+    request: EngineRequest
+    report: PrefixReport
+    head: str  # whether the first tokens came before under other keys
+    keys: list[BlockKey] = field(default_factory=list)
+    num_saved: int = 0  # of its first blocks: saved, or being saved
+    num_loads: int = 0
+    loading: _Loading | None = None
+    is_reported: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Loading:
+    source: Holder
+    skip: int  # blocks that the engine has itself
+    num_blocks: int
+    since_s: float
+
+
+class SchedulerSide:
+    """``fingerprint``: of the layout, 16 bytes; ``block_size``: tokens; ``node_id``: of this engine."""
+
+    def __init__(
+        self,
+        node_id: str,
+        fingerprint: bytes,
+        block_size: int,
+        index: Index,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._node_id = node_id
+        self._fingerprint = fingerprint
+        self._block_size = block_size
+        self._index = index
+        self._clock = clock
+        self._costs = LoadCosts(clock)
+        self._seen = SeenBlocks(block_size, clock)
+        self._tracked: dict[str, _Tracked] = {}
+        self._loads: list[Load] = []
+        self._step: tuple[float, int, set[str]] | None = None  # when, prompt tokens, requests
+
+    # ------------------------------------------------------------------ loading
+
+    def match(self, request: EngineRequest, num_computed_tokens: int) -> int:
+        """How many tokens after ``num_computed_tokens`` should be loaded. Changes nothing but caches."""
+        known = self._track(request)
+        report = known.report
+        skip = num_computed_tokens // self._block_size
+        # Leave one token to compute: its logits give the next one.
+        most = (request.num_prompt_tokens - 1) // self._block_size
+        report.engine_tokens, report.reason, report.detail = num_computed_tokens, "", ""
+        if num_computed_tokens % self._block_size or most <= skip:
+            return 0
+        if known.num_loads >= _MAX_LOADS:
+            report.reason = "failed"
+            return 0
+        source = self._source(known, self._keys(known)[:most], skip)
+        if source is None:
+            return 0
+        num_blocks = min(source.num_blocks, most) - skip
+        known.loading = _Loading(source, skip, num_blocks, self._clock())
+        return num_blocks * self._block_size
+
+    def _source(self, known: _Tracked, keys: list[BlockKey], skip: int) -> Holder | None:
+        """Where to load more than ``skip`` blocks from; None: computing is faster, or no node has them.
+        Reports why the rest is missing."""
+        holders = [holder for holder in self._index.holders(keys) if holder.num_blocks > skip]
+        # The longest prefix; of equals the one in this engine's own memory.
+        holders.sort(key=lambda holder: (holder.num_blocks, holder.node_id == self._node_id), reverse=True)
+        longest = holders[0].num_blocks if holders else skip
+        self._seen.saw(keys[:longest])
+        chosen = next((holder for holder in holders if self._is_worth(holder, skip)), None)
+        if holders and (chosen is None or chosen.num_blocks < longest):
+            known.report.reason, known.report.detail = "slower", holders[0].node_id
+        elif longest < len(keys):
+            known.report.reason, known.report.detail = self._why_missing(known, keys, longest)
+        return chosen
+
+    def _is_worth(self, holder: Holder, skip: int) -> bool:
+        num_blocks = holder.num_blocks - skip
+        return self._costs.is_worth(_source_of(holder), num_blocks, num_blocks * self._block_size)
+
+    def _why_missing(self, known: _Tracked, keys: list[BlockKey], missing: int) -> tuple[str, str]:
+        """Why no node has ``keys[missing]``: one of ``REASONS``, and the node it speaks of."""
+        if reason := self._seen.why_missing(keys[missing]):
+            return reason, ""
+        block_hash = known.request.block_hashes[missing]
+        own = self._fingerprint
+        if node_id := self._index.in_other_layout(own, lambda theirs: key_of(theirs, block_hash)):
+            return "layout", node_id
+        return (known.head if not missing and known.head else "new"), ""
+
+    def allocated(self, request: EngineRequest, blocks: Sequence[int], num_external_tokens: int) -> None:
+        """The engine gave the request ``blocks``, for ``num_external_tokens`` of what ``match`` found."""
+        known = self._track(request)
+        loading = known.loading
+        if not num_external_tokens or loading is None:
+            return
+        num_blocks = num_external_tokens // self._block_size
+        end = loading.skip + num_blocks
+        keys = self._keys(known)[:end]
+        source = b"" if loading.source.node_id == self._node_id else loading.source.address
+        self._loads.append(Load(request.request_id, keys, list(blocks[loading.skip : end]), source))
+        known.num_loads += 1
+        known.loading = _Loading(loading.source, loading.skip, num_blocks, self._clock())
+
+    def ended(self, loaded: set[str], failed: set[str]) -> None:
+        """Loads have ended; ``failed`` ones are in ``loaded`` too."""
+        for request_id in loaded:
+            known = self._tracked.get(request_id)
+            if known is None or known.loading is None:
+                continue
+            loading, known.loading = known.loading, None
+            report = known.report
+            if request_id in failed:
+                report.num_failed += 1
+                log.info("request %s computes what %s did not give", request_id, loading.source.node_id)
+                continue
+            known.num_loads = 0
+            seconds = self._clock() - loading.since_s
+            self._costs.loaded(_source_of(loading.source), loading.num_blocks, seconds)
+            is_own = loading.source.node_id == self._node_id
+            report.source, report.load_s = loading.source.node_id, seconds
+            report.tier = "peer" if not is_own else "ssd" if loading.source.num_on_disk else "host"
+            report.loaded_tokens = loading.num_blocks * self._block_size
+
+    # ------------------------------------------------------------------ saving
+
+    def plan(
+        self, num_scheduled: Mapping[str, int], blocks_of: Callable[[str], Sequence[int] | None]
+    ) -> StepPlan:
+        """The plan of a step of ``num_scheduled`` tokens by request."""
+        self._observe(num_scheduled)
+        loads, self._loads = self._loads, []
+        plan = StepPlan(loads)
+        for request_id, count in num_scheduled.items():
+            known = self._tracked.get(request_id)
+            if known is None:
+                continue
+            if not known.is_reported:
+                known.is_reported = True
+                plan.reports.append(replace(known.report))
+            end = (known.request.num_computed_tokens + count) // self._block_size
+            keys = self._keys(known)[:end]
+            if len(keys) <= known.num_saved:
+                continue
+            blocks = blocks_of(request_id)
+            if blocks is None:
+                continue
+            begin, known.num_saved = known.num_saved, len(keys)
+            self._seen.saw(keys[begin:])
+            parent = keys[begin - 1] if begin else None
+            plan.saves.append(Save(keys[begin:], list(blocks[begin : len(keys)]), parent))
+        return plan
+
+    def _observe(self, num_scheduled: Mapping[str, int]) -> None:
+        """Learn what prompt tokens cost from the time between two steps of a request."""
+        now_s = self._clock()
+        if self._step is not None:
+            began_s, num_tokens, requests = self._step
+            if requests & num_scheduled.keys():
+                self._costs.computed(num_tokens, now_s - began_s)
+        prompts = sum(count for count in num_scheduled.values() if count > 1)
+        self._step = (now_s, prompts, set(num_scheduled)) if num_scheduled else None
+
+    def finished(self, request_id: str) -> None:
+        """A load that is under way goes on: the engine keeps the blocks until it has ended."""
+        self._tracked.pop(request_id, None)
+
+    def close(self) -> None:
+        self._index.close()
+
+    # ------------------------------------------------------------------ keys
+
+    def _track(self, request: EngineRequest) -> _Tracked:
+        known = self._tracked.get(request.request_id)
+        if known is None:
+            report = PrefixReport(request.request_id, request.num_prompt_tokens)
+            known = _Tracked(request, report, self._seen.head(request))
+            self._tracked[request.request_id] = known
+        return known
+
+    def _keys(self, known: _Tracked) -> list[BlockKey]:
+        """The keys of its full blocks. vLLM's hashes are chained, and contain adapter, images and salt."""
+        for block_hash in known.request.block_hashes[len(known.keys) :]:
+            known.keys.append(key_of(self._fingerprint, block_hash))
+        return known.keys
+
+
+def _source_of(holder: Holder) -> Source:
+    return Source(holder.node_id, holder.num_on_disk > 0)

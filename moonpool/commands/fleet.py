@@ -1,0 +1,108 @@
+"""``moonpool fleet``: list the nodes, change their number, drain one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from moonpool.client import Client
+from moonpool.commands.options import console, json_option, plain_table, run_with_client, url_option
+
+_TEXTS = ("node", "role", "state", "supplied", "why")
+_FIGURES = ("requests",)
+
+
+@click.group()
+def fleet() -> None:
+    """List the nodes of a cluster, change their number, and drain one.
+
+    Changes need an admin key, or where no API keys are configured the cluster's key.
+    """
+
+
+@fleet.command("ls")
+@url_option
+@json_option
+def ls_command(url: str, as_json: bool) -> None:
+    """List all nodes: as they serve, and as their provider knows them."""
+    found = run_with_client(url, Client.fleet)
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+    else:
+        console.print(fleet_view(found))
+
+
+@fleet.command("plan")
+@url_option
+@json_option
+def plan_command(url: str, as_json: bool) -> None:
+    """Show what the planner sees, and what it does or would do."""
+    found = run_with_client(url, Client.fleet)["planner"]
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+    else:
+        console.print(plan_view(found))
+
+
+@fleet.command("scale")
+@click.argument("role")
+@click.argument("count", type=click.IntRange(min=1))
+@url_option
+def scale_command(role: str, count: int, url: str) -> None:
+    """Have the provider run COUNT nodes of ROLE (prefill or decode).
+
+    Nodes that are too many drain first; those go whose cached blocks are used least.
+    """
+    done = run_with_client(url, lambda client: client.scale(role, count))
+    for what, names in (("starts", done["started"]), ("drains and ends", done["stopped"])):
+        for name in names:
+            console.print(f"{name} {what}")
+    if not done["started"] and not done["stopped"]:
+        console.print(f"there are {count} {role} nodes already")
+
+
+@fleet.command("drain")
+@click.argument("node")
+@url_option
+def drain_command(node: str, url: str) -> None:
+    """Have NODE finish its requests and end. A provider does not start it again."""
+    done = run_with_client(url, lambda client: client.drain(node))
+    console.print(f"{done['node_id']} drains and ends")
+
+
+def fleet_view(found: dict[str, Any]) -> RenderableType:
+    """A table with a row for each node."""
+    table = plain_table(_TEXTS, _FIGURES)
+    for node in sorted(found["nodes"], key=lambda node: (node["role"] != "prefill", node["node_id"])):
+        states = ", ".join(sorted(set(node["states"]))) or "not in the index"
+        supplied = node["supplied"] or {"state": "by others", "reason": ""}
+        row = (node["node_id"], node["role"], states, supplied["state"], supplied["reason"])
+        table.add_row(*row, str(node["num_requests"]))
+    provider = found["provider"] or "none: nodes are started and stopped by others"
+    parts: list[RenderableType] = [Text(f"provider: {provider}", style="bold"), table]
+    if found["trouble"]:
+        parts.append(Text(f"the provider does not answer: {found['trouble']}", style="yellow"))
+    return Group(*parts)
+
+
+def plan_view(found: dict[str, Any]) -> RenderableType:
+    """A table with a row for each role, and the steps of the last round."""
+    table = plain_table(("role",), ("ready", "starting", "needed", "target", "SLO kept", "joins in"))
+    reasons: list[RenderableType] = []
+    for role, state in found["roles"].items():
+        kept = "–" if state["attained"] is None else f"{state['attained']:.0%}"
+        counts = (str(state.get(name, "–")) for name in ("ready", "starting", "needed", "target"))
+        table.add_row(role, *counts, kept, f"{state['join_s']:.1f} s")
+        reasons.append(Text(f"{role}: {state.get('reason', state['why'])}"))
+        if state["held"]:
+            reasons.append(Text(f"{role}: {state['held']}", style="yellow"))
+    title = Text(f"planner: mode {found['mode']}, {found['state']}", style="bold")
+    steps = [
+        Text(f"{'' if found['mode'] == 'act' else 'would '}{step['kind']} {step['node_id'] or step['role']}")
+        for step in found["steps"]
+    ]
+    return Group(title, table, *reasons, *steps)

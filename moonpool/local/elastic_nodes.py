@@ -1,0 +1,160 @@
+"""Nodes of a local cluster that come and go while it serves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+
+from moonpool.conductor.fleet.providers.provider import FAILED, RUNNING, STARTING, STOPPING, SuppliedNode
+from moonpool.local.children import Children, ready_timeout_s
+from moonpool.local.supervisor import NodeNotSupplied
+from moonpool.runtime.config.options import Config
+from moonpool.runtime.errors import ChildFailed
+from moonpool.runtime.service.child import Child
+
+STOP_TIMEOUT_S = 5.0
+_FAILED_KEPT = 16
+_NO_NODES = ("redis", "conductor")
+
+
+class ElasticNodes:
+    """Starts and stops nodes among ``children``, by name; see ``supervisor.Supervised``."""
+
+    def __init__(
+        self,
+        children: dict[str, Child],
+        *,
+        report: Callable[[str], None],
+        watch: Callable[[str], None],
+        unwatch: Callable[[str], None],
+        on_ended: Callable[[asyncio.Task[None]], None],
+    ) -> None:
+        """``watch``: called with a node that serves, ``unwatch`` with one that is to end; ``on_ended``: with
+        each task of this object that has ended.
+        """
+        self.children = children
+        self._report = report
+        self._watch = watch
+        self._unwatch = unwatch
+        self._on_ended = on_ended
+        self._clock = asyncio.get_running_loop().time
+        self._made: Children | None = None  # None: the cluster has not started
+        self._drain_s = 0.0
+        self._started_s: dict[str, float] = {}
+        self._ending: set[str] = set()
+        self._failed: dict[str, str] = {}  # why nodes ended that are not started again
+        self._changes: set[asyncio.Task[None]] = set()
+
+    def begin(self, config: Config, made: Children) -> None:
+        """Add the children that a cluster starts with; they are not started."""
+        self._made = made
+        self._drain_s = config.node.drain_s + config.store.flush_s
+        self.served_name = config.model.served_name or config.model.directory.name
+        for child in made.first_nodes():
+            self._add(child)
+
+    def _add(self, child: Child) -> None:
+        self.children[child.name] = child
+        self._started_s[child.name] = self._clock()
+
+    @property
+    def nodes(self) -> list[Child]:
+        return [child for name, child in self.children.items() if name not in _NO_NODES]
+
+    async def start_node(self, role: str) -> str:
+        """Start one more node; return its name once its process runs, long before it serves.
+
+        Raises:
+            ConfigError, TooLittleMemory, NoRoom: see ``Children.another``. Nothing was started.
+            OSError: its process could not be started.
+        """
+        assert self._made is not None
+        child = self._made.another(role, self.children.keys())
+        self._add(child)
+        try:
+            await child.start()
+        except BaseException:
+            del self.children[child.name]
+            raise
+        self._report(f"{child.name} was asked for and starts")
+        self._in_background(self._bring_up(child), child.name)
+        return child.name
+
+    def stop_node(self, name: str) -> None:
+        """Drain and end a node, and do not start it again. Returns at once. Idempotent.
+
+        Raises:
+            NodeNotSupplied: no such node runs.
+        """
+        if name in self._ending:
+            return
+        if name not in self.children or name in _NO_NODES:
+            known = ", ".join(sorted(child.name for child in self.nodes))
+            raise NodeNotSupplied(f"{name[:128]} is no node of this cluster; it has {known}")
+        self._ending.add(name)
+        self._unwatch(name)
+        self._report(f"{name} was asked to drain and end")
+        self._in_background(self._take_down(self.children[name]), name)
+
+    def supplied(self) -> list[SuppliedNode]:
+        """The nodes, and those that ended lately because they failed."""
+        gone = [
+            SuppliedNode(name, _role(name), FAILED, reason)
+            for name, reason in self._failed.items()
+            if name not in self.children
+        ]
+        return [self._as_supplied(child) for child in self.nodes] + gone
+
+    def _as_supplied(self, child: Child) -> SuppliedNode:
+        name, reason = child.name, ""
+        if name in self._ending:
+            state = STOPPING
+        elif child.returncode is not None and name in self._failed:
+            state, reason = FAILED, self._failed[name]
+        else:
+            state = RUNNING if child.ready and child.returncode is None else STARTING
+        return SuppliedNode(name, _role(name), state, reason, self._clock() - self._started_s[name])
+
+    def gave_up(self, name: str, failure: ChildFailed) -> None:
+        """A node has failed and is not started again."""
+        self._report(str(failure))
+        self._failed[name] = str(failure).partition("\n")[0]
+        while len(self._failed) > _FAILED_KEPT:
+            del self._failed[next(iter(self._failed))]
+
+    async def close(self) -> None:
+        """Stop following nodes; those that start or drain stay among ``children``. Idempotent."""
+        for task in list(self._changes):
+            task.cancel()
+        await asyncio.gather(*self._changes, return_exceptions=True)
+
+    async def _bring_up(self, child: Child) -> None:
+        """A failed first start is not repeated: whoever asked for the node decides."""
+        try:
+            await child.wait_ready(ready_timeout_s(child))
+        except ChildFailed as failure:
+            if child.name not in self._ending:
+                self.gave_up(child.name, failure)
+                child.kill()
+                await child.wait()
+                del self.children[child.name]
+            return
+        if child.name not in self._ending:
+            self._report(f"{child.name} is ready after {self._clock() - self._started_s[child.name]:.1f} s")
+            self._watch(child.name)
+
+    async def _take_down(self, child: Child) -> None:
+        await child.stop(self._drain_s + STOP_TIMEOUT_S)
+        self._report(f"{child.name} has ended")
+        del self.children[child.name]
+        self._ending.discard(child.name)
+
+    def _in_background(self, work: Coroutine[None, None, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        task.add_done_callback(self._on_ended)
+
+
+def _role(name: str) -> str:
+    return name.rpartition("-")[0]

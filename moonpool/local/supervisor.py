@@ -1,0 +1,110 @@
+"""The service by which a conductor starts and stops nodes of a local cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import grpc.aio
+from grpc.aio import ServicerContext
+
+from moonpool.conductor.fleet.providers.provider import SuppliedNode
+from moonpool.protos import fleet_pb2, fleet_pb2_grpc
+from moonpool.runtime import rpc
+from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.security.process import Security
+
+_HOST = "127.0.0.1"
+
+Context = ServicerContext[Any, Any]
+
+
+class NodeNotSupplied(MoonpoolError):
+    """This process started no node of that name. Nothing was stopped."""
+
+    code = "NOT_FOUND"
+
+
+class OtherModel(MoonpoolError):
+    """A node of another model was asked for. Nothing was started."""
+
+    code = "FAILED_PRECONDITION"
+
+
+class PlannerSuperseded(MoonpoolError):
+    """Another conductor plans by now. Nothing was changed."""
+
+    code = "FAILED_PRECONDITION"
+
+
+class Supervised(Protocol):
+    """A cluster whose nodes may be started and stopped."""
+
+    @property
+    def served_name(self) -> str: ...
+
+    async def start_node(self, role: str) -> str:
+        """Return its name once its process runs."""
+
+    def stop_node(self, name: str) -> None:
+        """Raises ``NodeNotSupplied``."""
+
+    def supplied(self) -> Sequence[SuppliedNode]: ...
+
+
+class Supervisor(fleet_pb2_grpc.SupervisorServicer):
+    """Serves ``protos.Supervisor`` on this machine's loopback address, for conductors and operators."""
+
+    def __init__(self, cluster: Supervised) -> None:
+        self._cluster = cluster
+        self._server: grpc.aio.Server | None = None
+        self._fence = 0  # of the latest planner
+
+    async def start(self, security: Security) -> str:
+        """Listen; return the address. ``security``: of the cluster, which callers must belong to."""
+        add = fleet_pb2_grpc.add_SupervisorServicer_to_server
+        self._server, port = await rpc.serve([(add, self)], _HOST, 0, security=security)
+        return f"{_HOST}:{port}"
+
+    async def close(self) -> None:
+        """Idempotent."""
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop(None)
+
+    # ------------------------------------------------------------------ service Supervisor
+
+    async def Start(self, request: fleet_pb2.StartNodeRequest, context: Context) -> fleet_pb2.StartNodeReply:
+        self._check(request.fence)
+        served = self._cluster.served_name
+        if request.model not in ("", served):
+            raise OtherModel(f"this cluster serves {served}, not {request.model[:128]}: nothing was started")
+        return fleet_pb2.StartNodeReply(node_id=await self._cluster.start_node(request.role))
+
+    async def Stop(self, request: fleet_pb2.StopNodeRequest, context: Context) -> fleet_pb2.StopNodeReply:
+        self._check(request.fence)
+        self._cluster.stop_node(request.node_id)
+        return fleet_pb2.StopNodeReply()
+
+    async def List(self, request: fleet_pb2.ListNodesRequest, context: Context) -> fleet_pb2.ListNodesReply:
+        return fleet_pb2.ListNodesReply(
+            nodes=[
+                fleet_pb2.SuppliedNode(
+                    node_id=node.node_id,
+                    role=node.role,
+                    state=node.state,
+                    reason=node.reason,
+                    age_s=node.age_s,
+                )
+                for node in self._cluster.supplied()
+            ]
+        )
+
+    def _check(self, fence: int) -> None:
+        """Refuse a planner that lost its lease and does not know it yet."""
+        if fence and fence < self._fence:
+            raise PlannerSuperseded(
+                f"a planner of epoch {fence} asks, and one of epoch {self._fence} has asked before: nothing "
+                "was changed"
+            )
+        self._fence = max(self._fence, fence)

@@ -1,0 +1,16 @@
+"""gRPC servers and channels: limits, keepalive, request ids, ranges of numbers, and the mapping of errors."""
+
+from moonpool.runtime.rpc.bounds import MAX_MESSAGE_NBYTES
+from moonpool.runtime.rpc.client import channel, node_errors, request_metadata
+from moonpool.runtime.rpc.server import MessageMalformed, Servicer, end_stream, serve
+
+__all__ = [
+    "MAX_MESSAGE_NBYTES",
+    "MessageMalformed",
+    "Servicer",
+    "channel",
+    "end_stream",
+    "node_errors",
+    "request_metadata",
+    "serve",
+]

@@ -1,0 +1,171 @@
+"""gRPC channels: signed calls, checked replies, renewed certificates, and errors as exceptions of ours."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import grpc
+import grpc.aio
+
+from moonpool.runtime.errors import NodeUnavailable, RemoteError
+from moonpool.runtime.message_checks import check_message
+from moonpool.runtime.number_checks import NumberOutOfRange
+from moonpool.runtime.observing import tracing
+from moonpool.runtime.observing.log import request_id
+from moonpool.runtime.rpc.bounds import (
+    CHANNEL_OPTIONS,
+    ERROR_KIND,
+    REQUEST_ID,
+    metadata_value,
+    short_name,
+)
+from moonpool.runtime.security import process
+from moonpool.runtime.security.roles import SERVER_NAME
+from moonpool.runtime.security.tls import PeerTls
+
+# How gRPC says that a channel was closed in this process.
+_CLOSED = "Channel is closed."
+# Calls that began before a change of certificates may last this long.
+_OLD_CALLS_S = 3600.0
+
+
+def channel(address: str) -> grpc.aio.Channel:
+    """A channel to ``host:port``; it connects on first use and reconnects after failures.
+
+    Calls prove the identity of this process (see ``security.process``); changed certificates are used from
+    the next call on. A reply with a number out of its range raises ``NumberOutOfRange``; ``node_errors``
+    converts it.
+    """
+    return cast(grpc.aio.Channel, _Channel(address, process.current()))
+
+
+def _connection(address: str, tls: PeerTls | None) -> grpc.aio.Channel:
+    # Addresses come from others: without a scheme, one such as unix:PATH would reach sockets of this machine.
+    target = f"dns:///{address}"
+    if tls is None:
+        return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+    # Nodes change their addresses: their certificates are valid for one name.
+    options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", SERVER_NAME)]
+    credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.cert)
+    return grpc.aio.secure_channel(target, credentials, options=options)
+
+
+def request_metadata() -> tuple[tuple[str, str], ...]:
+    """``metadata=`` of a call for a request: propagates ``log.request_id`` and the current span.
+
+    No interceptor does this, because grpc.aio runs an intercepted call in a separate task.
+    """
+    about = request_id.get()
+    return ((REQUEST_ID, about), *tracing.outgoing_headers()) if about else ()
+
+
+@contextmanager
+def node_errors(node_id: str) -> Iterator[None]:
+    """Convert gRPC errors of a call to ``node_id`` to ``NodeUnavailable`` or ``RemoteError``."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        status, details = error.code().name, error.details() or ""
+        kind = metadata_value(error.trailing_metadata(), ERROR_KIND)
+        # Without a kind the status is gRPC's: connection failed or lost, or deadline exceeded.
+        if not kind and status in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED"):
+            reason = details if status == "UNAVAILABLE" else f"{status.lower()}: {details}"
+            raise NodeUnavailable(node_id, reason) from error
+        raise RemoteError(node_id, kind, status, details) from error
+    except NumberOutOfRange as error:
+        raise RemoteError(node_id, type(error).__name__, "DATA_LOSS", f"its reply: {error}") from error
+    except grpc.aio.UsageError as error:
+        if str(error) != _CLOSED:
+            raise
+        # Its owner has given the node up; the call was not sent.
+        raise NodeUnavailable(node_id, "the connection was closed here") from error
+
+
+class _Channel:
+    """A channel with signed calls that check their replies. No interceptor: see ``request_metadata``."""
+
+    def __init__(self, address: str, security: process.Security) -> None:
+        self._address = address
+        self._security = security
+        self._tls = security.tls
+        self._channel = _connection(address, self._tls)
+        self._closed = False
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channel, name)
+
+    async def __aenter__(self) -> grpc.aio.Channel:
+        return cast(grpc.aio.Channel, self)
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close(None)
+
+    async def close(self, grace: float | None = None) -> None:
+        self._closed = True
+        for closing in self._closing:
+            closing.cancel()
+        await self._channel.close(grace)
+
+    def unary_unary(self, *args: Any, **options: Any) -> Callable[..., _CheckedCall]:
+        return self._calls("unary_unary", args, options)
+
+    def unary_stream(self, *args: Any, **options: Any) -> Callable[..., _CheckedCall]:
+        return self._calls("unary_stream", args, options)
+
+    def _calls(self, kind: str, args: Sequence[Any], options: dict[str, Any]) -> Callable[..., _CheckedCall]:
+        method = short_name(str(args[0]))
+        made: tuple[grpc.aio.Channel | None, Any] = (None, None)
+
+        def call(*request: Any, **about: Any) -> _CheckedCall:
+            nonlocal made
+            if self._closed:
+                # Of a closed channel gRPC's core would use freed memory here, and abort the process.
+                raise grpc.aio.UsageError(_CLOSED)
+            self._renew()
+            if made[0] is not self._channel:
+                made = (self._channel, getattr(self._channel, kind)(*args, **options))
+            if proof := self._security.metadata(method):
+                about["metadata"] = (*(about.get("metadata") or ()), *proof)
+            return _CheckedCall(made[1](*request, **about))
+
+        return call
+
+    def _renew(self) -> None:
+        """After a change of the certificates: a new connection. Calls on the old one finish."""
+        tls = self._security.tls
+        if tls is not self._tls:
+            self._tls, old = tls, self._channel
+            self._channel = _connection(self._address, tls)
+            closing = asyncio.create_task(old.close(_OLD_CALLS_S))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+
+class _CheckedCall:
+    """A call in progress: awaited or iterated."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._replies: AsyncIterator[Any] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        reply = yield from self._call.__await__()
+        check_message(reply)
+        return reply
+
+    def __aiter__(self) -> _CheckedCall:
+        return self
+
+    async def __anext__(self) -> Any:
+        if self._replies is None:
+            self._replies = aiter(self._call)
+        reply = await anext(self._replies)
+        check_message(reply)
+        return reply

@@ -1,0 +1,208 @@
+"""gRPC servers: authenticate callers, check messages, map errors to statuses."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+from prometheus_client import Counter
+
+from moonpool.runtime.errors import MoonpoolError, PortInUse
+from moonpool.runtime.message_checks import check_message
+from moonpool.runtime.observing import audit, tracing
+from moonpool.runtime.observing.log import request_id
+from moonpool.runtime.redaction import redacted
+from moonpool.runtime.rpc.bounds import (
+    ERROR_KIND,
+    REQUEST_ID,
+    SERVER_OPTIONS,
+    metadata_value,
+    short_name,
+)
+from moonpool.runtime.security import process
+from moonpool.runtime.security.posture import check_listening
+from moonpool.runtime.security.roles import Caller, NotPermitted, Unauthenticated, is_administrative
+
+log = logging.getLogger(__name__)
+
+_REFUSED = Counter("moonpool_rpc_refused", "Calls refused at the boundary, by reason.", ["reason"])
+
+Servicer = tuple[Callable[[Any, Any], None], object]
+
+
+async def serve(
+    servicers: Sequence[Servicer], host: str, port: int, *, security: process.Security | None = None
+) -> tuple[grpc.aio.Server, int]:
+    """Start a server for pairs of ``(add_XServicer_to_server, servicer)``; return it and its port (0: any).
+
+    ``security``: what it demands of callers; by default what this process demands.
+    A request with a number out of its range is refused before a method sees it. A ``MoonpoolError`` raised
+    by a method becomes its ``code`` with its text as details; any other exception is logged and becomes
+    INTERNAL.
+
+    Raises:
+        PortInUse: another process listens there.
+        ConfigError: other machines reach ``host``, and no caller would be authenticated.
+    """
+    security = security or process.current()
+    check_listening(security, host, "node.host")
+    server = grpc.aio.server(interceptors=[_Boundary(security)], options=SERVER_OPTIONS)
+    for add, servicer in servicers:
+        add(servicer, server)
+    try:
+        if (tls := security.tls) is not None:
+            bound_port = server.add_secure_port(f"{host}:{port}", security.server_credentials(tls))
+        else:
+            bound_port = server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError as error:
+        raise PortInUse(host, port, "node.port") from error
+    await server.start()
+    return server, bound_port
+
+
+class _Boundary(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Admits callers, restores the request id and maps errors for every method of a server."""
+
+    def __init__(self, security: process.Security) -> None:
+        self._security = security
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        handler = await continuation(details)
+        if handler is None:
+            return None  # no such method: gRPC answers UNIMPLEMENTED
+        about = metadata_value(details.invocation_metadata, REQUEST_ID)
+        parent = metadata_value(details.invocation_metadata, tracing.TRACEPARENT)
+        token = metadata_value(details.invocation_metadata, process.TOKEN)
+
+        def admit(context: Any) -> None:
+            process.caller.set(self._security.admit(short_name(details.method), token, context.auth_context))
+
+        # As if the caller sent a stream: gRPC receives no message then before ``_first`` reads it, and those
+        # of callers that are refused never.
+        if handler.unary_unary is not None:
+            return grpc.stream_unary_rpc_method_handler(
+                _unary(handler.unary_unary, details.method, about, parent, admit),
+                handler.request_deserializer,
+                handler.response_serializer,
+            )
+        if handler.unary_stream is not None:
+            return grpc.stream_stream_rpc_method_handler(
+                _stream(handler.unary_stream, details.method, about, parent, admit),
+                handler.request_deserializer,
+                handler.response_serializer,
+            )
+        raise NotImplementedError(f"{details.method}: client streams are not used in Moonpool")
+
+
+class MessageMalformed(MoonpoolError):
+    """A call had no message, or one of another type. It had no effect."""
+
+    code = "INVALID_ARGUMENT"
+
+
+def _unary(
+    behaviour: Any, method: str, about: str, parent: str, admit: Callable[[Any], None]
+) -> Callable[[Any, Any], Any]:
+    async def call(_: Any, context: Any) -> Any:
+        request_id.set(about)
+        try:
+            with tracing.server_span(short_name(method), parent), _logged(method, about):
+                admit(context)
+                reply = await behaviour(await _first(context), context)
+                _audited(context, method, "ok")
+                return reply
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            await _abort(context, error, method)
+
+    return call
+
+
+def _stream(
+    behaviour: Any, method: str, about: str, parent: str, admit: Callable[[Any], None]
+) -> Callable[[Any, Any], Any]:
+    async def call(_: Any, context: Any) -> None:
+        request_id.set(about)
+        try:
+            with tracing.server_span(short_name(method), parent), _logged(method, about):
+                admit(context)
+                async for response in behaviour(await _first(context), context):
+                    await context.write(response)
+        except grpc.aio.AbortError:
+            raise
+        except asyncio.CancelledError as cancelled:
+            error = cancelled.args[0] if cancelled.args else None
+            if not isinstance(error, MoonpoolError):
+                raise  # by the caller, or at the server's end
+            await _abort(context, error, method)
+        except Exception as error:
+            await _abort(context, error, method)
+
+    return call
+
+
+def end_stream(serving: asyncio.Task[Any], error: MoonpoolError) -> None:
+    """End a stream with ``error``, also where its caller does not read. ``serving``: the method's task."""
+    serving.cancel(error)
+
+
+async def _first(context: Any) -> Any:
+    """The message of the call, checked."""
+    try:
+        request = await context.read()
+    except DecodeError as error:
+        raise MessageMalformed(f"the call's message cannot be read: {error}") from None
+    if request is grpc.aio.EOF:  # type: ignore[attr-defined]
+        raise MessageMalformed("the call has no message")
+    check_message(request)
+    return request
+
+
+@contextmanager
+def _logged(method: str, about: str) -> Iterator[None]:
+    """Log the duration of a request's call at level debug."""
+    began_s = time.monotonic()
+    try:
+        yield
+    finally:
+        if about:
+            log.debug("%s took %.4f s", short_name(method), time.monotonic() - began_s)
+
+
+def _audited(context: Any, method: str, outcome: str) -> None:
+    who = process.caller.get()
+    if is_administrative(who, short_name(method)):
+        audit.administrative(short_name(method), outcome, who=_name(who), origin=context.peer())
+
+
+def _name(who: Caller | None) -> str:
+    return f"{who.role} {who.name}" if who else ""
+
+
+def _refused(context: Any, method: str, error: Unauthenticated | NotPermitted) -> None:
+    kind, what = type(error).__name__, short_name(method)
+    _REFUSED.labels(kind).inc()
+    log.warning("%s refused a call of %s: %s", what, context.peer(), error)
+    who = _name(error.who if isinstance(error, NotPermitted) else None)
+    audit.refused(what, str(error), who=who, origin=context.peer(), kind=f"{kind} {what}")
+
+
+async def _abort(context: Any, error: Exception, method: str) -> None:
+    if isinstance(error, Unauthenticated | NotPermitted):
+        _refused(context, method, error)
+    else:
+        _audited(context, method, type(error).__name__)
+    if isinstance(error, MoonpoolError):
+        code, sentence = grpc.StatusCode[error.code], str(error)
+    else:
+        log.exception("%s failed", method)
+        code, sentence = grpc.StatusCode.INTERNAL, redacted(f"{type(error).__name__}: {error}")
+    await context.abort(code, sentence, ((ERROR_KIND, type(error).__name__),))

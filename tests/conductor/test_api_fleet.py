@@ -1,0 +1,93 @@
+"""The administrative part of the API: who may change the fleet, and what is answered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moonpool.conductor.fleet.errors import FleetUnchanged, NodeMissing, ProviderFailed
+from moonpool.runtime.config.options import AuditOptions, SecurityOptions
+from moonpool.runtime.observing.audit import audited
+from moonpool.runtime.security import process
+from moonpool.runtime.security.process import Security
+from moonpool.runtime.security.roles import CONDUCTOR, NODE, OPERATOR, Caller
+from tests.conductor.conftest import Api
+
+KEY = "the key of this cluster, long enough"
+SCALE, DRAIN = "/v1/fleet/scale/decode/3", "/v1/fleet/drain/decode-1"
+
+
+@pytest.fixture
+def secured() -> Iterator[None]:
+    """This process, and so the API, is a conductor of a cluster that has a key."""
+    before = process.current()
+    process.use(Security(SecurityOptions(cluster_key=KEY), Caller(CONDUCTOR, "c")))
+    yield
+    process.use(before)
+
+
+def signed(path: str, role: str = OPERATOR, key: str = KEY, method: str = "POST") -> dict[str, str]:
+    token = Security(SecurityOptions(cluster_key=key), Caller(role, "x"), serves=False).token(
+        f"{method} {path}"
+    )
+    return {"Authorization": f"Moonpool {token}"}
+
+
+async def test_without_api_keys_the_fleet_is_changed_with_the_clusters_key_alone(
+    api: Api, secured: None, tmp_path: Path
+) -> None:
+    strangers = (
+        {},
+        {"Authorization": "Bearer sk-1"},
+        signed(SCALE, key="the key of another cluster, as long"),
+        signed(SCALE, role=NODE),
+        signed(DRAIN),  # of another call
+    )
+    with audited(AuditOptions(path=str(tmp_path)), "api"):
+        for headers in strangers:
+            status, answer = await api.post(SCALE, {}, headers=headers)
+            assert status == 401, answer
+        assert api.core.fleet.calls == []
+        assert (await api.post(SCALE, {}, headers=signed(SCALE)))[0] == 200
+        assert (await api.post(DRAIN, {}, headers=signed(DRAIN)))[0] == 200
+    assert api.core.fleet.calls == [("scale", "decode", 3), ("drain", "decode-1")]
+    lines = [json.loads(line) for file in tmp_path.iterdir() for line in file.read_text().splitlines()]
+    changes = [line for line in lines if line["event"] == "administrative"]
+    assert [(line["what"], line["outcome"], line["who"]) for line in changes] == [
+        (f"POST {SCALE}", "ok", "admin"),
+        (f"POST {DRAIN}", "ok", "admin"),
+    ]
+    assert sum(line["event"] == "refused" for line in lines) == len(strangers)
+
+
+async def test_a_page_of_another_site_does_not_change_the_fleet(api: Api) -> None:
+    """Also where nothing is configured: a browser sends such a request without being asked."""
+    process.use(Security(SecurityOptions(), Caller(CONDUCTOR, "c")))
+    for headers in ({"Origin": "https://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
+        assert (await api.post(SCALE, {}, headers=headers))[0] == 403
+    assert api.core.fleet.calls == []
+    assert (await api.post(SCALE, {}))[0] == 200
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "1e3", "1025", "x", "9999999999999999999"])
+async def test_a_count_out_of_range_is_refused(api: Api, secured: None, count: str) -> None:
+    path = f"/v1/fleet/scale/decode/{count}"
+    assert (await api.post(path, {}, headers=signed(path)))[0] == 400
+    assert api.core.fleet.calls == []
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (NodeMissing("no such node"), 404),
+        (FleetUnchanged("not so"), 409),
+        (ProviderFailed("it is away"), 503),
+    ],
+)
+async def test_what_went_wrong_is_told(api: Api, secured: None, error: Exception, status: int) -> None:
+    api.core.fleet.error = error
+    answered, answer = await api.post(DRAIN, {}, headers=signed(DRAIN))
+    assert (answered, answer["error"]["message"]) == (status, str(error))

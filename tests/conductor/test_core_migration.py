@@ -1,0 +1,212 @@
+"""A request's tokens come from one decode node, then from another: in order, each once, whatever fails."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from moonpool.conductor.errors import MigrationFailed
+from moonpool.protos import node_pb2
+from tests.conductor.core_nodes import (
+    PROMPT,
+    Broken,
+    Cluster,
+    RedisProcess,
+    ScriptedNode,
+    continuation,
+    redis_process,
+    request,
+    running,
+)
+
+NUM_TOKENS = 12
+PAUSE = 5  # the source's token before which it waits
+STOP = 8  # the first token that comes from the target
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisProcess]:
+    with redis_process() as process:
+        yield process
+
+
+class Scene:
+    """One request on ``source``, which waits before its token ``PAUSE`` until ``go_on``. ``target`` takes it
+    over as of token ``STOP``."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.paused, self.go_on, self.taking, self.take = (asyncio.Event() for _ in range(4))
+        for name in ("d0", "d1"):
+            cluster.nodes[name].script = self._script
+            cluster.nodes[name].take = self._take
+        self.tokens = asyncio.create_task(cluster.generate(request(max_tokens=NUM_TOKENS)))
+
+    async def _script(self, node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
+        if work.attempt == 0 and index == PAUSE:
+            self.paused.set()
+            await self.go_on.wait()
+
+    async def _take(self, decode: node_pb2.DecodeRequest) -> list[int]:
+        assert decode.from_attempt == 0
+        self.taking.set()
+        await self.take.wait()
+        return PROMPT + continuation(PROMPT, STOP)
+
+    async def begin(self) -> asyncio.Task[object]:
+        await self.paused.wait()
+        run = self.cluster.conductor._deps.runs["r"]
+        await self.cluster.until(lambda: run.decodes_on)  # its first tokens have arrived
+        self.source = self.cluster.nodes[self.summary.decode_node]
+        self.target = self.cluster.nodes["d1" if self.source.node_id == "d0" else "d0"]
+        move = asyncio.create_task(self.cluster.conductor.migrate("r", self.target.node_id))
+        await self.taking.wait()
+        return move
+
+    @property
+    def summary(self):  # type: ignore[no-untyped-def]
+        timeline = self.cluster.conductor.timeline("r")
+        assert timeline is not None
+        return timeline.summary
+
+
+@asynccontextmanager
+async def scene(redis: RedisProcess, name: str) -> AsyncIterator[Scene]:
+    async with running(redis.url, "p0", "d0", "d1", namespace=name) as cluster:
+        begun = Scene(cluster)
+        try:
+            async with asyncio.timeout(30):
+                yield begun
+        finally:
+            begun.tokens.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await begun.tokens
+
+
+async def test_tokens_of_the_target_wait_for_those_of_the_source(redis: RedisProcess) -> None:
+    async with scene(redis, "order") as it:
+        move = await it.begin()
+        it.take.set()
+        # The target has sent all its tokens before the source's are there.
+        await it.cluster.until(lambda: not it.target._tasks)
+        assert not move.done()
+        it.go_on.set()
+        assert await it.tokens == continuation(PROMPT, NUM_TOKENS)
+        await move
+        assert it.summary.decode_node == it.target.node_id
+        await it.cluster.until(lambda: ("r", 0) in it.source.cancelled)
+        assert "migrated" in it.cluster.names("r")
+        assert "retry" not in it.cluster.names("r")
+
+
+async def test_a_source_that_went_on_meanwhile_does_no_harm(redis: RedisProcess) -> None:
+    async with scene(redis, "both") as it:
+        move = await it.begin()
+        it.go_on.set()
+        assert await it.tokens == continuation(PROMPT, NUM_TOKENS)
+        with pytest.raises(MigrationFailed):
+            await move
+        await it.cluster.until(lambda: ("r", 1) in it.target.cancelled)
+
+
+@pytest.mark.parametrize("fault", ["dies", "refuses"])
+async def test_a_target_that_fails_leaves_the_request_where_it_was(redis: RedisProcess, fault: str) -> None:
+    async with scene(redis, f"target-{fault}") as it:
+
+        async def refuses(decode: node_pb2.DecodeRequest) -> list[int]:
+            it.taking.set()
+            it.target.tell(
+                decode.conductor_id,
+                node_pb2.TokenOut(
+                    request_id="r", attempt=1, finish_reason=node_pb2.FINISH_ERROR, error="no room"
+                ),
+            )
+            await asyncio.Event().wait()
+            return []
+
+        if fault == "refuses":
+            it.cluster.nodes["d0"].take = it.cluster.nodes["d1"].take = refuses
+        move = await it.begin()
+        if fault != "refuses":
+            await it.target.die()
+        with pytest.raises(MigrationFailed):
+            await move
+        it.go_on.set()
+        assert await it.tokens == continuation(PROMPT, NUM_TOKENS)
+        assert it.summary.decode_node == it.source.node_id
+        assert "stayed" in it.cluster.names("r")
+        assert "retry" not in it.cluster.names("r")
+
+
+async def test_a_source_that_dies_before_its_last_tokens_arrive(redis: RedisProcess) -> None:
+    """The target continues after tokens that nobody has: they are computed again."""
+    async with scene(redis, "source") as it:
+        move = await it.begin()
+        it.take.set()
+        await it.cluster.until(lambda: not it.target._tasks)
+        await it.source.die()
+        assert await it.tokens == continuation(PROMPT, NUM_TOKENS)
+        with pytest.raises(MigrationFailed):
+            await move
+        assert "retry" in it.cluster.names("r")
+
+
+async def test_a_target_that_dies_after_the_switch(redis: RedisProcess) -> None:
+    async with scene(redis, "late") as it:
+        move = await it.begin()
+
+        async def dies(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
+            if work.attempt == 1 and index == STOP + 2:
+                await node.die()
+
+        it.target.script = dies
+        it.take.set()
+        it.go_on.set()
+        assert await it.tokens == continuation(PROMPT, NUM_TOKENS)
+        await asyncio.wait((move,))
+        assert it.cluster.names("r").count("retry") == 1
+
+
+async def test_a_target_that_breaks_after_the_switch(redis: RedisProcess) -> None:
+    async with scene(redis, "broken") as it:
+        move = await it.begin()
+
+        async def breaks(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
+            if work.attempt == 1 and index == STOP:
+                raise Broken("out of luck")
+
+        it.target.script = breaks
+        it.take.set()
+        it.go_on.set()
+        assert await it.tokens == continuation(PROMPT, NUM_TOKENS)
+        await asyncio.wait((move,))
+
+
+async def test_a_client_that_goes_away_ends_both(redis: RedisProcess) -> None:
+    async with scene(redis, "gone") as it:
+        move = await it.begin()
+        it.tokens.cancel()
+        with pytest.raises(MigrationFailed):
+            await move
+        await it.cluster.until(lambda: ("r", 0) in it.source.cancelled)
+        await it.cluster.until(lambda: ("r", 1) in it.target.cancelled)
+        loads = [node["load"]["own_decodes"] for node in it.cluster.conductor.cluster()["nodes"]]
+        assert not any(loads)
+
+
+async def test_a_node_that_drains_hands_its_requests_on(redis: RedisProcess) -> None:
+    async with scene(redis, "drain") as it:
+        it.take.set()
+        await it.paused.wait()
+        source = it.cluster.nodes[it.summary.decode_node]
+        source.state = "draining"
+        await source.announce()
+        await it.taking.wait()
+        it.go_on.set()
+        assert await it.tokens == continuation(PROMPT, NUM_TOKENS)
+        assert it.summary.decode_node != source.node_id
+        assert "migrated" in it.cluster.names("r")

@@ -1,0 +1,185 @@
+"""Changes of the fleet by operators: which nodes start and stop, and what happens when a provider fails."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from moonpool.conductor.fleet.administration import FleetAdmin
+from moonpool.conductor.fleet.errors import FleetUnchanged, NodeMissing, ProviderFailed
+from moonpool.conductor.fleet.providers.provider import FAILED, RUNNING, STARTING, STOPPING, SuppliedNode
+from moonpool.conductor.fleet.registry import NodeRegistry
+from moonpool.conductor.fleet.removal import Removable, Reuse, least_missed
+from moonpool.kvstore.index.redis.node_record import NodeLoad, NodeRecord
+
+
+@dataclass
+class FakeProvider:
+    """Nodes in a dict. It fails from the call on that ``fails_at`` counts down to."""
+
+    nodes: dict[str, SuppliedNode] = field(default_factory=dict)
+    fails_at: int = -1
+    name: str = "fake"
+
+    def _count(self) -> None:
+        if self.fails_at == 0:
+            raise ProviderFailed("the provider is away")
+        self.fails_at -= 1
+
+    async def start(self, role: str, model: str, fence: int = 0) -> str:
+        self._count()
+        node_id = f"{role}-{len(self.nodes)}"
+        self.nodes[node_id] = SuppliedNode(node_id, role, STARTING)
+        return node_id
+
+    async def stop(self, node_id: str, fence: int = 0) -> None:
+        self._count()
+        self.nodes[node_id] = SuppliedNode(node_id, self.nodes[node_id].role, STOPPING)
+
+    async def list(self) -> Sequence[SuppliedNode]:
+        return list(self.nodes.values())
+
+    async def close(self) -> None:
+        pass
+
+
+class Drained:
+    def __init__(self) -> None:
+        self.num_drains = 0
+
+    async def drain(self) -> None:
+        self.num_drains += 1
+
+
+@dataclass
+class FakeMember:
+    record: NodeRecord
+    reuse: Reuse = field(default_factory=Reuse)
+    client: Drained = field(default_factory=Drained)
+    state: str = "ready"
+
+    @property
+    def node_id(self) -> str:
+        return self.record.node_id
+
+    owner = node_id
+
+
+def running(*names: str) -> FakeProvider:
+    nodes = {name: SuppliedNode(name, name.rpartition("-")[0], RUNNING) for name in names}
+    return FakeProvider(nodes)
+
+
+def admin(provider: FakeProvider | None, *members: FakeMember) -> tuple[FleetAdmin, list[tuple[str, str]]]:
+    changes: list[tuple[str, str]] = []
+    registry = SimpleNamespace(members={member.node_id: member for member in members})
+    made = FleetAdmin(
+        cast(NodeRegistry, registry),
+        provider,
+        "tiny",
+        lambda: 10.0,
+        lambda kind, node, why: changes.append((kind, node)),
+    )
+    return made, changes
+
+
+def member(node_id: str, *, reused: float = 0.0, num_running: int = 0) -> FakeMember:
+    role = node_id.rpartition("-")[0]
+    one = FakeMember(NodeRecord(node_id, 1, role, load=NodeLoad(num_running=num_running)))
+    one.reuse.add(reused, 10.0)
+    return one
+
+
+async def test_scaling_starts_what_is_missing_and_stops_what_is_reused_least() -> None:
+    provider = running("decode-0", "decode-1", "decode-2", "prefill-0")
+    provider.nodes["decode-9"] = SuppliedNode("decode-9", "decode", FAILED, "it ended")
+    fleet, changes = admin(
+        provider, member("decode-0", reused=50), member("decode-1", reused=7), member("decode-2", reused=90)
+    )
+    assert (await fleet.scale("decode", 3))["started"] == []
+    done = await fleet.scale("decode", 2)
+    assert (done["started"], done["stopped"]) == ([], ["decode-1"])
+    assert provider.nodes["decode-1"].state == STOPPING
+    done = await fleet.scale("decode", 4)  # the one that drains does not count
+    assert (len(done["started"]), done["stopped"]) == (2, [])
+    assert [kind for kind, _ in changes] == ["drained", "started", "started"]
+
+
+async def test_a_node_that_has_not_joined_is_stopped_first() -> None:
+    provider = running("decode-0", "decode-1")
+    fleet, _ = admin(provider, member("decode-0"))
+    assert (await fleet.scale("decode", 1))["stopped"] == ["decode-1"]
+
+
+async def test_a_provider_that_fails_midway_tells_what_was_done() -> None:
+    provider = running("prefill-0")
+    provider.fails_at = 2
+    fleet, changes = admin(provider)
+    with pytest.raises(ProviderFailed, match="Changed before: prefill-1, prefill-2"):
+        await fleet.scale("prefill", 5)
+    assert len(changes) == 2
+    provider.fails_at = -1
+    assert len((await fleet.scale("prefill", 5))["started"]) == 2  # the rest, not all again
+
+
+@pytest.mark.parametrize(("role", "count"), [("router", 1), ("store", 2), ("decode", 0), ("decode", 1025)])
+async def test_what_cannot_be_is_refused(role: str, count: int) -> None:
+    fleet, changes = admin(running("decode-0"))
+    with pytest.raises(FleetUnchanged):
+        await fleet.scale(role, count)
+    assert changes == []
+
+
+async def test_without_a_provider_nodes_drain_themselves() -> None:
+    node = member("decode-0")
+    fleet, changes = admin(None, node)
+    with pytest.raises(FleetUnchanged, match="no provider"):
+        await fleet.scale("decode", 2)
+    assert await fleet.drain("decode-0") == {"node_id": "decode-0", "by": "node"}
+    assert (node.client.num_drains, changes) == (1, [("drained", "decode-0")])
+    with pytest.raises(NodeMissing):
+        await fleet.drain("decode-7")
+
+
+async def test_a_supplied_node_is_drained_by_its_provider_so_that_it_stays_away() -> None:
+    provider, node = running("decode-0"), member("decode-0")
+    fleet, changes = admin(provider, node)
+    for _ in range(2):  # the second call changes nothing
+        assert (await fleet.drain("decode-0"))["by"] == "fake"
+    assert (node.client.num_drains, changes) == (0, [("drained", "decode-0")])
+    assert provider.nodes["decode-0"].state == STOPPING
+
+
+async def test_the_list_shows_nodes_of_the_index_and_of_the_provider() -> None:
+    provider = running("decode-0", "decode-1")
+    fleet, _ = admin(provider, member("decode-0", num_running=3), member("prefill-7"))
+    found: dict[str, Any] = {node["node_id"]: node for node in (await fleet.listed())["nodes"]}
+    assert found["decode-0"]["num_requests"] == 3
+    assert found["decode-1"]["states"] == []
+    assert found["decode-1"]["supplied"]["state"] == RUNNING
+    assert found["prefill-7"]["supplied"] is None
+
+
+def test_the_order_of_removal() -> None:
+    nodes = [
+        Removable("decode-2", reused=5.0),
+        Removable("decode-10", reused=5.0),
+        Removable("decode-3", reused=5.0, num_requests=1),
+        Removable("decode-4", reused=4.0, num_requests=9),
+        Removable("decode-5", reused=99.0, serves=False),
+    ]
+    order = [node.node_id for node in least_missed(nodes)]
+    assert order == ["decode-5", "decode-4", "decode-10", "decode-2", "decode-3"]
+
+
+def test_old_reuse_counts_less() -> None:
+    reuse = Reuse()
+    reuse.add(64.0, 0.0)
+    assert reuse.total(0.0) == 64.0
+    assert reuse.total(300.0) == pytest.approx(32.0)
+    reuse.add(1.0, 600.0)
+    assert reuse.total(600.0) == pytest.approx(17.0)

@@ -1,0 +1,328 @@
+"""The planner's loop: one conductor plans at a time, on a real Redis, and what it does when things fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any, cast
+from uuid import uuid4
+
+import pytest
+
+from moonpool.conductor.costs.model import NodeCost, Profile
+from moonpool.conductor.fleet.administration import FleetAdmin
+from moonpool.conductor.fleet.errors import ProviderFailed
+from moonpool.conductor.fleet.providers.provider import RUNNING, STARTING, STOPPING, SuppliedNode
+from moonpool.conductor.fleet.registry import NodeRegistry
+from moonpool.conductor.fleet.removal import Reuse
+from moonpool.conductor.observing.demand import DemandCounter
+from moonpool.conductor.observing.slo import Slo
+from moonpool.conductor.placing.node_table import NodeTable
+from moonpool.conductor.placing.node_view import NodeView
+from moonpool.conductor.planning.lease import PlannerLease
+from moonpool.conductor.planning.plan import Bounds, Rules
+from moonpool.conductor.planning.planner import Planner
+from moonpool.kvstore.index.redis.client import connect
+from moonpool.kvstore.index.redis.kv_index import KVIndex
+from moonpool.kvstore.index.redis.node_record import NodeRecord
+from tests.conductor.core_nodes import RedisProcess
+
+RULES = Rules({"prefill": Bounds(2, 6, 0), "decode": Bounds(1, 6, 0)}, hold_s=20.0, cooldown_s=5.0, steps=4)
+TTL_S = 10.0
+
+
+class Clock:
+    """Monotonic seconds that a test sets; Redis keeps its own."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Fleet:
+    """A provider and a registry at once: nodes that are asked for join at once, unless ``joins`` is False.
+
+    ``fails``: what its changes raise. ``is_silent``: it lists no nodes. ``before_start``: before each start.
+    """
+
+    name = "fake"
+
+    def __init__(self, clock: Clock) -> None:
+        self.namespace = uuid4().hex  # no test inherits another one's lease
+        self.members: dict[str, Any] = {}
+        self.nodes: dict[str, SuppliedNode] = {}
+        self.fences: list[int] = []
+        self.joins = True
+        self.fails = ""
+        self.is_silent = False
+        self.before_start = lambda: None
+        self._clock = clock
+        self._tables = {"prefill": NodeTable(), "decode": NodeTable()}
+        for role in self._tables:
+            self.add(role)
+        self.num_calls = 0
+
+    def fleet(self, role: str) -> NodeTable:
+        return self._tables[role]
+
+    def add(self, role: str) -> str:
+        name = f"{role}-{len(self.nodes)}"
+        self.nodes[name] = SuppliedNode(name, role, RUNNING if self.joins else STARTING)
+        if self.joins:
+            self.join(name)
+        return name
+
+    def join(self, name: str) -> None:
+        role = self.nodes[name].role
+        view = NodeView(name, NodeCost(Profile(1e-3, 1e-4, 0.0, 1e-3, 1e-4, 0.0)), num_blocks=100)
+        view.num_free_blocks = 100
+        record = NodeRecord(name, 1, role, extra={"join_s": 4.0})
+        self.members[name] = SimpleNamespace(
+            record=record,
+            node_id=name,
+            owner=name,
+            state="ready",
+            reuse=Reuse(),
+            view=view,
+            available=lambda now_s: True,
+        )
+        self._tables[role].add(view)
+
+    def count(self, role: str) -> int:
+        return sum(node.role == role and node.counts for node in self.nodes.values())
+
+    async def start(self, role: str, model: str, fence: int = 0) -> str:
+        self.before_start()
+        self._called(fence)
+        return self.add(role)
+
+    async def stop(self, node_id: str, fence: int = 0) -> None:
+        self._called(fence)
+        self.nodes[node_id] = replace(self.nodes[node_id], state=STOPPING)
+        if member := self.members.pop(node_id, None):
+            self._tables[member.record.role].remove(member.view)
+
+    async def list(self) -> Sequence[SuppliedNode]:
+        if self.is_silent:
+            raise ProviderFailed("it does not answer")
+        return list(self.nodes.values())
+
+    async def close(self) -> None:
+        pass
+
+    def _called(self, fence: int) -> None:
+        self.num_calls += 1
+        self.fences.append(fence)
+        if self.fails:
+            raise ProviderFailed(self.fails)
+
+
+@dataclass
+class Made:
+    planner: Planner
+    lease: PlannerLease
+    demand: DemandCounter = field(default_factory=DemandCounter)
+    said: list[tuple[str, str, str]] = field(default_factory=list)
+
+
+@asynccontextmanager
+async def planner_of(
+    url: str, clock: Clock, fleet: Fleet, name: str = "a", *, mode: str = "act", rules: Rules = RULES
+) -> AsyncIterator[Made]:
+    client = connect(url)
+    demand, said = DemandCounter(), list[tuple[str, str, str]]()
+    lease = PlannerLease(KVIndex(client, fleet.namespace, timeout_s=0.5), name, ttl_s=TTL_S, clock=clock)
+
+    def decided(*event: str) -> None:
+        said.append(cast(tuple[str, str, str], event))
+
+    planner = Planner(
+        cast(NodeRegistry, fleet),
+        FleetAdmin(cast(NodeRegistry, fleet), fleet, "tiny", clock, lambda *change: None),
+        lease,
+        lambda: demand.total,
+        mode=mode,
+        rules=rules,
+        slo=Slo(ttft_s=1.0, tbt_s=0.1),
+        clock=clock,
+        on_decision=decided,
+    )
+    try:
+        yield Made(planner, lease, demand, said)
+    finally:
+        await client.aclose()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def fleet(clock: Clock) -> Fleet:
+    return Fleet(clock)
+
+
+async def test_it_adds_what_is_needed_and_removes_it_when_it_was_not_for_long(
+    url: str, clock: Clock, fleet: Fleet
+) -> None:
+    async with planner_of(url, clock, fleet) as made:
+        await made.planner.round()
+        assert (fleet.count("prefill"), fleet.count("decode")) == (2, 1)
+        for _ in range(4):  # 20 requests a second of 0.2 s each: four nodes compute
+            clock.now_s += 5
+            for _ in range(100):
+                made.demand.arrived(0.2, 100, 0)
+            await made.planner.round()
+        assert fleet.count("prefill") in (5, 6)
+        assert made.planner.status["roles"]["prefill"]["target"] == fleet.count("prefill")
+        for _ in range(30):
+            clock.now_s += 5
+            await made.planner.round()
+        assert fleet.count("prefill") == 2
+        kinds = [text.partition(" ")[0] for _, _, text in made.said]
+        assert kinds == sorted(kinds)  # all additions, then all removals
+        assert set(fleet.fences) == {1}
+
+
+async def test_two_planners_one_plans_and_the_other_takes_over_within_the_lease(
+    url: str, redis: RedisProcess, clock: Clock, fleet: Fleet
+) -> None:
+    async with planner_of(url, clock, fleet, "a") as a, planner_of(url, clock, fleet, "b") as b:
+        await asyncio.gather(a.planner.round(), b.planner.round())
+        leads = [one for one in (a, b) if one.planner.status["state"].startswith("plans")]
+        assert len(leads) == 1
+        first, second = (a, b) if leads == [a] else (b, a)
+        assert (fleet.count("prefill"), fleet.num_calls) == (2, 1)  # one asked, not both
+        await first.lease.leave()
+        await second.planner.round()
+        assert second.planner.status["state"] == "plans, epoch 2"
+        await first.planner.round()
+        assert first.planner.status["state"] == f"{'b' if second is b else 'a'} plans"
+        assert fleet.num_calls == 1
+
+
+async def test_a_lease_that_lapsed_is_anothers_with_a_new_epoch(url: str, clock: Clock) -> None:
+    client = connect(url)
+    index = KVIndex(client, uuid4().hex)
+    a = PlannerLease(index, "a", ttl_s=0.05, clock=clock)
+    b = PlannerLease(index, "b", ttl_s=30.0, clock=clock)
+    held = await a.take()
+    assert (held.holder, held.epoch) == ("a", 1)
+    assert a.holds(1)
+
+    async def taken() -> bool:
+        return (await b.take()).epoch > 0
+
+    async with asyncio.timeout(10):
+        while not await taken():  # noqa: ASYNC110 (Redis has the clock)
+            await asyncio.sleep(0.01)
+    clock.now_s += 0.06
+    assert not a.holds(1)  # also before it is told
+    assert (await a.take()).holder == "b"
+    assert b.holds(2)
+    await client.aclose()
+
+
+async def test_a_planner_that_stalls_midway_makes_no_change_after_its_lease(
+    url: str, clock: Clock, fleet: Fleet
+) -> None:
+    """The next one counts what the first has started, and starts only the rest."""
+    rules = replace(RULES, bounds={"prefill": Bounds(5, 6, 0), "decode": Bounds(1, 6, 0)})
+
+    def stall() -> None:
+        clock.now_s += TTL_S + 1  # SIGSTOP, or a very slow provider
+
+    fleet.before_start = stall
+    async with planner_of(url, clock, fleet, "a", rules=rules) as a:
+        await a.planner.round()
+        assert fleet.count("prefill") == 2  # of four additions one was made
+        await a.lease.leave()
+    fleet.before_start = lambda: None
+    async with planner_of(url, clock, fleet, "b", rules=rules) as b:
+        await b.planner.round()
+        assert fleet.count("prefill") == 5
+        assert fleet.fences == [1, 2, 2, 2]
+
+
+async def test_without_redis_it_pauses_and_goes_on_when_it_is_back(
+    url: str, redis: RedisProcess, clock: Clock, fleet: Fleet
+) -> None:
+    rules = replace(RULES, bounds={"prefill": Bounds(1, 6, 0), "decode": Bounds(1, 6, 0)})
+    async with planner_of(url, clock, fleet, rules=rules) as made:
+        await made.planner.round()
+        redis.kill()
+        for name in list(fleet.members):
+            await fleet.stop(name)  # all nodes seem to be gone
+        num_calls = fleet.num_calls
+        clock.now_s += 5
+        await made.planner.round()
+        assert made.planner.status["state"].startswith("paused: Redis does not answer")
+        assert fleet.num_calls == num_calls
+        redis.start()
+        clock.now_s += 5
+        await made.planner.round()
+        assert fleet.num_calls == num_calls + 2
+
+
+async def test_a_provider_that_fails_is_not_asked_again_at_once(url: str, clock: Clock, fleet: Fleet) -> None:
+    async with planner_of(url, clock, fleet) as made:
+        fleet.fails = "the cloud is full"
+        for _ in range(24):  # two minutes
+            await made.planner.round()
+            clock.now_s += 5
+        assert 2 <= fleet.num_calls <= 5
+        assert "the cloud is full" in made.planner.status["roles"]["prefill"]["held"]
+        fleet.fails = ""
+        fleet.is_silent = True
+        clock.now_s += 600
+        num_calls = fleet.num_calls
+        await made.planner.round()
+        assert made.planner.status["state"] == "paused: it does not answer"
+        assert fleet.num_calls == num_calls
+        fleet.is_silent = False
+        await made.planner.round()
+        assert fleet.count("prefill") == 2
+
+
+async def test_nodes_that_never_register_are_given_up_and_not_repeated_for_ever(
+    url: str, clock: Clock, fleet: Fleet
+) -> None:
+    async with planner_of(url, clock, fleet) as made:
+        fleet.joins = False
+        asked: list[float] = []
+        fleet.before_start = lambda: asked.append(clock.now_s)
+        for _ in range(12 * 20):  # twenty minutes
+            await made.planner.round()
+            clock.now_s += 5
+            for name, node in fleet.nodes.items():
+                if node.state == STARTING:
+                    fleet.nodes[name] = replace(node, age_s=node.age_s + 5)
+        assert 3 <= len(asked) <= 8
+        gaps = [after - before for before, after in pairwise(asked)]
+        assert gaps == sorted(gaps)  # each pause is at least as long as the one before
+        given_up = [node for node in fleet.nodes.values() if node.state == STOPPING]
+        assert len(given_up) >= len(asked) - 1
+
+
+async def test_advice_changes_nothing_and_is_said_once(url: str, clock: Clock, fleet: Fleet) -> None:
+    async with planner_of(url, clock, fleet, mode="advise") as made:
+        for _ in range(3):
+            await made.planner.round()
+            clock.now_s += 5
+        assert fleet.num_calls == 0
+        assert [text.partition(":")[0] for _, _, text in made.said] == ["would add a prefill node"]
+
+
+async def test_off_observes_and_holds_no_lease(url: str, clock: Clock, fleet: Fleet) -> None:
+    async with planner_of(url, clock, fleet, mode="off") as off, planner_of(url, clock, fleet, "b") as made:
+        await off.planner.round()
+        assert off.planner.status["roles"]["prefill"]["ready"] == 1
+        await made.planner.round()
+        assert made.planner.status["state"] == "plans, epoch 1"

@@ -1,0 +1,273 @@
+"""The planner's pure functions: how many nodes a load needs, and what is changed for it."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moonpool.conductor.fleet.providers.provider import FAILED, RUNNING, STARTING, SuppliedNode
+from moonpool.conductor.fleet.removal import Removable
+from moonpool.conductor.observing.demand import ClusterDemand, Demand, DemandCounter
+from moonpool.conductor.observing.slo import Slo
+from moonpool.conductor.planning.loads import DecodeLoad, Need, PrefillLoad, decode_need, prefill_need
+from moonpool.conductor.planning.plan import (
+    ADD,
+    REMOVE,
+    SWITCH,
+    Bounds,
+    Memory,
+    Plan,
+    RoleState,
+    Rules,
+    plan,
+)
+from moonpool.conductor.planning.supply import Supply
+from moonpool.conductor.planning.window import DemandWindow
+
+BOUNDS = {"prefill": Bounds(1, 16, 1), "decode": Bounds(1, 16, 1)}
+RULES = Rules(BOUNDS, hold_s=300.0, cooldown_s=60.0, steps=4)
+
+
+def state(role: str, ready: int, need: int, **more: object) -> RoleState:
+    nodes = [Removable(f"{role}-{number}") for number in range(ready)]
+    return replace(RoleState(nodes, 0, Need(need, "a test")), **more)  # type: ignore[arg-type]
+
+
+def both(ready: tuple[int, int], needs: tuple[int, int], **more: object) -> Mapping[str, RoleState]:
+    names = ("prefill", "decode")
+    return {name: state(name, *pair, **more) for name, *pair in zip(names, ready, needs, strict=True)}
+
+
+def run(
+    needs: list[tuple[float, int]], ready: int = 2, rules: Rules = RULES, **more: object
+) -> list[tuple[float, str, int]]:
+    """Plan for prefill alone at each time, and make the steps at once. Returns (time, kind, count)."""
+    memory, changes = Memory(), []
+    for now_s, need in needs:
+        decided, memory = plan(both((ready, 2), (need, 1), **more), rules, memory, now_s)
+        for kind, sign in ((ADD, 1), (REMOVE, -1)):
+            count = sum(step.kind == kind and step.role == "prefill" for step in decided.steps)
+            if count:
+                changes.append((now_s, kind, count))
+                ready += sign * count
+    return changes
+
+
+def test_what_the_load_needs_is_added_at_once_with_one_to_spare_and_at_most_k_at_a_time() -> None:
+    assert run([(0, 3)]) == [(0, ADD, 2)]
+    assert run([(0, 12), (5, 12), (10, 12), (15, 12)]) == [(0, ADD, 4), (5, ADD, 4), (10, ADD, 3)]
+
+
+def test_nodes_that_start_are_not_asked_for_again() -> None:
+    decided, _ = plan(both((2, 2), (5, 1), num_starting=4), RULES, Memory(), 0.0)
+    assert not [step for step in decided.steps if step.role == "prefill"]
+
+
+def test_floors_and_ceilings_hold() -> None:
+    rules = replace(RULES, bounds=BOUNDS | {"prefill": Bounds(3, 5, 1)}, steps=99)
+    assert run([(0, 100)], rules=rules) == [(0, ADD, 3)]
+    quiet = [(float(at), 1) for at in range(0, 2000, 5)]
+    assert sum(count for _, kind, count in run(quiet, ready=5, rules=rules) if kind == REMOVE) == 2
+
+
+def test_a_node_is_removed_only_when_it_was_not_needed_for_the_whole_hold() -> None:
+    rises = [(0.0, 5), *((float(at), 1) for at in range(5, 1000, 5))]
+    changes = run(rises, ready=6)
+    assert changes[0][0] > 300
+    assert {kind for _, kind, _ in changes} == {REMOVE}
+    # A need that comes back within the hold keeps the nodes: nothing flaps.
+    waves = [(float(at), 5 if at % 200 < 50 else 1) for at in range(0, 3600, 5)]
+    assert run(waves, ready=6) == []
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=300), st.integers(1, 16))
+def test_no_role_is_removed_from_within_the_cool_down_of_a_change(needs: list[int], ready: int) -> None:
+    changes = run([(5.0 * i, need) for i, need in enumerate(needs)], ready)
+    for (before_s, _, _), (now_s, kind, _) in pairwise(changes):
+        assert kind == ADD or now_s - before_s >= RULES.cooldown_s
+    assert all(now_s >= RULES.hold_s for now_s, kind, _ in changes if kind == REMOVE)
+
+
+def test_too_little_attainment_adds_though_the_load_seems_small() -> None:
+    roles = both((4, 4), (2, 2), attained=0.7)
+    decided, memory = plan(roles, RULES, Memory(), 0.0)
+    assert {(step.kind, step.role) for step in decided.steps} == {(ADD, "prefill"), (ADD, "decode")}
+    assert "70% of requests keep the SLO" in decided.reasons["prefill"]
+    again, _ = plan(both((6, 6), (2, 2), attained=0.7), RULES, memory, 30.0)
+    assert again.steps == []  # what was added has not been measured yet
+
+
+def test_a_role_that_lacks_nodes_takes_those_that_another_has_too_many_of() -> None:
+    rules = replace(RULES, can=frozenset({ADD, REMOVE, SWITCH}), hold_s=10.0, cooldown_s=0.0)
+    decided, memory = Plan(), Memory()
+    for now_s in (0.0, 5.0, 11.0):
+        decided, memory = plan(both((2, 6), (4, 1)), rules, memory, now_s)
+    kinds = [(step.kind, step.role, step.to_role) for step in decided.steps]
+    assert kinds == [(SWITCH, "decode", "prefill")] * 3 + [(REMOVE, "decode", "")]
+    without, _ = plan(both((2, 6), (4, 1)), replace(rules, can=RULES.can), memory, 11.0)
+    # At most four steps: the other removals wait.
+    assert [step.kind for step in without.steps] == [ADD, ADD, ADD, REMOVE]
+
+
+def test_the_node_whose_blocks_are_used_least_goes() -> None:
+    rules = replace(RULES, hold_s=1.0, cooldown_s=0.0)
+    nodes = [
+        Removable("decode-0", reused=9),
+        Removable("decode-1", reused=2),
+        Removable("decode-2", reused=5),
+    ]
+    roles = both((2, 2), (1, 1)) | {"decode": RoleState(nodes, 0, Need(1, ""))}
+    _, memory = plan(roles, rules, Memory(), 0.0)
+    decided, _ = plan(roles, rules, memory, 2.0)
+    assert [step.node_id for step in decided.steps] == ["decode-1"]
+
+
+def test_while_a_provider_fails_nothing_is_asked_for() -> None:
+    decided, _ = plan(both((1, 1), (5, 5), held="it is away"), RULES, Memory(), 0.0)
+    assert decided.steps == []
+    assert decided.targets == {"prefill": 6, "decode": 6}
+
+
+# ---------------------------------------------------------------------- needs
+
+
+@given(
+    rate=st.floats(0, 500),
+    compute_s=st.floats(1e-3, 20),
+    variation=st.floats(0, 4),
+    ttft_s=st.floats(0.1, 60),
+    more=st.floats(1, 3),
+)
+def test_more_load_never_needs_fewer_nodes(
+    rate: float, compute_s: float, variation: float, ttft_s: float, more: float
+) -> None:
+    load, slo = PrefillLoad(rate, compute_s, variation), Slo(ttft_s=ttft_s)
+    need = prefill_need(load, slo, attained=0.95, clear_s=10.0).nodes
+    assert need >= max(1, rate * compute_s)
+    for heavier in (replace(load, requests_per_s=rate * more), replace(load, queued_s=more * 10)):
+        assert prefill_need(heavier, slo, attained=0.95, clear_s=10.0).nodes >= need
+
+
+def test_the_need_keeps_the_slo_in_a_queue() -> None:
+    """Simulated: Poisson arrivals, exponential work, first come first served, on as many nodes."""
+    rng, rate, compute_s, slo_s = random.Random(1), 20.0, 0.5, 1.5
+    need = prefill_need(
+        PrefillLoad(rate, compute_s, 1.0), Slo(ttft_s=slo_s), attained=0.95, clear_s=10.0
+    ).nodes
+    free_s, now_s, late, num_requests = [0.0] * need, 0.0, 0, 40_000
+    for _ in range(num_requests):
+        now_s += rng.expovariate(rate)
+        first = min(range(need), key=free_s.__getitem__)
+        waited_s = max(free_s[first] - now_s, 0.0)
+        free_s[first] = now_s + waited_s + rng.expovariate(1 / compute_s)
+        late += waited_s > slo_s - compute_s
+    assert late / num_requests < 0.05
+    assert need <= 14  # 10 compute on average
+
+
+def test_decode_nodes_keep_the_step_and_the_pool() -> None:
+    slo = Slo(tbt_s=0.1)
+    assert decode_need(DecodeLoad(0.02, 0.30, 0, 0), slo).nodes == 5  # 0.30 / (0.08 - 0.02)
+    assert decode_need(DecodeLoad(0.02, 0.0, 9000, 1000), slo).nodes == 12
+    assert decode_need(DecodeLoad(0.02, 9.0, 10, 1000), Slo()).nodes == 1
+    assert decode_need(DecodeLoad(0.2, 9.0, 10, 1000), slo).nodes == 1  # no number of nodes would keep it
+    assert decode_need(DecodeLoad(0.02, 0.30, 0, 0).grown(2), slo).nodes == 10
+
+
+# ---------------------------------------------------------------------- demand
+
+
+def totals(rates: list[float], compute_s: float = 0.5) -> DemandWindow:
+    """Read every 5 s, while requests arrive at these rates."""
+    window, counter, now_s = DemandWindow(), DemandCounter(), 0.0
+    window.add(now_s, counter.total)
+    for rate in rates:
+        for _ in range(round(rate * 5)):
+            counter.arrived(compute_s, 1000, 250)
+            counter.first_token(True)
+            counter.ended(8, False)
+        now_s += 5
+        window.add(now_s, counter.total)
+    return window
+
+
+def test_a_steady_demand_is_no_trend() -> None:
+    recent = totals([10.0] * 30).recent(join_s=60.0)
+    assert recent.requests_per_s == pytest.approx(10.0)
+    assert recent.growth == 1.0
+    assert (recent.compute_s, recent.variation) == (pytest.approx(0.5), pytest.approx(0.0, abs=1e-6))
+    assert (recent.hit_ratio, recent.ttft_attained, recent.tbt_attained) == (0.25, 1.0, 0.0)
+
+
+def test_a_rise_is_expected_to_go_on_while_a_node_joins() -> None:
+    rising = totals([5.0] * 18 + [20.0] * 6)
+    soon, late = rising.recent(join_s=10.0), rising.recent(join_s=60.0)
+    assert 1.0 < soon.growth < late.growth <= 2.0
+    assert soon.requests_per_s == pytest.approx(20.0)
+    falling = totals([20.0] * 18 + [5.0] * 6).recent(join_s=60.0)
+    assert falling.growth == 1.0
+    assert falling.requests_per_s > 15.0  # what was a minute ago may come back
+
+
+def test_bursts_that_come_and_go_are_no_trend() -> None:
+    """As requests of a production service do: many at once, then none."""
+    bursts = totals(([40.0] + [0.0] * 5) * 6)
+    assert bursts.recent(join_s=60.0).growth == 1.0
+    assert bursts.recent(join_s=60.0).requests_per_s == pytest.approx(40 / 6, rel=0.2)
+
+
+def test_few_requests_say_nothing_of_attainment() -> None:
+    assert totals([0.2] * 12).recent(30.0).ttft_attained is None
+    assert DemandWindow().recent(30.0).requests_per_s == 0.0
+
+
+def test_what_other_conductors_had_before_they_were_heard_is_not_counted() -> None:
+    own = DemandCounter()
+    demand = ClusterDemand(own)
+    demand.hear("b", Demand(num_requests=100))
+    before = demand.total
+    own.arrived(1.0, 10, 0)
+    demand.hear("b", Demand(num_requests=103))
+    demand.forget("b")
+    demand.hear("b", Demand(num_requests=500))
+    assert demand.total.minus(before).num_requests == 4
+
+
+# ---------------------------------------------------------------------- supply
+
+
+def test_a_node_that_never_registers_is_given_up_once_and_the_next_waits_longer() -> None:
+    supply, now_s = Supply(), 0.0
+    pauses = []
+    for number in range(3):
+        node = SuppliedNode(f"decode-{number}", "decode", STARTING, age_s=10.0)
+        assert supply.look([node], (), 5.0, now_s) == ([node.node_id], [])
+        old = replace(node, state=RUNNING, age_s=121.0)
+        assert supply.look([old], (), 5.0, now_s) == ([], [node.node_id])
+        assert supply.look([old], (), 5.0, now_s) == ([], [])
+        assert "has not registered" in supply.held(now_s)
+        pauses.append(supply.held_until_s - now_s)
+        now_s = supply.held_until_s
+        assert supply.held(now_s) == ""
+    assert pauses == [15.0, 30.0, 60.0]
+    joined = SuppliedNode("decode-9", "decode", RUNNING)
+    supply.look([joined], {"decode-9"}, 5.0, now_s)
+    assert supply.num_failures == 0
+
+
+def test_failures_are_counted_once_each_and_the_pause_is_bounded() -> None:
+    supply = Supply()
+    dead = [SuppliedNode(f"decode-{i}", "decode", FAILED, "ended with code 1") for i in range(20)]
+    supply.look(dead, (), 5.0, 0.0)
+    before = supply.held_until_s
+    supply.look(dead, (), 5.0, 1.0)
+    assert (supply.num_failures, supply.held_until_s) == (20, before)
+    assert before <= 600.0
+    assert math.isfinite(before)

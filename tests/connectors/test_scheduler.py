@@ -1,0 +1,170 @@
+"""The scheduler's half: what is loaded from where, what is saved, and when computing is faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from moonpool.connectors.vllm.costs import LoadCosts, Source
+from moonpool.connectors.vllm.prefix_index import Holder
+from moonpool.connectors.vllm.scheduler import SchedulerSide
+from moonpool.kvstore.blocks.keys import BlockKey
+
+BLOCK = 16
+
+
+@dataclass
+class Request:
+    request_id: str
+    num_prompt_tokens: int
+    num_computed_tokens: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)
+    cache_salt: str | None = None
+    lora_request: object | None = None
+
+    def __post_init__(self) -> None:
+        self.all_token_ids = [ord(self.request_id[0])] * self.num_prompt_tokens
+        name = f"{self.request_id[0]}{self.cache_salt or ''}"
+        self.block_hashes = [f"{name}{i}".encode() for i in range(self.num_prompt_tokens // BLOCK)]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    lora_name: str
+
+
+class FakeIndex:
+    """Every node holds that many blocks of every chain."""
+
+    def __init__(self, **num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+
+    def holders(self, keys: Sequence[BlockKey]) -> list[Holder]:
+        return [Holder(name, min(n, len(keys)), name.encode()) for name, n in self.num_blocks.items() if n]
+
+    def in_other_layout(self, own: bytes, name: Callable[[bytes], BlockKey]) -> str:
+        return ""
+
+    def close(self) -> None:
+        pass
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def side(index: FakeIndex, clock: Clock | None = None, fingerprint: bytes = b"f" * 16) -> SchedulerSide:
+    return SchedulerSide("own", fingerprint, BLOCK, index, clock or Clock())
+
+
+def test_the_longest_prefix_is_loaded_and_one_token_is_left() -> None:
+    scheduler = side(FakeIndex(own=2, peer=9))
+    request = Request("a", 4 * BLOCK)
+    assert scheduler.match(request, 0) == 3 * BLOCK
+    scheduler.allocated(request, [7, 8, 9, 10], 3 * BLOCK)
+    [load] = scheduler.plan({}, lambda _: None).loads
+    assert (load.source, load.blocks, len(load.keys)) == (b"peer", [7, 8, 9], 3)
+
+
+def test_blocks_the_engine_has_are_not_loaded() -> None:
+    scheduler = side(FakeIndex(own=3))
+    request = Request("a", 5 * BLOCK)
+    assert scheduler.match(request, 3 * BLOCK) == 0
+    assert scheduler.match(request, 2 * BLOCK) == BLOCK
+    scheduler.allocated(request, [4, 5, 6, 7, 8], BLOCK)
+    [load] = scheduler.plan({}, lambda _: None).loads
+    assert (load.source, load.blocks, len(load.keys)) == (b"", [6], 3)
+
+
+def test_of_equal_prefixes_the_own_memory_is_read() -> None:
+    scheduler = side(FakeIndex(peer=2, own=2))
+    request = Request("a", 3 * BLOCK)
+    scheduler.match(request, 0)
+    scheduler.allocated(request, [0, 1, 2], 2 * BLOCK)
+    assert scheduler.plan({}, lambda _: None).loads[0].source == b""
+
+
+def test_a_load_that_fails_twice_is_computed() -> None:
+    scheduler = side(FakeIndex(peer=9))
+    request = Request("a", 4 * BLOCK)
+    for _ in range(2):
+        assert scheduler.match(request, 0) == 3 * BLOCK
+        scheduler.allocated(request, [0, 1, 2, 3], 3 * BLOCK)
+        scheduler.plan({}, lambda _: None)
+        scheduler.ended({"a"}, {"a"})
+    assert scheduler.match(request, 0) == 0
+
+
+def test_a_slow_source_loses_against_computing() -> None:
+    clock = Clock()
+    scheduler = side(FakeIndex(peer=9), clock)
+    request = Request("a", 4 * BLOCK)
+    scheduler.match(request, 0)
+    scheduler.allocated(request, [0, 1, 2, 3], 3 * BLOCK)
+    scheduler.plan({}, lambda _: None)
+    clock.now_s += 3.0  # a second a block
+    scheduler.ended({"a"}, set())
+    assert scheduler.match(Request("b", 4 * BLOCK), 0) == 3 * BLOCK, "what computing costs is not known yet"
+    scheduler.plan({"a": 64}, lambda _: [0, 1, 2, 3])
+    clock.now_s += 0.64  # 10 ms a token
+    scheduler.plan({"a": 1}, lambda _: [0, 1, 2, 3])
+    assert scheduler.match(Request("c", 4 * BLOCK), 0) == 0
+    clock.now_s += 61.0
+    assert scheduler.match(Request("d", 4 * BLOCK), 0) == 3 * BLOCK, "what was slow once is tried again"
+
+
+def test_memory_and_disk_of_a_node_have_costs_of_their_own() -> None:
+    clock = Clock()
+    costs = LoadCosts(clock)
+    costs.computed(100, 1.0)
+    costs.loaded(Source("peer", True), 1, 5.0)
+    assert not costs.is_worth(Source("peer", True), 1, 16)
+    assert costs.is_worth(Source("peer", False), 1, 16)
+
+
+def test_a_miss_is_reported_with_its_reason() -> None:
+    clock = Clock()
+    scheduler = side(FakeIndex(), clock)
+
+    def reason(request: Request) -> str:
+        scheduler.match(request, 0)
+        [report] = scheduler.plan({request.request_id: 2 * BLOCK}, lambda _: [0, 1]).reports
+        scheduler.finished(request.request_id)
+        return report.reason
+
+    clock.now_s += 1.0
+    assert reason(Request("a1", 2 * BLOCK)) == "new"
+    assert reason(Request("a2", 2 * BLOCK)) == "pending"
+    clock.now_s += 6.0
+    assert reason(Request("a3", 2 * BLOCK)) == "evicted"
+    assert reason(Request("a4", 2 * BLOCK, cache_salt="x")) == "salted"
+    assert reason(Request("b5", 2 * BLOCK, lora_request=Adapter("one"))) == "new"
+    assert reason(Request("b6", BLOCK)) == "", "no whole block but the one with the last token"
+
+
+def test_full_blocks_are_saved_once() -> None:
+    scheduler = side(FakeIndex())
+    request = Request("a", 2 * BLOCK + 5)
+    scheduler.match(request, 0)
+    first = scheduler.plan({"a": BLOCK + 3}, lambda _: [5, 6, 7])
+    assert [(save.blocks, save.parent) for save in first.saves] == [([5], None)]
+    request.num_computed_tokens = BLOCK + 3
+    [second] = scheduler.plan({"a": BLOCK + 2}, lambda _: [5, 6, 7]).saves
+    assert (second.blocks, second.parent) == ([6], first.saves[0].keys[0])
+    request.num_computed_tokens = 2 * BLOCK + 5
+    assert not scheduler.plan({"a": 1}, lambda _: [5, 6, 7]).saves
+    scheduler.finished("a")
+    assert not scheduler.plan({"a": 40}, lambda _: [5, 6, 7]).saves
+
+
+def test_engines_whose_bytes_differ_share_no_key() -> None:
+    saved = []
+    for fingerprint in (b"f" * 16, b"g" * 16):
+        scheduler = side(FakeIndex(), fingerprint=fingerprint)
+        scheduler.match(Request("a", 2 * BLOCK), 0)
+        [save] = scheduler.plan({"a": 2 * BLOCK}, lambda _: [0, 1]).saves
+        saved.append(set(save.keys))
+    assert not saved[0] & saved[1]

@@ -1,0 +1,129 @@
+"""Real vLLM servers that share their KV cache: the same texts, whatever happens to the cache."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.connectors.conftest import BLOCK_SIZE, Redis, VllmServer, hit_everything
+from tests.processes import stop
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+# Around the edges of blocks, and longer than a step's tokens.
+_LENGTHS = (BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 100, 333, 700, 1500)
+
+
+def prompts(seed: int, lengths: tuple[int, ...] = _LENGTHS) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(10, 500) for _ in range(length)] for length in lengths]
+
+
+class Trio:
+    """Two servers with the connector and one without."""
+
+    def __init__(self, plain: VllmServer, first: VllmServer, second: VllmServer, redis: Redis) -> None:
+        self.plain, self.first, self.second, self.redis = plain, first, second, redis
+
+
+@pytest.fixture(scope="module")
+def trio(vllm_python: Path, redis: Redis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
+    folder = tmp_path_factory.mktemp("vllm")
+
+    def extra(name: str) -> dict[str, object]:
+        return {"url": redis.url, "node_id": name, "set": ["store.host.capacity_nbytes=256MiB"]}
+
+    plain = VllmServer(vllm_python, folder / "plain.log", None)
+    first = VllmServer(vllm_python, folder / "first.log", extra("first"))
+    second = VllmServer(vllm_python, folder / "second.log", extra("second"))
+    servers = (plain, first, second)
+    try:
+        for server in servers:
+            server.start()
+        for server in servers:
+            server.wait_ready()
+        yield Trio(*servers, redis)
+    finally:
+        for server in servers:
+            server.kill()
+
+
+def test_texts_are_those_of_plain_vllm(trio: Trio) -> None:
+    for prompt in prompts(1):
+        expected = trio.plain.complete(prompt)
+        assert trio.first.complete(prompt).token_ids == expected.token_ids
+        hit_everything(trio.first, prompt, expected)  # its own host memory
+        hit_everything(trio.second, prompt, expected)  # the other engine's memory
+
+
+def test_blocks_filled_while_decoding_are_kept(trio: Trio) -> None:
+    [prompt] = prompts(2, (60,))
+    answer = trio.plain.complete(prompt, 3 * BLOCK_SIZE)
+    assert trio.first.complete(prompt, 3 * BLOCK_SIZE).token_ids == answer.token_ids
+    longer = prompt + answer.token_ids
+    hit_everything(trio.second, longer, trio.plain.complete(longer))
+
+
+def test_concurrent_requests_and_aborts(trio: Trio) -> None:
+    shared, *rest = prompts(3, (640, *range(40, 340, 30)))
+    together = [shared + tail for tail in rest]
+    expected = [trio.plain.complete(prompt) for prompt in together]
+    trio.first.complete(shared)
+    with ThreadPoolExecutor(len(together)) as threads:
+        for server in (trio.first, trio.second, trio.second):
+            server.forget()
+            found = list(threads.map(server.complete, together))
+            assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+
+
+def test_redis_stopped(trio: Trio) -> None:
+    before, during = prompts(4, (300, 300))
+    expected = [trio.plain.complete(prompt) for prompt in (before, during)]
+    trio.first.complete(before)
+    hit_everything(trio.second, before, expected[0])
+    stop(trio.redis.process.pid)
+    try:
+        for server in (trio.first, trio.second):
+            assert server.complete(before).token_ids == expected[0].token_ids
+            assert server.complete(during).token_ids == expected[1].token_ids
+    finally:
+        trio.redis.process.send_signal(signal.SIGCONT)
+    hit_everything(trio.second, during, expected[1])
+
+
+def test_an_engine_that_is_killed_is_a_miss(trio: Trio) -> None:
+    """Last in this file: it ends the first engine."""
+    many = prompts(5, (900,) * 6)
+    expected = [trio.plain.complete(prompt) for prompt in many]
+    for prompt in many:
+        trio.first.complete(prompt)
+    hit_everything(trio.second, many[0], expected[0])
+    with ThreadPoolExecutor(len(many)) as threads:
+        answers = [threads.submit(trio.second.complete, prompt) for prompt in many]
+        trio.first.kill()
+        found = [answer.result() for answer in answers]
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+    hit_everything(trio.second, many[-1], expected[-1])
+
+
+def test_blocks_on_disk_are_found_after_a_restart(vllm_python: Path, redis: Redis, tmp_path: Path) -> None:
+    sets = [f"store.ssd.path={tmp_path / 'ssd'}", "store.host.capacity_nbytes=128MiB"]
+    extra = {"url": redis.url, "node_id": "restarted", "set": sets}
+    server = VllmServer(vllm_python, tmp_path / "vllm.log", extra)
+    try:
+        server.start()
+        server.wait_ready()
+        many = prompts(6, (333, 700))
+        expected = [server.complete(prompt) for prompt in many]
+        server.stop()
+        server.start()
+        server.wait_ready()
+        for prompt, answer in zip(many, expected, strict=True):
+            hit_everything(server, prompt, answer)
+    finally:
+        server.kill()

@@ -1,0 +1,202 @@
+"""Which agents may connect: keys, roles, incarnations; and clients that never finish a handshake."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from dataclasses import replace
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+from moonpool.runtime.config.options import SecurityOptions
+from moonpool.runtime.errors import ConfigError
+from moonpool.runtime.security import process
+from moonpool.runtime.security.call_tokens import RoleKeys
+from moonpool.runtime.security.roles import Caller
+from moonpool.transfer import (
+    AccessDenied,
+    PeerLost,
+    StaleEpoch,
+)
+from moonpool.transfer.connections import listener
+from moonpool.transfer.connections.handshake import handshake_as_client
+from moonpool.transfer.connections.wire import Kind, Op, Request
+from tests.transfer.safety.served import Served, connect, ends, start
+
+KEY = "open sesame, this is me"
+
+
+def act_as(role: str, cluster_key: str) -> None:
+    process.use(process.Security(SecurityOptions(cluster_key=cluster_key), Caller(role, "me")))
+
+
+@pytest.mark.usefixtures("identity")
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_the_cluster_key_must_be_the_same(transport: str) -> None:
+    act_as("node", KEY)
+    async with await start("server", transport) as server:
+        for role in ("node", "client", "operator"):
+            act_as(role, RoleKeys(KEY).text_of(role))
+            async with await start("friend", transport) as friend:
+                await friend.connect(server.describe())
+        wrongs = [("node", ""), ("node", KEY[:-1]), ("node", KEY + " "), ("conductor", KEY)]
+        for role, wrong in wrongs:
+            act_as(role, wrong)
+            async with await start("intruder", transport) as intruder:
+                with pytest.raises(AccessDenied):
+                    await intruder.connect(server.describe())
+
+
+@pytest.mark.usefixtures("identity")
+async def test_a_role_key_opens_no_other_role() -> None:
+    act_as("node", KEY)
+    async with await start("server") as server:
+        act_as("client", RoleKeys(KEY).text_of("client"))
+        async with await start("client") as client:
+            client._security.me = Caller("node", "pretender")
+            with pytest.raises(ConfigError, match="key of role client cannot be used as node"):
+                await client.connect(server.describe())
+
+
+@pytest.mark.usefixtures("identity")
+async def test_a_server_without_a_key_is_refused_by_who_was_given_one() -> None:
+    act_as("node", "")
+    async with await start("server") as server:
+        act_as("node", KEY)
+        async with await start("client") as client:
+            with pytest.raises(AccessDenied, match="no cluster key"):
+                await client.connect(server.describe())
+        # A command has the key of this user's local clusters, and talks to others too.
+        process.use(
+            process.Security(SecurityOptions(cluster_key=KEY), Caller("operator", "me"), serves=False)
+        )
+        async with await start("command") as command:
+            await command.connect(server.describe())
+
+
+async def test_a_server_must_prove_itself_too(served: Served) -> None:
+    """An impostor at the address that repeats public messages is refused."""
+    descriptor = served.server.describe()
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    async def impostor() -> None:
+        loop = asyncio.get_running_loop()
+        listening.setblocking(False)
+        sock, _ = await loop.sock_accept(listening)
+        real = await connect(descriptor)
+        # It lets the real server answer the hello, but cannot answer the proof.
+        await loop.sock_sendall(real, await loop.sock_recv(sock, 1000))
+        await loop.sock_sendall(sock, await loop.sock_recv(real, 1000))
+        await loop.sock_recv(sock, 1000)
+        await loop.sock_sendall(sock, bytes(4) + os.urandom(32) + bytes(8))
+        sock.close()
+        real.close()
+
+    task = asyncio.create_task(impostor())
+    with pytest.raises(AccessDenied):
+        await served.client.connect(replace(descriptor, tcp_port=listening.getsockname()[1]))
+    await task
+    listening.close()
+
+
+async def test_another_incarnation_is_stale(served: Served) -> None:
+    other = replace(served.server.describe(), incarnation=os.urandom(16), epoch=0)
+    with pytest.raises(StaleEpoch) as caught:
+        await served.client.connect(other)
+    assert (caught.value.expected, caught.value.found) == (0, 1)
+
+
+async def test_nobody_listens(served: Served) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    with pytest.raises(PeerLost):
+        await served.client.connect(replace(served.server.describe(), incarnation=bytes(16), tcp_port=port))
+
+
+async def test_silent_clients_do_not_keep_others_out(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    descriptor = served.server.describe()
+    silent = [await connect(descriptor) for _ in range(listener.MAX_UNAUTHENTICATED * 3)]
+    await served.works()
+    for sock in silent:
+        sock.close()
+
+
+async def test_silent_clients_are_disconnected_in_time(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "HANDSHAKE_S", 0.1)
+    sock = await connect(served.server.describe())
+    assert await ends(sock, within_s=2.5) == b""
+
+
+async def test_silent_clients_of_one_address_do_not_end_the_handshakes_of_others(served: Served) -> None:
+    descriptor = served.server.describe()
+    loop = asyncio.get_running_loop()
+    other = socket.socket()
+    other.setblocking(False)
+    other.bind(("127.0.0.2", 0))
+    await loop.sock_connect(other, (descriptor.tcp_host, descriptor.tcp_port))
+    # It comes first and is slow; the flood comes after it.
+    flood = [await connect(descriptor) for _ in range(listener.MAX_UNAUTHENTICATED * 3)]
+    await ends(flood[0])
+    await handshake_as_client(other, descriptor, served.client.identity, process.current(), Kind.DATA)
+    for sock in (other, *flood):
+        sock.close()
+
+
+async def test_one_agent_has_a_part_of_the_connections(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "MAX_PEER_CONNECTIONS", 8)
+    kept = [await served.meet(Kind.DATA) for _ in range(8)]
+    with pytest.raises(PeerLost, match="connection to spare"):
+        await served.meet(Kind.DATA)
+    async with await start("other") as other:
+        await other.connect(served.server.describe())
+    for sock in kept:
+        sock.close()
+
+
+async def test_a_request_that_does_not_end_does_not_keep_a_thread(served: Served) -> None:
+    sock = await served.meet(Kind.DATA)
+    loop = asyncio.get_running_loop()
+    request = Request(Op.READ, 100, 300, 100 * 16)
+    await loop.sock_sendall(sock, request.pack() + bytes(40))  # 100 spans are announced
+    assert await ends(sock) == b""
+    await served.works()
+
+
+async def test_too_many_connections_are_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    await served.works()
+    monkeypatch.setattr(listener, "MAX_CONNECTIONS", 1)
+    async with await start("late") as late:
+        with pytest.raises(PeerLost, match="connection to spare"):
+            await late.connect(served.server.describe())
+
+
+@hypothesis.settings(
+    max_examples=60, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
+)
+@hypothesis.given(data=st.data())
+def test_garbage_before_the_handshake(data: st.DataObject) -> None:
+    """Any bytes at all: the connection ends, the agent does not."""
+
+    async def run() -> None:
+        async with await start("server") as server:
+            descriptor = server.describe()
+            hello = b"MPh1" + (1).to_bytes(2, "little") + b"\x01\0" + descriptor.incarnation
+            for _ in range(3):
+                sock = await connect(descriptor)
+                garbage = data.draw(st.sampled_from([b"", hello, b"GET / HTTP/1.1\r\n\r\n"])) + data.draw(
+                    st.binary(max_size=300)
+                )
+                await asyncio.get_running_loop().sock_sendall(sock, garbage)
+                sock.shutdown(socket.SHUT_WR)
+                await ends(sock)
+            async with await start("client") as client:
+                await client.connect(descriptor)
+
+    asyncio.run(run())
