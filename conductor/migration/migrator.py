@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 
 from moonpool.conductor.errors import MigrationFailed
 from moonpool.conductor.fleet.registry import NodeRegistry
@@ -80,7 +81,8 @@ class Migrator:
         running = self._running(request_id, run)
         if running is None:
             raise MigrationFailed(request_id, "", "it does not decode now")
-        loads = map(DecodeLoad.of, self._registry.fleet("decode"))
+        # Others may wait there, perhaps only for the next step: free blocks suffice where an operator asks.
+        loads = [replace(DecodeLoad.of(view), num_waiting=0) for view in self._registry.fleet("decode")]
         best = best_target(running, loads, block_size=self._block_size, now_s=self._clock())
         if best is None:
             raise MigrationFailed(request_id, "", "no other node has room for it")
