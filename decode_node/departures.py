@@ -53,7 +53,7 @@ class Departures:
         """Stop the sequence after its step; ``chunks`` sends the rest then. Raises HandoverFailed."""
         handover = self._handovers.get(sequence.key)
         if handover is None:
-            raise HandoverFailed(f"request {sequence.request_id} is followed by nobody")
+            raise HandoverFailed(f"request {sequence.request_id} has no follower")
         self._check_decodes(sequence)
         # The follower may be stopped before it has read the rest.
         asyncio.get_running_loop().call_later(STANDS_STILL_S, handover.taken.set)
@@ -77,7 +77,7 @@ class Departures:
         return False
 
     def cancelled(self, key: Key) -> None:
-        """The request was cancelled: its new node has it, or nobody wants it any more."""
+        """The request was cancelled: its new node has it, or its client is gone."""
         handover = self._handovers.get(key)
         if handover is not None:
             handover.fail("the request was cancelled")

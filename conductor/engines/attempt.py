@@ -14,7 +14,7 @@ from moonpool.conductor.requests.attempt import Attempt, AttemptPlan
 from moonpool.protos import node_pb2
 from moonpool.runtime.errors import RemoteError
 
-# Steps whose time is measured together: chunks of a stream come in bursts.
+# Steps measured together: chunks of a stream come in bursts.
 _WINDOW = 16
 
 

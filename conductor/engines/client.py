@@ -58,7 +58,7 @@ class EngineClient(NodeClient):
             await session.close()
 
     def cancel(self, key: RequestKey) -> None:
-        """Nothing to do: vLLM aborts a request whose connection is closed, and ``tokens`` closes it."""
+        """Nothing to do: ``tokens`` closes the connection, and vLLM aborts the request."""
 
     async def tokens(self, body: dict[str, Any], timeout_s: float) -> AsyncGenerator[Delta, None]:
         """Stream a completion. Leave it with ``aclose``: the engine stops its work then.

@@ -17,7 +17,7 @@ from moonpool.kvstore.index.redis.lua_scripts import Script
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Who plans. ``epoch``: 0 where another conductor does. ``until_s``: by our clock, when ours ends."""
+    """Which conductor plans. ``epoch``: 0 where another does. ``until_s``: by our clock, when ours ends."""
 
     holder: str
     epoch: int = 0

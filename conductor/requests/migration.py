@@ -112,7 +112,7 @@ class Migration:
         """Resolve ``done`` with MigrationFailed, unless it is resolved."""
         if not self.done.done():
             self.done.set_exception(MigrationFailed(self.plan.key[0], self.plan.target.node_id, reason))
-            self.done.exception()  # asked for by nobody, perhaps
+            self.done.exception()  # perhaps no caller reads it
 
     # ------------------------------------------------------------------ called by the target's client
 

@@ -84,7 +84,7 @@ def _ask(url: str, api_key: str, security: SecurityOptions) -> dict[str, Any]:
 def _authorization(url: str, path: str, api_key: str, security: SecurityOptions) -> dict[str, str]:
     if key := api_key or os.environ.get("MOONPOOL_API_KEY", ""):
         return {"Authorization": f"Bearer {key}"}
-    # To no other machine: whoever gets a token could try weak cluster keys.
+    # To no other machine: a token is enough to guess weak cluster keys.
     token = of_client(security).token(f"GET {path}") if _is_here(url) else ""
     return {"Authorization": f"Moonpool {token}"} if token else {}
 

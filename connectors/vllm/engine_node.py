@@ -80,7 +80,7 @@ class EngineNode(StoreNode):
         try:
             others = reading.result(_INDEX_S)
         except (IndexUnavailable, TimeoutError, CancelledError):
-            others = None  # nobody can tell
+            others = None  # not known
         return orjson.dumps(
             {
                 "node_id": self.node_id,

@@ -17,7 +17,7 @@ from moonpool.kvstore.blocks.vllm_keys import key_of
 
 log = logging.getLogger(__name__)
 
-# A request whose load failed this often computes its prompt.
+# After this many failed loads a request computes its prompt.
 _MAX_LOADS = 2
 
 

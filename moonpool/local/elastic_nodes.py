@@ -129,7 +129,7 @@ class ElasticNodes:
         await asyncio.gather(*self._changes, return_exceptions=True)
 
     async def _bring_up(self, child: Child) -> None:
-        """A failed first start is not repeated: whoever asked for the node decides."""
+        """A failed first start is not repeated: the caller decides."""
         try:
             await child.wait_ready(ready_timeout_s(child))
         except ChildFailed as failure:

@@ -54,7 +54,7 @@ def vllm_environment(cores: Iterable[int], cache: Path, *, kv_gib: int, imports:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on now."""
+    """A port of 127.0.0.1 that is free now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
