@@ -8,6 +8,7 @@ from typing import Any
 from moonpool.commands.status import state_of
 from moonpool.doctor.evidence import Evidence
 from moonpool.doctor.finding import Finding
+from moonpool.kvstore.index.redis.node_record import stages_of
 
 _SERVING = ("ready", "unhealthy", "partial")
 _ADVICE = {
@@ -20,7 +21,8 @@ _ADVICE = {
 
 def check_nodes(evidence: Evidence) -> Iterator[Finding]:
     for role in ("prefill", "decode"):
-        serving = {node["state"] for node in evidence.nodes if node["role"] == role} & set(_SERVING)
+        states = {node["state"] for node in evidence.nodes if role in stages_of(node["role"])}
+        serving = states & set(_SERVING)
         if not serving:
             yield Finding(f"{role} nodes", "missing", "none is ready", f"start one: moonpool {role}-node")
         elif serving == {"unhealthy"}:
