@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 
 _NAMES = (
-    *("chaos", "conductor", "elastic", "engine", "eviction", "index", "kernels", "parallel", "serve"),
-    *("simulate", "store", "transfer", "vllm"),
+    *("chaos", "conductor", "elastic", "engine", "eviction", "index", "kernels", "migrate"),
+    *("parallel", "serve", "simulate", "store", "transfer", "vllm"),
 )
 _FOLDERS = {"simulate": "simulation"}
 

@@ -94,6 +94,10 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         least(50_000.0, r"SSE, .*", "tokens"),
         most(2.0, r"dashboard, .*", "a viewer's share of a core"),
     ),
+    "migrate": (
+        most(5.0, r"2,048 .*", "downtime p99 beyond 3 steps, client"),
+        most(5.0, _ANY, r"downtime beyond a step, client: more than with .*"),
+    ),
     "index": (
         least(150_000.0, _ANY, "publish"),
         most(40.0, _ANY, "Redis memory, logs( and stream)?"),

@@ -148,7 +148,8 @@ class Attempt:
             migration.fail(MoonpoolError("it was given up"))
             self._migration = None
         assert migration.received is not None
-        return Migrated(source, plan.target.node_id, plan.cause, migration.received, downtime_s)
+        received, index = migration.received, migration.first_index
+        return Migrated(source, plan.target.node_id, plan.cause, received, index, downtime_s)
 
     def abort(self, error: Exception) -> None:
         """Make ``first`` and ``token`` raise ``error``. Only the first call has an effect."""

@@ -33,13 +33,14 @@ class MigrationPlan:
 
 @dataclass(frozen=True, slots=True)
 class Migrated:
-    """A request that decodes on ``target``. ``downtime_s``: between its last token from ``source`` and the
-    next one, as the conductor got them."""
+    """A request that decodes on ``target``. ``first_index``: of its first token from there.
+    ``downtime_s``: between its last token from ``source`` and that one, as the conductor got them."""
 
     source: str
     target: str
     cause: str
     received: node_pb2.KvReceived
+    first_index: int
     downtime_s: float
 
 

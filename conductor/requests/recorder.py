@@ -214,6 +214,7 @@ class Recorder:
             node=moved.target,
             source=moved.source,
             cause=moved.cause,
+            first_index=moved.first_index,
             stages=num_stages,
             num_blocks=received.num_blocks,
             num_last_blocks=received.num_last_blocks,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 from urllib.parse import urlsplit
@@ -39,6 +39,7 @@ class _Connection(asyncio.Protocol):
         self.reusable = True
         self._transport: asyncio.Transport | None = None
         self._exchange: Exchange | None = None
+        self._on_packet: Callable[[], object] | None = None
         self._done: asyncio.Future[None] | None = None
         self._head_read = False
         self._chunked = False
@@ -47,11 +48,12 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
 
-    async def exchange(self, request: bytes) -> Exchange:
+    async def exchange(self, request: bytes, on_packet: Callable[[], object] | None = None) -> Exchange:
         """Send ``request`` and wait for the whole answer. Raises ``ServerUnreachable``."""
         assert self._transport is not None
         self._done = asyncio.get_running_loop().create_future()
         self._exchange = exchange = Exchange(sent_s=time.perf_counter())
+        self._on_packet = on_packet
         self._remaining = None
         self._head_read = False
         self._transport.write(request)
@@ -67,6 +69,8 @@ class _Connection(asyncio.Protocol):
         if exchange is None:
             return
         exchange.packets.append((now, data))
+        if self._on_packet is not None:
+            self._on_packet()
         if not self._head_read:
             data = self._read_head(b"".join(packet for _, packet in exchange.packets))
         if self._remaining is not None:
@@ -136,21 +140,27 @@ class HttpClient:
     async def get(self, path: str) -> Exchange:
         return await self._send(f"GET {self._base}{path} HTTP/1.1\r\n{self._headers}\r\n".encode())
 
-    async def post(self, path: str, body: bytes, headers: Mapping[str, str] | None = None) -> Exchange:
-        """Send a JSON body.
+    async def post(
+        self,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str] | None = None,
+        on_packet: Callable[[], object] | None = None,
+    ) -> Exchange:
+        """Send a JSON body. ``on_packet``: called at each arrival of a part of the answer.
 
         Raises:
             ServerUnreachable: no connection, or it was lost; the request may have had an effect.
         """
         more = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         head = f"POST {self._base}{path} HTTP/1.1\r\n{self._headers}{more}Content-Type: application/json\r\n"
-        return await self._send(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        return await self._send(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body, on_packet)
 
-    async def _send(self, request: bytes) -> Exchange:
+    async def _send(self, request: bytes, on_packet: Callable[[], object] | None = None) -> Exchange:
         self._drop_closed()
         connection = self._idle.pop() if self._idle else await self._connect()
         try:
-            exchange = await connection.exchange(request)
+            exchange = await connection.exchange(request, on_packet)
         except BaseException:
             # Also on cancellation: a closed connection tells the server to stop.
             connection.close()

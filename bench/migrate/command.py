@@ -1,0 +1,62 @@
+"""The command ``moonpool bench migrate``."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from moonpool.bench.harness.command import Run, benchmark
+from moonpool.bench.migrate.checkpoint import with_positions
+from moonpool.bench.migrate.downtime import OUTPUT_TOKENS, downtime_rows
+from moonpool.runtime.config.loading import load_config
+from moonpool.runtime.reports.report import Row
+
+_CONTEXTS = (512, 2048, 8192)
+
+
+@dataclass(frozen=True)
+class Settings:
+    contexts: tuple[int, ...]
+    moves: int
+    sets: tuple[str, ...]
+
+
+async def _downtime(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    async for row in downtime_rows(run, settings.contexts, settings.moves, settings.sets):
+        yield row
+
+
+@benchmark({"downtime": _downtime}, packages=("torch", "aiohttp", "grpcio", "redis", "uvloop"), rounds=None)
+@click.option(
+    "--context",
+    "contexts",
+    multiple=True,
+    type=click.IntRange(min=1),
+    default=_CONTEXTS,
+    show_default=True,
+    metavar="TOKENS",
+    help="downtime: tokens of the prompt. Repeatable.",
+)
+@click.option(
+    "--moves",
+    default=40,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="downtime: moves of each context, each of another request.",
+)
+@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Option of the local cluster.")
+def migrate(run: Run, *, contexts: tuple[int, ...], moves: int, sets: tuple[str, ...]) -> Settings:
+    """Measure moves of running requests between decode nodes, as their clients see them.
+
+    A model of fewer positions than the longest context needs gets them: its weights stay as they are.
+    """
+    if run.quick:
+        contexts, moves = contexts[:1], min(moves, 3)
+    directory = load_config(None, sets).model.directory
+    folder = run.stack.enter_context(tempfile.TemporaryDirectory(prefix="model-"))
+    directory = with_positions(directory, max(contexts) + OUTPUT_TOKENS, Path(folder))
+    return Settings(contexts, moves, (*sets, f"model.path={directory}"))
