@@ -137,8 +137,8 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
         )
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self._schedules.finished(request.request_id)
-        return False, None
+        # Blocks are copied out and let go: those that wait for a reader would keep an idle engine busy.
+        return False, self._schedules.finished(request.request_id)
 
 
 def _log_as_vllm() -> None:

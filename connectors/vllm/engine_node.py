@@ -3,44 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import threading
-from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import CancelledError, Future
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 from xxhash import xxh3_64_intdigest
 
-from moonpool.connectors.service_thread import ServiceThread
-from moonpool.connectors.vllm.errors import NodeFailed
+from moonpool.connectors.vllm.hand_over import HandOver
 from moonpool.connectors.vllm.pages import PageReading, Pages
 from moonpool.connectors.vllm.plan import Load, Save
 from moonpool.connectors.vllm.reasons import REASONS
 from moonpool.connectors.vllm.registration import Registration
 from moonpool.connectors.vllm.request_log import RequestLog
+from moonpool.kvstore.blocks.keys import BlockKey, unpack
 from moonpool.kvstore.blocks.layout import OpaqueLayout
 from moonpool.kvstore.errors import BlockCorrupt, BlockMissing, IndexUnavailable
 from moonpool.kvstore.index.redis.node_record import LAYOUT_FACTS, NodeRecord
-from moonpool.kvstore.store_node.node import StoreNode
+from moonpool.kvstore.store import TieredStore
+from moonpool.kvstore.store_node.node import Context, StoreNode
 from moonpool.kvstore.store_node.shelves import ShelfFactory
 from moonpool.kvstore.tiers.copier import Copier
 from moonpool.protos import node_pb2
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.observing.metrics_server import REQUESTS_PAGE
-from moonpool.runtime.service.lifecycle import ServiceContext
-from moonpool.runtime.service.vital import VITAL
-
-log = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 _COPY_THREADS = 1
+# Longest that a prompt is kept for the engine that decodes it.
+KEEP_S = 10.0
 # Longest that the page of requests waits for Redis.
 _INDEX_S = 2.0
-# Longest that saves and loads may take once the engine ends.
-_LAST_CALLS_S = 3.0
 
 
 class EngineNode(StoreNode):
@@ -66,6 +60,8 @@ class EngineNode(StoreNode):
         self._loop = asyncio.get_running_loop()
         self._requests = requests
         self._copier = Copier(_COPY_THREADS)
+        self._saving = asyncio.Lock()  # a block is saved after the one before it
+        self._keeping: dict[BlockKey, list[asyncio.Event]] = {}  # by the last block: whether it was leased
 
     def first_layout(self, maker: ShelfFactory) -> OpaqueLayout:
         # Whatever else is on disk: it may be of another block size or model.
@@ -108,20 +104,60 @@ class EngineNode(StoreNode):
     async def save(self, save: Save, reading: PageReading) -> None:
         """Keep blocks; fewer where there is no room. ``reading`` ends in every case."""
         try:
-            store = await self._kv.open_layout(self._own_layout)
-            with store.reserve(save.keys, parent=save.parent) as reservation:
-                spans = reservation.spans
-                blocks = save.blocks[reservation.num_held :][: len(spans)]
-
-                def work() -> list[int] | None:
-                    self._pages.copy_out(blocks, spans)
-                    return [xxh3_64_intdigest(span.data) for span in spans] if reading.end() else None
-
-                checksums = await self._copier.run(work) if spans else []
-                if checksums is not None:
-                    reservation.commit(checksums)
+            async with self._saving:
+                await self._save(save, reading)
         finally:
             reading.end()
+
+    async def _save(self, save: Save, reading: PageReading) -> None:
+        store = await self._kv.open_layout(self._own_layout)
+        with store.reserve(save.keys, parent=save.parent) as reservation:
+            spans = reservation.spans
+            blocks = save.blocks[reservation.num_held :][: len(spans)]
+
+            def work() -> list[int] | None:
+                self._pages.copy_out(blocks, spans)
+                return [xxh3_64_intdigest(span.data) for span in spans] if reading.end() else None
+
+            checksums = await self._copier.run(work) if spans else []
+            if checksums is not None:
+                reservation.commit(checksums)
+
+    async def keep(self, given: HandOver) -> None:
+        """Keep a prompt that has been saved until the engine that decodes it has leased it, ``KEEP_S`` at
+        most."""
+        last, leased = given.keys[-1], asyncio.Event()
+        self._keeping.setdefault(last, []).append(leased)
+        try:
+            async with self._saving:  # after the saves before it
+                store = await self._kv.open_layout(self._own_layout)
+            async with store.pinned(given.keys):
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(leased.wait(), KEEP_S)
+        finally:
+            self._keeping[last].remove(leased)
+            if not self._keeping[last]:
+                del self._keeping[last]
+        if given.tail is not None and last not in self._keeping:
+            await store.remove([given.tail])
+
+    async def Lease(self, request: node_pb2.LeaseRequest, context: Context) -> node_pb2.LeaseReply:
+        keys = unpack(request.keys)
+        if self._kv.store is not None and len(self._kv.store.match(keys)) < len(keys):
+            # What is being saved will be here.
+            async with self._saving:
+                pass
+        reply = await super().Lease(request, context)
+        if len(reply.blocks.offset) == len(keys):
+            self._leased(keys)
+        return reply
+
+    def _leased(self, keys: Sequence[BlockKey]) -> None:
+        """Its reader has a lease of its own: one ``keep`` that waited for it ends."""
+        waiting = self._keeping.get(keys[-1], ()) if keys else ()
+        event = next((event for event in waiting if not event.is_set()), None)
+        if event is not None:
+            event.set()
 
     async def load(self, load: Load) -> None:
         """Fill the engine's blocks.
@@ -130,8 +166,15 @@ class EngineNode(StoreNode):
         ``OtherLayout``: their contents are undefined then.
         """
         store = await self._kv.open_layout(self._own_layout)
-        if load.source:
-            await self._kv.replicate(node_pb2.KvAddress.FromString(load.source), load.keys)
+        try:
+            if load.source:
+                await self._kv.replicate(node_pb2.KvAddress.FromString(load.source), load.keys)
+            await self._load(store, load)
+        finally:
+            if load.tail is not None:
+                await store.remove([load.tail])
+
+    async def _load(self, store: TieredStore, load: Load) -> None:
         store.use(load.keys)
         async with store.pinned(load.keys) as pinned:
             if len(pinned) < len(load.keys):
@@ -151,96 +194,3 @@ class EngineNode(StoreNode):
             first = len(load.keys) - len(load.blocks) + bad
             store.drop_corrupt(load.keys[first])
             raise BlockCorrupt(first, len(load.keys), "host")
-
-
-class _Life(ServiceContext):
-    """Of a node that is a part of another process."""
-
-    def __init__(self, on_ready: Callable[[], None]) -> None:
-        super().__init__("engine")
-        self._on_ready = on_ready
-
-    def ready(self, **facts: object) -> None:
-        where = facts["node_id"], facts["rpc_address"], facts["metrics_url"]
-        log.info("keeps KV blocks as node %s at %s; its metrics: %s", *where)
-        self._on_ready()
-
-
-class NodeThread:
-    """Runs an ``EngineNode`` in a thread. If it fails it is started again later, and calls fail meanwhile."""
-
-    def __init__(self, make: Callable[[], EngineNode]) -> None:
-        self._make = make
-        self._node: EngineNode | None = None
-        self._calls: set[asyncio.Task[Any]] = set()
-        self._started = threading.Event()  # ready, or failed once
-        self._thread = ServiceThread("KV store", self._live)
-
-    def wait_started(self, timeout_s: float) -> None:
-        """Wait until the node runs or its first start has failed."""
-        self._started.wait(timeout_s)
-
-    @property
-    def is_running(self) -> bool:
-        return self._node is not None
-
-    def submit(self, call: Callable[[EngineNode], Coroutine[Any, Any, Result]]) -> Future[Result] | None:
-        """Run a call of the node; None: it does not run. The call is cancelled if the node fails."""
-        node = self._node
-        if node is None:
-            return None
-
-        async def run() -> Result:
-            task = asyncio.current_task()
-            assert task is not None
-            self._calls.add(task)
-            try:
-                return await call(node)
-            finally:
-                self._calls.discard(task)
-
-        return asyncio.run_coroutine_threadsafe(run(), self._thread.loop)
-
-    def close(self) -> None:
-        """End the node: it leaves the index, and writes to disk what is only in memory."""
-        self._thread.close()
-
-    async def _live(self, ending: asyncio.Event) -> None:
-        """Run one node until it fails, is drained, or this ends. Raises its error."""
-        node = self._make()
-
-        def on_ready() -> None:
-            self._node = node
-            self._started.set()
-
-        life = _Life(on_ready)
-        running = asyncio.ensure_future(node.run(life))
-        told = asyncio.ensure_future(ending.wait())
-
-        def on_error(loop: asyncio.AbstractEventLoop, facts: dict[str, Any]) -> None:
-            loop.default_exception_handler(facts)
-            if facts.get(VITAL):
-                running.cancel()
-
-        asyncio.get_running_loop().set_exception_handler(on_error)
-        await asyncio.wait((running, told), return_when=asyncio.FIRST_COMPLETED)
-        self._node = None
-        if not running.done():
-            # Saves that have begun are kept.
-            await self._end_calls(_LAST_CALLS_S)
-            life.draining.set()
-            await asyncio.wait((running,))
-        await self._end_calls(0)
-        told.cancel()
-        self._started.set()
-        if running.cancelled():
-            raise NodeFailed("a background task of the KV store ended; its error is above")
-        running.result()
-
-    async def _end_calls(self, within_s: float) -> None:
-        if self._calls:
-            await asyncio.wait(set(self._calls), timeout=within_s)
-        calls = set(self._calls)
-        for call in calls:
-            call.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from moonpool.connectors.vllm.hand_over import HandOver
 from moonpool.kvstore.blocks.keys import BlockKey
 
 
@@ -15,11 +16,13 @@ class Load:
     keys: list[BlockKey]
     blocks: list[int]
     source: bytes  # KvAddress of another node, packed; empty: this one has all keys
+    tail: BlockKey | None = None  # the last of ``keys``, if it serves this request alone
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Keep ``blocks`` of the engine, full after this step, as ``keys``; ``parent`` is the one before them."""
+    """Keep ``blocks`` of the engine as ``keys``; ``parent`` is the one before them. They are full after this
+    step, or the last one of a prompt that is handed over."""
 
     keys: list[BlockKey]
     blocks: list[int]
@@ -46,6 +49,7 @@ class PrefixReport:
 class StepPlan:
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
+    keeps: list[HandOver] = field(default_factory=list)
     reports: list[PrefixReport] = field(default_factory=list)
 
 

@@ -53,6 +53,13 @@ class PrefixIndex:
         ``name(fingerprint)``: the block's key there."""
         return self._ask(lambda mirror: _in_other_layout(mirror, own, name), "")
 
+    def address_of(self, node_id: str) -> bytes:
+        """The packed KvAddress of a node; empty: it is not known."""
+        mirror = self._mirror
+        # One look-up in a dict, which the other thread may change meanwhile.
+        record = None if mirror is None else mirror.nodes.get(node_id)
+        return b"" if record is None else record.kv_address
+
     def _ask(self, question: Callable[[IndexMirror], Answer], unknown: Answer) -> Answer:
         """The engine's scheduler asks: it waits for a moment at most, and never fails."""
         if self._mirror is None:

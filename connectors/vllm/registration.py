@@ -10,10 +10,8 @@ from typing import Any
 from moonpool.kvstore.blocks.layout import OpaqueLayout
 from moonpool.kvstore.blocks.vllm_keys import key_of
 from moonpool.kvstore.index.redis.engine_facts import VLLM, EngineFacts
-from moonpool.kvstore.index.redis.node_record import NodeRecord
+from moonpool.kvstore.index.redis.node_record import ROLES, STAGES, NodeRecord
 from moonpool.runtime.errors import ConfigError
-
-_ROLES = ("both",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +28,7 @@ class Registration:
         return replace(
             record,
             role=self.role,
+            stages=STAGES,
             model=f"{self.model}@{facts.fingerprint[:12]}",
             layout=facts.fingerprint,
             extra=facts.add_to(record.extra),
@@ -44,8 +43,10 @@ def registration_of(
     None: there is no ``server``; conductors then send no requests. Raises ``ConfigError``.
     """
     url, role = str(extra.get("server", "")), str(extra.get("role", "both"))
-    if role not in _ROLES:
-        raise ConfigError(f"kv_connector_extra_config.role must be {' or '.join(_ROLES)}, got {role}", "role")
+    if role not in ROLES:
+        raise ConfigError(
+            f"kv_connector_extra_config.role must be one of {', '.join(ROLES)}, got {role}", "role"
+        )
     if not url:
         return None
     if not url.startswith(("http://", "https://")):

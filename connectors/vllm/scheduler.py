@@ -6,12 +6,20 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from moonpool.connectors.vllm.costs import LoadCosts, Source
+from moonpool.connectors.vllm.hand_over import (
+    HandedRequest,
+    HandOver,
+    answer_of,
+    gives,
+    hand_over_of,
+    source_of,
+)
 from moonpool.connectors.vllm.plan import Load, PrefixReport, Save, StepPlan
 from moonpool.connectors.vllm.prefix_index import Holder
-from moonpool.connectors.vllm.reasons import PromptHead, SeenBlocks
+from moonpool.connectors.vllm.reasons import SeenBlocks
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.vllm_keys import key_of
 
@@ -21,19 +29,19 @@ log = logging.getLogger(__name__)
 _MAX_LOADS = 2
 
 
-class EngineRequest(PromptHead, Protocol):
-    """What is read of vLLM's ``Request``."""
+class EngineRequest(HandedRequest, Protocol):
+    """What is read of vLLM's ``Request``. ``block_hashes``: of its full blocks so far, chained."""
 
     request_id: str
-    num_prompt_tokens: int
     num_computed_tokens: int
-    block_hashes: Sequence[bytes]  # of its full blocks so far, chained
 
 
 class Index(Protocol):
     def holders(self, keys: Sequence[BlockKey]) -> list[Holder]: ...
 
     def in_other_layout(self, own: bytes, name: Callable[[bytes], BlockKey]) -> str: ...
+
+    def address_of(self, node_id: str) -> bytes: ...
 
     def close(self) -> None: ...
 
@@ -48,14 +56,19 @@ class _Tracked:
     num_loads: int = 0
     loading: _Loading | None = None
     is_reported: bool = False
+    giver: str = ""  # the node that has computed the prompt for this engine, until it is asked
+    given: bool = False  # the prompt is kept for another engine
 
 
 @dataclass(frozen=True, slots=True)
 class _Loading:
     source: Holder
+    keys: list[BlockKey]
     skip: int  # blocks that the engine has itself
-    num_blocks: int
+    num_tokens: int
     since_s: float
+    tail: BlockKey | None = None
+    is_given: bool = False
 
 
 class SchedulerSide:
@@ -90,7 +103,11 @@ class SchedulerSide:
         # Leave one token to compute: its logits give the next one.
         most = (request.num_prompt_tokens - 1) // self._block_size
         report.engine_tokens, report.reason, report.detail = num_computed_tokens, "", ""
-        if num_computed_tokens % self._block_size or most <= skip:
+        if num_computed_tokens % self._block_size:
+            return 0
+        if known.giver and (num_tokens := self._given(known, skip)):
+            return num_tokens
+        if most <= skip:
             return 0
         if known.num_loads >= _MAX_LOADS:
             report.reason = "failed"
@@ -98,9 +115,28 @@ class SchedulerSide:
         source = self._source(known, self._keys(known)[:most], skip)
         if source is None:
             return 0
-        num_blocks = min(source.num_blocks, most) - skip
-        known.loading = _Loading(source, skip, num_blocks, self._clock())
-        return num_blocks * self._block_size
+        end = min(source.num_blocks, most)
+        num_tokens = (end - skip) * self._block_size
+        known.loading = _Loading(source, self._keys(known)[:end], skip, num_tokens, self._clock())
+        return num_tokens
+
+    def _given(self, known: _Tracked, skip: int) -> int:
+        """How many tokens to load of a prompt that another engine has computed; 0: it is not known."""
+        address = self._index.address_of(known.giver)
+        num_tokens = known.request.num_prompt_tokens - 1 - skip * self._block_size
+        if not address:
+            return 0
+        given = self._hand_over(known)
+        if given.tail is None:
+            num_tokens = min(num_tokens, (len(given.keys) - skip) * self._block_size)
+        source = Holder(known.giver, len(given.keys), address)
+        known.loading = _Loading(
+            source, given.keys, skip, num_tokens, self._clock(), given.tail, is_given=True
+        )
+        return max(num_tokens, 0)
+
+    def _hand_over(self, known: _Tracked) -> HandOver:
+        return hand_over_of(known.request, self._keys(known), self._fingerprint, self._block_size)
 
     def _source(self, known: _Tracked, keys: list[BlockKey], skip: int) -> Holder | None:
         """Where to load more than ``skip`` blocks from; None: computing is faster, or no node has them.
@@ -137,13 +173,15 @@ class SchedulerSide:
         loading = known.loading
         if not num_external_tokens or loading is None:
             return
-        num_blocks = num_external_tokens // self._block_size
-        end = loading.skip + num_blocks
-        keys = self._keys(known)[:end]
+        skip, keys = loading.skip, loading.keys
         source = b"" if loading.source.node_id == self._node_id else loading.source.address
-        self._loads.append(Load(request.request_id, keys, list(blocks[loading.skip : end]), source))
+        self._loads.append(
+            Load(request.request_id, keys, list(blocks[skip : len(keys)]), source, loading.tail)
+        )
         known.num_loads += 1
-        known.loading = _Loading(loading.source, loading.skip, num_blocks, self._clock())
+        if loading.is_given:
+            known.giver = ""
+        known.loading = replace(loading, since_s=self._clock())
 
     def ended(self, loaded: set[str], failed: set[str]) -> None:
         """Loads have ended; ``failed`` ones are in ``loaded`` too."""
@@ -159,11 +197,11 @@ class SchedulerSide:
                 continue
             known.num_loads = 0
             seconds = self._clock() - loading.since_s
-            self._costs.loaded(_source_of(loading.source), loading.num_blocks, seconds)
+            self._costs.loaded(_source_of(loading.source), len(loading.keys) - loading.skip, seconds)
             is_own = loading.source.node_id == self._node_id
             report.source, report.load_s = loading.source.node_id, seconds
             report.tier = "peer" if not is_own else "ssd" if loading.source.num_on_disk else "host"
-            report.loaded_tokens = loading.num_blocks * self._block_size
+            report.loaded_tokens = loading.num_tokens
 
     # ------------------------------------------------------------------ saving
 
@@ -181,18 +219,33 @@ class SchedulerSide:
             if not known.is_reported:
                 known.is_reported = True
                 plan.reports.append(replace(known.report))
-            end = (known.request.num_computed_tokens + count) // self._block_size
-            keys = self._keys(known)[:end]
-            if len(keys) <= known.num_saved:
-                continue
-            blocks = blocks_of(request_id)
+            self._plan_saves(known, known.request.num_computed_tokens + count, blocks_of, plan)
+        return plan
+
+    def _plan_saves(
+        self,
+        known: _Tracked,
+        num_tokens: int,
+        blocks_of: Callable[[str], Sequence[int] | None],
+        plan: StepPlan,
+    ) -> None:
+        """The engine has KV of ``num_tokens`` after this step."""
+        request, begin = known.request, known.num_saved
+        keys = self._keys(known)[: num_tokens // self._block_size]
+        is_due = gives(request) and not known.given and num_tokens == request.num_prompt_tokens
+        given = self._hand_over(known) if is_due else HandOver([], None)
+        new = keys[begin:] if given.tail is None else [*keys[begin:], given.tail]
+        if new:
+            blocks = blocks_of(request.request_id)
             if blocks is None:
-                continue
-            begin, known.num_saved = known.num_saved, len(keys)
+                return
+            known.num_saved = len(keys)
             self._seen.saw(keys[begin:])
             parent = keys[begin - 1] if begin else None
-            plan.saves.append(Save(keys[begin:], list(blocks[begin : len(keys)]), parent))
-        return plan
+            plan.saves.append(Save(new, list(blocks[begin : begin + len(new)]), parent))
+        if given.keys:
+            known.given = True
+            plan.keeps.append(given)
 
     def _observe(self, num_scheduled: Mapping[str, int]) -> None:
         """Learn what prompt tokens cost from the time between two steps of a request."""
@@ -204,9 +257,13 @@ class SchedulerSide:
         prompts = sum(count for count in num_scheduled.values() if count > 1)
         self._step = (now_s, prompts, set(num_scheduled)) if num_scheduled else None
 
-    def finished(self, request_id: str) -> None:
-        """A load that is under way goes on: the engine keeps the blocks until it has ended."""
-        self._tracked.pop(request_id, None)
+    def finished(self, request_id: str) -> dict[str, Any] | None:
+        """Return what the engine that decodes it must be sent; None: nothing is kept for one.
+
+        A load that is under way goes on: the engine keeps the blocks until it has ended.
+        """
+        known = self._tracked.pop(request_id, None)
+        return answer_of(self._node_id) if known is not None and known.given else None
 
     def close(self) -> None:
         self._index.close()
@@ -217,7 +274,7 @@ class SchedulerSide:
         known = self._tracked.get(request.request_id)
         if known is None:
             report = PrefixReport(request.request_id, request.num_prompt_tokens)
-            known = _Tracked(request, report, self._seen.head(request))
+            known = _Tracked(request, report, self._seen.head(request), giver=source_of(request))
             self._tracked[request.request_id] = known
         return known
 

@@ -11,8 +11,10 @@ from types import MappingProxyType
 from torch import Tensor
 
 from moonpool.connectors.service_thread import OnceAMinute
-from moonpool.connectors.vllm.engine_node import EngineNode, NodeThread
+from moonpool.connectors.vllm.engine_node import EngineNode
 from moonpool.connectors.vllm.errors import NodeFailed
+from moonpool.connectors.vllm.hand_over import HandOver
+from moonpool.connectors.vllm.node_thread import NodeThread
 from moonpool.connectors.vllm.pages import PageReading, Pages
 from moonpool.connectors.vllm.plan import Load, Outcome, Save, StepPlan
 from moonpool.connectors.vllm.registration import Registration
@@ -87,6 +89,18 @@ class WorkerSide:
         """The step's blocks are computed: begin to copy them. ``fence`` waits until they may change."""
         for save in plan.saves:
             self._begin_save(save)
+        for given in plan.keeps:
+            self._begin_keep(given)
+
+    def _begin_keep(self, given: HandOver) -> None:
+        node = self._node
+        keeping = None if node is None else node.submit(lambda running: running.keep(given))
+        if keeping is not None:
+            keeping.add_done_callback(self._kept)
+
+    def _kept(self, keeping: Future[None]) -> None:
+        if not keeping.cancelled() and (error := keeping.exception()) is not None:
+            self._warnings.say(f"a prompt was not kept for another engine: {error}")
 
     def _begin_save(self, save: Save) -> None:
         reading = PageReading()

@@ -42,12 +42,20 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     cache_salt: str | None = None
     lora_request: object | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         name = self.name or self.request_id[0]
         self.all_token_ids = [ord(name[0])] * self.num_prompt_tokens
         keyed = f"{name}{self.cache_salt or ''}"
         self.block_hashes = [f"{keyed}{i}".encode() for i in range(self.num_prompt_tokens // BLOCK)]
+
+    @property
+    def contents(self) -> list[bytes]:
+        """Names of what its blocks contain, the partial one included."""
+        rest = self.num_prompt_tokens % BLOCK
+        tail = f"{self.all_token_ids[0]}{self.cache_salt or ''} {self.num_prompt_tokens}".encode()
+        return [*self.block_hashes, tail] if rest else self.block_hashes
 
 
 class SmallEngine:
@@ -65,6 +73,7 @@ class SmallEngine:
         self.scheduler = SchedulerSide(name, fingerprint, BLOCK, PrefixIndex(config.index))
         self.worker = WorkerSide(config, fingerprint, known)
         self.worker.register(self.layers)
+        self.answer: dict[str, Any] | None = None  # to the latest request: its kv_transfer_params
         self._count = 0
 
     @property
@@ -109,15 +118,15 @@ class SmallEngine:
     def finish(self, request: Request) -> int:
         """Check what was loaded, compute and save the rest. Returns how many tokens were loaded."""
         num_loaded = self.scheduler._tracked[request.request_id].report.loaded_tokens
-        for block, name in enumerate(request.block_hashes):
-            if block < num_loaded // BLOCK:
+        for block, name in enumerate(request.contents):
+            if block < -(-num_loaded // BLOCK):
                 assert self.page(block) == content(name), f"block {block} has other bytes"
             for layer in self.layers.values():
                 layer[block] = torch.from_numpy(np.frombuffer(content(name), np.uint8).copy())
         request.num_computed_tokens = num_loaded
         self._step({request.request_id: request.num_prompt_tokens - num_loaded})
         self.worker.fence()
-        self.scheduler.finished(request.request_id)
+        self.answer = self.scheduler.finished(request.request_id)
         self._step({})
         return num_loaded
 
@@ -165,6 +174,7 @@ class Peer:
     """A small engine in a process of its own."""
 
     def __init__(self, redis_url: str, name: str, *, sets: Sequence[str] = (), **facts: str) -> None:
+        self.name = name
         arguments = json.dumps({"redis_url": redis_url, "name": name, "sets": list(sets), **facts})
         command = [sys.executable, "-m", "tests.connectors.small_engine", arguments]
         self._process = subprocess.Popen(
@@ -175,6 +185,15 @@ class Peer:
     def hold(self, name: str, num_blocks: int) -> None:
         """Returns once it can load the blocks itself, so that they are in the index."""
         self._tell(f"{name} {num_blocks}")
+
+    def give(self, name: str, num_tokens: int) -> dict[str, Any]:
+        """Compute a prompt for another engine; returns what that one must be sent."""
+        self._tell(f"give {name} {num_tokens}")
+        return {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": self.name}
+
+    def take(self, name: str, num_tokens: int, params: dict[str, Any]) -> None:
+        """Load a prompt that another engine has computed."""
+        self._tell(f"take {name} {num_tokens} {json.dumps(params)}")
 
     def break_blocks(self) -> None:
         self._tell("break")
@@ -217,9 +236,17 @@ def _serve_as_peer(redis_url: str, name: str, sets: Sequence[str], **facts: str)
     engine = SmallEngine(redis_url, name, sets=sets, **facts)
     print(os.getpid(), flush=True)
     for line in sys.stdin:
-        words = line.split()
+        words = line.split(maxsplit=3)
         if words == ["break"]:
             engine.break_blocks()
+        elif words[0] == "give":
+            asked = {"do_remote_decode": True}
+            engine.serve(Request(words[1], int(words[2]), kv_transfer_params=asked))
+        elif words[0] == "take":
+            params = json.loads(words[3])
+            until(lambda params=params: engine.scheduler._index.address_of(params["remote_engine_id"]))
+            request = Request(words[1], int(words[2]), kv_transfer_params=params)
+            assert engine.serve(request) == request.num_prompt_tokens - 1
         else:
             engine.until_hit(words[0], int(words[1]))
         print("done", flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from moonpool.connectors.vllm.costs import LoadCosts, Source
 from moonpool.connectors.vllm.prefix_index import Holder
@@ -21,6 +22,7 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     cache_salt: str | None = None
     lora_request: object | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self.all_token_ids = [ord(self.request_id[0])] * self.num_prompt_tokens
@@ -44,6 +46,9 @@ class FakeIndex:
 
     def in_other_layout(self, own: bytes, name: Callable[[bytes], BlockKey]) -> str:
         return ""
+
+    def address_of(self, node_id: str) -> bytes:
+        return node_id.encode() if node_id in self.num_blocks else b""
 
     def close(self) -> None:
         pass

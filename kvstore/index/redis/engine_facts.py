@@ -30,7 +30,6 @@ class EngineFacts:
     hash_algorithm: str  # of its block hashes
     none_hash: str  # hex
     probe: str  # a block key, hex
-    hands_over: bool = False  # between prefill and decode engines
 
     def chain(self, salt: str = "") -> VllmChain:
         return VllmChain(bytes.fromhex(self.fingerprint), bytes.fromhex(self.none_hash), salt)

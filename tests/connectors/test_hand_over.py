@@ -1,0 +1,120 @@
+"""Prompts that one engine computes and another decodes: what is kept, loaded and let go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from moonpool.connectors.vllm import engine_node
+from moonpool.connectors.vllm.hand_over import hand_over_of
+from tests.connectors.conftest import Redis
+from tests.connectors.small_engine import BLOCK, Peer, Request, SmallEngine, until
+from tests.processes import stop
+
+Make = Callable[..., SmallEngine]
+GIVE = {"do_remote_decode": True}
+
+
+@pytest.fixture
+def engine(redis: Redis) -> Iterator[Make]:
+    with ExitStack() as stack:
+
+        def make(name: str, *sets: str) -> SmallEngine:
+            made = SmallEngine(redis.url, name, sets=sets)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+@pytest.fixture(scope="module")
+def giver(redis: Redis) -> Iterator[Peer]:
+    made = Peer(redis.url, "giver")
+    yield made
+    made.close()
+
+
+def knows(engine: SmallEngine, peer: Peer) -> None:
+    until(lambda: engine.scheduler._index.address_of(peer.name))
+
+
+@pytest.mark.parametrize("num_tokens", [2, BLOCK, BLOCK + 1, BLOCK + 2, 3 * BLOCK, 3 * BLOCK + 7])
+def test_all_tokens_but_the_last_are_loaded(engine: Make, giver: Peer, num_tokens: int) -> None:
+    one = engine("one")
+    knows(one, giver)
+    name = chr(ord("a") + num_tokens % 26)
+    params = giver.give(name, num_tokens)
+    assert one.serve(Request("r", num_tokens, name, kv_transfer_params=params)) == num_tokens - 1
+    report = one.reports()[0]
+    assert (report["source"], report["loaded_tokens"]) == ("giver", num_tokens - 1)
+    assert len(one.node._kv.store.host) == num_tokens // BLOCK, "partial blocks are not kept"
+    one.node._kv.store.check_integrity()
+
+
+def test_a_prompt_is_kept_until_it_is_read(
+    engine: Make, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine that computed it lets its own blocks go at once."""
+    monkeypatch.setattr(engine_node, "KEEP_S", 3600.0)
+    reader = Peer(redis.url, "reader")
+    try:
+        one = engine("one")
+        one.serve(Request("k", 3 * BLOCK + 5, kv_transfer_params=GIVE))
+        assert one.answer == {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "one"}
+        store = one.node._kv.store
+        until(lambda: store.host.num_pinned == 4)
+        reader.take("k", 3 * BLOCK + 5, one.answer)
+        until(lambda: not store.host.num_pinned and not one.node._keeping)
+        until(lambda: len(store.host) == 3)
+        store.check_integrity()
+    finally:
+        reader.close()
+
+
+def test_a_prompt_that_nobody_reads_is_let_go(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_node, "KEEP_S", 0.2)
+    one = engine("one")
+    one.serve(Request("l", 3 * BLOCK + 5, kv_transfer_params=GIVE))
+    store = one.node._kv.store
+    until(lambda: len(store.host) == 4)
+    until(lambda: len(store.host) == 3 and not store.host.num_pinned and not one.node._keeping)
+    store.check_integrity()
+
+
+def test_without_its_prefill_engine_a_prompt_is_computed(engine: Make, redis: Redis) -> None:
+    dies = Peer(redis.url, "dies-2")
+    try:
+        one = engine("one", "transfer.deadline_s=2")
+        knows(one, dies)
+        params = dies.give("m", 3 * BLOCK + 5)
+        stop(dies.pid)
+        request = Request("m", 3 * BLOCK + 5, kv_transfer_params=params)
+        assert one.begin(request) == 3 * BLOCK + 4
+        dies.kill()
+        one.end_load(request)
+        assert one.finish(request) == 0
+        assert one.reports()[0]["num_failed"] >= 1
+        assert not one.node._kv.store.host.num_pinned
+    finally:
+        dies.close()
+
+
+def test_a_node_that_is_not_in_the_index_is_not_asked(engine: Make) -> None:
+    one = engine("one")
+    params = {"do_remote_prefill": True, "remote_engine_id": "nobody"}
+    assert one.serve(Request("n", 3 * BLOCK + 5, kv_transfer_params=params)) == 0
+
+
+def test_names_of_partial_blocks_differ_with_all_that_forms_them() -> None:
+    def tail(name: str = "o", fingerprint: bytes = b"f" * 16, **facts: Any) -> bytes | None:
+        request = Request(name, BLOCK + 5, **facts)
+        return hand_over_of(request, [], fingerprint, BLOCK).tail
+
+    named = [tail(), tail("p"), tail(fingerprint=b"g" * 16), tail(cache_salt="s")]
+    request = Request("o", BLOCK + 6)
+    named.append(hand_over_of(request, [], b"f" * 16, BLOCK).tail)
+    assert None not in named and len(set(named)) == len(named)
+    assert tail() == tail()
