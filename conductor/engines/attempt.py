@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
 from moonpool.conductor.costs.learned import LearnedCost
 from moonpool.conductor.costs.model import CostModel
-from moonpool.conductor.engines.completion import Delta, body_of
+from moonpool.conductor.engines.completion import Delta, body_of, prefill_body_of
 from moonpool.conductor.fleet.member import Member
 from moonpool.conductor.requests.attempt import Attempt, AttemptPlan
 from moonpool.protos import node_pb2
@@ -16,11 +16,17 @@ from moonpool.runtime.errors import RemoteError
 
 # Steps measured together: chunks of a stream come in bursts.
 _WINDOW = 16
+# A hand-over takes this long at least, whatever a step was predicted to take.
+_LEAST_S = 1e-4
 
 
 class EngineAttempt(Attempt):
     """The tokens come as the stream of one completion. Ending the attempt closes the stream, which makes vLLM
     stop its work. How many tokens of the prompt were cached is known only at the end of the stream.
+
+    On two engines the first one computes the prompt in a call of its own, and the stream is that of the
+    second, which reads the prompt's blocks from the first, or computes what it does not get. All tokens are
+    the second engine's, so the first one is not needed any more once it has answered.
     """
 
     def __init__(
@@ -35,42 +41,70 @@ class EngineAttempt(Attempt):
         self._num_tokens = len(token_ids) // 4
         self._next = self._num_tokens - plan.prefill_request.work.num_prompt_tokens
         self._is_alone = False  # its prefill shared no step with another prefill of ours
-        self._first_s = 0.0  # seconds until the first token
+        self._first_s = 0.0  # seconds that the prompt took
         self._window: tuple[float, int] | None = None  # begin, tokens since
 
     @property
     def stays(self) -> str:
-        return "an engine of another project hands nothing over"
+        return "an engine of another project hands no running request over"
 
     def _work(self) -> list[Coroutine[Any, Any, None]]:
-        assert self.plan.decode in (None, self.plan.prefill), "engines hand nothing over"
         return [self._serve()]
 
+    @property
+    def _decoder(self) -> Member:
+        """The engine that the tokens come from."""
+        return self.plan.decode or self.plan.prefill
+
     async def _serve(self) -> None:
-        """The whole request on one engine."""
-        member, began_s = self.plan.prefill, self._clock()
-        member.client.attach(self.plan.key, self)  # so that its end is seen, though the stream may hang
-        last: node_pb2.TokenOut | None = None
-        async with aclosing(member.engine_client.tokens(self._body(member), self.plan.timeout_s)) as deltas:
+        """The whole request."""
+        plan, decoder = self.plan, self._decoder
+        given = {} if decoder is plan.prefill else await self._compute(plan.prefill)
+        # So that its end is seen, though the stream may hang.
+        decoder.client.attach(plan.key, self)
+        began_s = self._clock()
+        took_s, last = 0.0, None
+        body = self._body(decoder, given)
+        async with aclosing(decoder.engine_client.tokens(body, plan.timeout_s)) as deltas:
             async for delta in deltas:
-                if delta.num_cached_tokens is not None:
+                # An engine that took the prompt over had all of it; the other one has told.
+                if delta.num_cached_tokens is not None and decoder is plan.prefill:
                     self.num_cached_tokens = delta.num_cached_tokens
                 for token in self._tokens_of(delta):
-                    if not self._first_s:
-                        self._first_s = self._clock() - began_s
-                        self._begin_batch(member)
+                    if not self.kv_received:
+                        took_s = self._clock() - began_s
+                        self._begin_batch(decoder, took_s)
                     if token.finish_reason:
                         last = token  # delivered with what the end of the stream says
                     else:
                         self._deliver(token)
-        if last is None or not self._first_s:
-            raise RemoteError(member.node_id, "Failed", "INTERNAL", "its stream ended without a last token")
-        self._learn_prefill(member)
+                if given and self._reply is not None:
+                    self.put(self._received(decoder, took_s))
+                    given = {}
+        if last is None or not self.kv_received:
+            raise RemoteError(decoder.node_id, "Failed", "INTERNAL", "its stream ended without a last token")
+        if decoder is plan.prefill:
+            self._learn_prefill(decoder)
         if self._reply is None:
-            member.breaker.succeeded()
+            decoder.breaker.succeeded()
         self._deliver(last)
 
-    def _body(self, member: Member) -> dict[str, Any]:
+    async def _compute(self, member: Member) -> dict[str, Any]:
+        """Have an engine compute the prompt; returns how it hands it over."""
+        plan, began_s = self.plan, self._clock()
+        work = plan.prefill_request.work
+        body = prefill_body_of(work, model=member.engine_client.model, salt=self._salt)
+        prefilled = await member.engine_client.compute(body, plan.timeout_s)
+        self._first_s = self._clock() - began_s
+        self.num_cached_tokens = prefilled.num_cached_tokens
+        self._is_alone = member.load.prefilled_alone(plan.key)
+        member.load.end_prefill(plan.key)
+        member.client.detach(plan.key)
+        member.breaker.succeeded()
+        self._learn_prefill(member)
+        return prefilled.params
+
+    def _body(self, member: Member, given: Mapping[str, Any]) -> dict[str, Any]:
         engine = member.engine
         assert engine is not None
         return body_of(
@@ -78,6 +112,7 @@ class EngineAttempt(Attempt):
             model=member.engine_client.model,
             max_model_len=engine.max_model_len,
             salt=self._salt,
+            given=given,
         )
 
     def _tokens_of(self, delta: Delta) -> Iterator[node_pb2.TokenOut]:
@@ -96,15 +131,35 @@ class EngineAttempt(Attempt):
         if not count and delta.finish:
             yield node_pb2.TokenOut(request_id=key[0], attempt=key[1], finish_reason=delta.finish)
 
-    def _begin_batch(self, member: Member) -> None:
-        """The first token is here: the request is in the engine's batch."""
-        self._is_alone = member.load.prefilled_alone(self.plan.key)
-        member.load.end_prefill(self.plan.key)
+    def _begin_batch(self, member: Member, since_s: float) -> None:
+        """The first token is here, ``since_s`` after it was asked for: the request is in the engine's
+        batch."""
+        if member is self.plan.prefill:
+            self._first_s = since_s
+            self._is_alone = member.load.prefilled_alone(self.plan.key)
+            member.load.end_prefill(self.plan.key)
         member.load.decoding(self.plan.key)
         self.kv_received = True
 
+    def _received(self, member: Member, took_s: float) -> node_pb2.TokenOut:
+        """The hand-over, whose first token took ``took_s``. No engine tells what of that was the reading: the
+        step is taken off as predicted."""
+        plan, estimate = self.plan, self.plan.placement.decode
+        assert member.engine is not None and estimate is not None
+        block_size = member.engine.block_size
+        num_blocks = -(-(self._num_tokens - 1) // block_size)
+        num_local = min(estimate.local_tokens // block_size, num_blocks)
+        received = node_pb2.KvReceived(
+            nbytes=(num_blocks - num_local) * member.engine.block_nbytes,
+            seconds=max(took_s - estimate.step_s, _LEAST_S),
+            num_blocks=num_blocks - num_local,
+            num_local_blocks=num_local,
+            transport="connector",
+        )
+        return node_pb2.TokenOut(request_id=plan.key[0], attempt=plan.key[1], received=received)
+
     def _deliver(self, token: node_pb2.TokenOut) -> None:
-        member = self.plan.prefill
+        member = self._decoder
         if self._reply is None:
             placed = self.plan.placement.prefill
             # What the index promised, until the engine says.

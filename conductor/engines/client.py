@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from moonpool.conductor.engines.completion import Delta, delta_of
+from moonpool.conductor.engines.completion import Delta, Prefilled, delta_of, prefilled_of
 from moonpool.conductor.engines.load import load_of
 from moonpool.conductor.fleet.node_client import NodeClient, RequestKey
 from moonpool.kvstore.index.redis.node_record import NodeLoad
@@ -78,6 +78,14 @@ class EngineClient(NodeClient):
                     if delta is not None:
                         yield delta
             raise NodeUnavailable(self.node_id, "its stream ended too early")
+
+    async def compute(self, body: dict[str, Any], timeout_s: float) -> Prefilled:
+        """Compute a prompt for another engine. Cancelling this call ends the engine's work.
+
+        Raises ``NodeUnavailable``; ``RemoteError``: it refused or ended the request.
+        """
+        async with self._answer("POST", "/v1/completions", timeout_s, json=body) as response:
+            return prefilled_of(self.node_id, self._parsed(await response.read()))
 
     def look_now(self) -> None:
         """Ask at once whether it is alive."""

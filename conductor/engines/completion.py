@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,12 +26,57 @@ class Delta:
     num_cached_tokens: int | None = None  # of the prompt; known at the end of the stream
 
 
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A prompt that an engine has computed for another one."""
+
+    params: dict[str, Any]  # for that one; empty: it has to compute the prompt itself
+    num_cached_tokens: int | None  # of the prompt; None: it does not say
+
+
+def prefill_body_of(work: node_pb2.Work, *, model: str, salt: str) -> dict[str, Any]:
+    """The body of ``POST /v1/completions`` that computes the prompt of ``work`` for another engine.
+
+    Its one token is not used: the other engine draws all of them, so that one seed gives one sequence.
+    """
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": np.frombuffer(work.token_ids, "<i4").tolist(),
+        "request_id": f"{work.request_id}-{work.attempt}",
+        "max_tokens": 1,
+        "temperature": 0.0,
+        # The parameters of a hand-over are not in streams.
+        "stream": False,
+        "kv_transfer_params": {"do_remote_decode": True},
+    }
+    return body | {"cache_salt": salt} if salt else body
+
+
+def prefilled_of(node_id: str, answer: Mapping[str, Any]) -> Prefilled:
+    """Read the answer. Raises ``RemoteError``."""
+    try:
+        cached = ((answer.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens")
+        reason = answer["choices"][0].get("finish_reason")
+        if reason not in _FINISH:
+            raise RemoteError(node_id, "Failed", "UNAVAILABLE", f"it ended the request: {reason}")
+        return Prefilled(
+            dict(answer.get("kv_transfer_params") or {}), None if cached is None else int(cached)
+        )
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+        raise RemoteError(node_id, "Failed", "INTERNAL", f"its answer cannot be read: {error!r}") from error
+
+
 def body_of(
-    work: node_pb2.Work, *, model: str, max_model_len: int, salt: str, max_tokens: int = 0
+    work: node_pb2.Work,
+    *,
+    model: str,
+    max_model_len: int,
+    salt: str,
+    given: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """The body of ``POST /v1/completions`` that continues ``work``.
 
-    ``salt``: of the tenant; ``max_tokens``: fewer than the request may have; 0: all of them.
+    ``salt``: of the tenant; ``given``: the parameters with which another engine hands its prompt over.
     """
     sampling = work.sampling
     token_ids: list[int] = np.frombuffer(work.token_ids, "<i4").tolist()
@@ -40,7 +86,7 @@ def body_of(
         "model": model,
         "prompt": token_ids,
         "request_id": f"{work.request_id}-{work.attempt}",
-        "max_tokens": min(max_tokens, room) if max_tokens else room,
+        "max_tokens": room,
         "min_tokens": max(min(sampling.min_tokens - so_far, room), 0),
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -63,6 +109,8 @@ def body_of(
         body |= {"logprobs": sampling.num_logprobs, "return_tokens_as_token_ids": True}
     if salt:
         body["cache_salt"] = salt
+    if given:
+        body["kv_transfer_params"] = dict(given)
     return body
 
 

@@ -124,12 +124,6 @@ class ClusterOptions(Section, name="cluster"):
     def _check(self) -> None:
         for stage, count in (("prefill", self.prefill), ("decode", self.decode)):
             require(count + self.both > 0, f"cluster.{stage}", "at least 1 without cluster.both", count)
-            require(
-                self.engine != "vllm" or not count,
-                f"cluster.{stage}",
-                "0 with vLLM, whose engines serve both stages (cluster.both)",
-                count,
-            )
 
     @property
     def num_compute(self) -> int:

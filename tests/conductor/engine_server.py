@@ -18,7 +18,7 @@ from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.blocks.vllm_keys import VllmChain
 from moonpool.kvstore.index.node_publisher import IndexPublisher
 from moonpool.kvstore.index.redis.engine_facts import VLLM, EngineFacts
-from moonpool.kvstore.index.redis.node_record import NodeRecord
+from moonpool.kvstore.index.redis.node_record import STAGES, NodeRecord
 from moonpool.runtime.config.options import IndexOptions
 from tests.conductor.core_nodes import LEASE_TTL_S, MODEL, Cluster, next_token
 
@@ -44,13 +44,14 @@ async def obedient(engine: EngineServer, body: dict[str, Any], index: int) -> No
 class EngineServer:
     """``script(engine, body, index)`` runs before each token: it may wait, raise or kill."""
 
-    def __init__(self, node_id: str, script: Script = obedient, **facts: Any) -> None:
-        self.node_id, self.script = node_id, script
+    def __init__(self, node_id: str, script: Script = obedient, *, role: str = "both", **facts: Any) -> None:
+        self.node_id, self.script, self.role = node_id, script, role
         self.bodies: list[dict[str, Any]] = []
         self.aborted: list[str] = []
         self.held: dict[BlockKey, Tier] = {}
         self.stop_at = -1  # index of the token that ends a sequence by itself
         self.num_running = 0
+        self.hands_over = True
         self.keeps = False  # full blocks of what it served
         self.is_silent = False  # of cached tokens, so that nothing is learned of prefills
         self.num_cached_tokens = 0
@@ -87,7 +88,8 @@ class EngineServer:
         record = NodeRecord(
             self.node_id,
             time.time_ns(),
-            "both",
+            self.role,
+            stages=STAGES,
             model="m",
             layout=facts.fingerprint,
             rpc_address="127.0.0.1:9",
@@ -141,6 +143,8 @@ class EngineServer:
         answer.content_type = "text/event-stream"
         self.num_running += 1
         try:
+            if not body["stream"]:
+                return await self._prefill(body)
             for index in range(body["max_tokens"]):
                 await self.script(self, body, index)
                 if not answer.prepared:
@@ -173,6 +177,20 @@ class EngineServer:
             raise
         finally:
             self.num_running -= 1
+
+    async def _prefill(self, body: dict[str, Any]) -> web.Response:
+        await self.script(self, body, 0)
+        assert body["kv_transfer_params"] == {"do_remote_decode": True} and body["max_tokens"] == 1
+        choice = {"index": 0, "finish_reason": "length", "text": "x"}
+        details = {"cached_tokens": 0}
+        given = {"do_remote_prefill": True, "remote_engine_id": self.node_id}
+        return web.json_response(
+            {
+                "choices": [choice],
+                "usage": {"prompt_tokens_details": details},
+                "kv_transfer_params": given if self.hands_over else None,
+            }
+        )
 
     async def _say(self, answer: web.StreamResponse, chunk: dict[str, Any]) -> None:
         await answer.write(b"data: " + orjson.dumps(chunk) + b"\n\n")
