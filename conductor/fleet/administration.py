@@ -102,15 +102,18 @@ class FleetAdmin:
                     "this conductor has no provider that starts or stops nodes (fleet.provider): start and "
                     "drain them yourself"
                 )
-            live = [node for node in await self.supplied() if node.role == role and node.counts]
+            live = await self._live(role)
             started: list[str] = []
             stopped: list[str] = []
             try:
                 for _ in range(count - len(live)):
                     started.append(await self.start(role, "an operator asked for it"))
-                for node in least_missed([self.removable(one.node_id) for one in live])[: len(live) - count]:
+                # Listed anew each time: some go only after others.
+                while len(live) > count and (able := [one for one in live if one.can_stop]):
+                    node = least_missed([self.removable(one.node_id) for one in able])[0]
                     await self.stop(node.node_id, "an operator asked for fewer nodes")
                     stopped.append(node.node_id)
+                    live = [one for one in await self._live(role) if one.node_id not in stopped]
             except ProviderFailed as error:
                 done = ", ".join([*started, *stopped]) or "nothing"
                 raise ProviderFailed(f"{error}. Changed before: {done}") from error
@@ -167,6 +170,9 @@ class FleetAdmin:
     async def supplied(self) -> Sequence[SuppliedNode]:
         """The provider's nodes. Raises ``ProviderFailed``."""
         return await self.provider.list() if self.provider is not None else ()
+
+    async def _live(self, role: str) -> list[SuppliedNode]:
+        return [node for node in await self.supplied() if node.role == role and node.counts]
 
     def removable(self, node_id: str) -> Removable:
         members = [one for one in self._registry.members.values() if one.owner == node_id]

@@ -150,7 +150,7 @@ class Planner:
             for node_id in late:
                 metrics.given_up.labels(role).inc()
                 await self._give_up(node_id, held.epoch)
-        removable = {node.node_id for node in own if node.counts} & serving
+        removable = {node.node_id for node in own if node.counts and node.can_stop} & serving
         return Nodes(
             self._registry.fleet(role),
             [self._admin.removable(name) for name in sorted(removable)],

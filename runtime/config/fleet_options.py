@@ -12,11 +12,20 @@ class FleetOptions(Section, name="fleet"):
     provider: str = option(
         "none",
         "name",
-        "what starts and stops nodes for a conductor: none, or local (`moonpool up`)",
-        choices=("none", "local"),
+        "what starts and stops nodes for a conductor: none, local (`moonpool up`) or kubernetes",
+        choices=("none", "local", "kubernetes"),
     )
     supervisor: str = option(
         "", "address", "host:port of the process that supplies local nodes; `moonpool up` sets it"
+    )
+    kubeconfig: str = option(
+        "", "path", "file with the address and credentials of Kubernetes; empty: those of this pod's account"
+    )
+    namespace: str = option("moonpool", "name", "Kubernetes namespace of the nodes' workloads")
+    selector: str = option(
+        "app.kubernetes.io/part-of=moonpool",
+        "labels",
+        "labels of the workloads to scale and of their pods; app.kubernetes.io/component tells the role",
     )
 
     def _check(self) -> None:

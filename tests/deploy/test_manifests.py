@@ -7,6 +7,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import ssl
 import subprocess
 import sys
@@ -22,7 +23,9 @@ import compose_spec
 import kubernetes_validate
 import pytest
 import yaml
+from prometheus_client import Gauge
 
+from moonpool.conductor.observing import planner_metrics
 from moonpool.runtime.config.loading import explain, load_config
 from moonpool.runtime.config.security_options import SecurityOptions
 from moonpool.runtime.security import certificates
@@ -155,6 +158,62 @@ def test_the_job_makes_a_secret_once(
 def test_every_manifest_is_in_the_kustomization() -> None:
     kustomization = yaml.safe_load((KUBERNETES / "kustomization.yaml").read_text())
     assert sorted(kustomization["resources"]) == [path.name for path in MANIFESTS]
+
+
+def shown(kind: str) -> list[dict[str, Any]]:
+    """The documents of ``kind`` that docs/operations.md shows."""
+    blocks = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "docs" / "operations.md").read_text(), re.M | re.S)
+    return [document for document in map(yaml.safe_load, blocks) if document["kind"] == kind]
+
+
+def test_the_overlay_that_is_shown_names_what_there_is() -> None:
+    (overlay,) = shown("Kustomization")
+    bases = [*overlay["resources"], *overlay["components"]]
+    kinds = [yaml.safe_load((DEPLOY / base / "kustomization.yaml").read_text())["kind"] for base in bases]
+    assert kinds == ["Kustomization", "Component"]
+
+
+def test_the_scaled_object_that_is_shown_fits_what_is_deployed(tmp_path: Path) -> None:
+    """The fields are those of keda.sh/v1alpha1; what it scales by is on the conductors' page."""
+    (scaled,) = shown("ScaledObject")
+    spec = scaled["spec"]
+    assert scaled["apiVersion"] == "keda.sh/v1alpha1"
+    assert spec.keys() == {
+        *("scaleTargetRef", "minReplicaCount", "maxReplicaCount", "cooldownPeriod", "advanced", "triggers")
+    }
+    # What KEDA makes of it.
+    autoscaler = {
+        "apiVersion": "autoscaling/v2",
+        "kind": "HorizontalPodAutoscaler",
+        "metadata": scaled["metadata"],
+        "spec": {
+            "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", **spec["scaleTargetRef"]},
+            "minReplicas": spec["minReplicaCount"],
+            "maxReplicas": spec["maxReplicaCount"],
+            "behavior": spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"],
+        },
+    }
+    kubernetes_validate.validate(autoscaler, "1.30", strict=True)
+    (trigger,) = spec["triggers"]
+    assert (trigger["type"], trigger["metricType"]) == ("prometheus", "AverageValue")
+    names = {one for path in KUBERNETES.glob("*.yaml") for one in deployments(path)}
+    assert spec["scaleTargetRef"]["name"] in names
+    query = trigger["metadata"]["query"]
+    metrics = [name for metric in vars(planner_metrics).values() for name in described(metric)]
+    assert set(re.findall(r"moonpool_\w+", query)) == {"moonpool_planner_needed_nodes"} <= set(metrics)
+    assert re.findall(r'role="(\w+)"', query) == [spec["scaleTargetRef"]["name"]]
+    if promtool := shutil.which("promtool"):
+        rule = {"groups": [{"name": "shown", "rules": [{"record": "shown:query", "expr": query}]}]}
+        (tmp_path / "rules.yml").write_text(yaml.safe_dump(rule))
+        subprocess.run([promtool, "check", "rules", tmp_path / "rules.yml"], check=True)
+
+
+def deployments(path: Path) -> list[str]:
+    return [one["metadata"]["name"] for one in documents(path) if one["kind"] == "Deployment"]
+
+
+def described(metric: object) -> list[str]:
+    return [one.name for one in metric.describe()] if isinstance(metric, Gauge) else []
 
 
 @pytest.mark.parametrize("role", ["conductor", "prefill", "decode", "store"])

@@ -17,13 +17,17 @@ FAILED: Final = "failed"
 
 @dataclass(frozen=True, slots=True)
 class SuppliedNode:
-    """A node as its provider knows it. ``node_id``: as it registers in the index."""
+    """A node as its provider knows it. ``node_id``: as it registers in the index.
+
+    ``can_stop``: False where others of its role have to go first.
+    """
 
     node_id: str
     role: str
     state: str
-    reason: str = ""  # why it failed, as a sentence
+    reason: str = ""  # why it failed, or does not start, as a sentence
     age_s: float = 0.0  # since it was started
+    can_stop: bool = True
 
     @property
     def counts(self) -> bool:
