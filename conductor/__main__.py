@@ -88,6 +88,7 @@ def make_context(config: Config, path: Path, conductor: Conductor) -> ApiContext
         metrics=RequestMetrics(conductor.model.name, slo=Slo.of(config.conductor)),
         options=config.conductor,
         log_options=config.log,
+        streams=conductor.streams,
         gate=Gate.load(config.conductor.tenants_path),
         about=_about(config),
     )

@@ -43,6 +43,7 @@ from moonpool.conductor.request import GenerateRequest, TokenEvent
 from moonpool.conductor.requests.dependencies import RequestDependencies
 from moonpool.conductor.requests.lifecycle import RequestRun
 from moonpool.conductor.requests.migration import Migrated
+from moonpool.conductor.requests.stream_records import StreamRecords
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.layout import KVLayout
 from moonpool.kvstore.index.redis.changes import encode
@@ -127,6 +128,7 @@ class Conductor:
         self.fleet = FleetAdmin(
             registry, provider, model.name, clock, activity.event, planned=planner.mode == ACT
         )
+        self.streams = StreamRecords(kv_index)
         self._planner = Planner(
             registry,
             self.fleet,
@@ -200,6 +202,7 @@ class Conductor:
         self._planner.start()
         self._migrator.start()
         self._other_conductors.start()
+        self.streams.start()
 
     async def close(self) -> None:
         """Cancel all requests in flight, on nodes too, and close all connections. Idempotent."""
@@ -209,6 +212,7 @@ class Conductor:
         await self._migrator.close()
         await self._planner.close()
         await self.fleet.close()
+        await self.streams.close()
         await self._other_conductors.close()
         await self._deps.arbitration.peers.close()
         await self._deps.replicator.close()
@@ -276,7 +280,7 @@ class Conductor:
             "index": {"connected": mirror.connected, "lag_s": mirror.lag_s, "num_blocks": mirror.num_blocks},
             "degraded": self.ready()[1],
             "warnings": posture.warnings(process.current()),
-            "num_other_conductors": self._deps.arbitration.peers.num_live,
+            "num_other_conductors": self.num_others,
             "facts": self._other_conductors.facts,
             "conductors": {name: dict(facts) for name, facts in self._other_conductors.others.items()},
             "prefixes": self._deps.prefixes.to_dict(),
@@ -286,6 +290,11 @@ class Conductor:
                 name: errors.to_dict() for name, errors in self._deps.cost_model.errors.items()
             },
         }
+
+    @property
+    def num_others(self) -> int:
+        """Conductors of the same cluster that live."""
+        return self._deps.arbitration.peers.num_live
 
     def planner(self) -> dict[str, Any]:
         """What the planner of this conductor saw and decided last: plain JSON types."""

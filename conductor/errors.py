@@ -105,3 +105,21 @@ class MigrationFailed(ConductorError):
     def __init__(self, request_id: str, target: str, reason: str) -> None:
         super().__init__(f"request {request_id} was not moved to {target or 'another node'}: {reason}")
         self.reason = reason
+
+
+class StreamForged(ConductorError):
+    """The id of an event was not made by this cluster. No stream was looked up."""
+
+    code = "PERMISSION_DENIED"
+
+    def __init__(self) -> None:
+        super().__init__("no conductor of this cluster has made the id in Last-Event-ID")
+
+
+class StreamGone(ConductorError):
+    """A stream can no longer be resumed, or never could."""
+
+    code = "NOT_FOUND"
+
+    def __init__(self) -> None:
+        super().__init__("this stream can no longer be resumed: send the request anew, without Last-Event-ID")

@@ -53,6 +53,7 @@ class GenerateRequest:
     client: Tenant = ANYONE  # the tenant with the limits and weight
     batch: bool = False  # of the batch class: uses only idle capacity
     follows: bool = False  # another one of the same API request was admitted: this one waits for room
+    output_ids: tuple[int, ...] = ()  # tokens that another conductor has streamed: it goes on after them
     prompt_logprobs: bool = False  # turns the prefix cache off for this request
 
 

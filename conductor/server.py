@@ -31,6 +31,8 @@ from moonpool.runtime.security.posture import check_listening
 
 log = logging.getLogger(__name__)
 
+# How long streams that are handed over may take to end: Redis has what was sent by then.
+_HAND_OVER_S = 5.0
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -176,7 +178,8 @@ class ApiServer:
     async def drain(self, within_s: float, leave_s: float = 0.0) -> bool:
         """Be not ready, serve ``leave_s`` longer, stop accepting requests and wait for running ones.
 
-        False: some still run ``within_s`` later.
+        Streams that can be resumed are left to another conductor: at once if one lives, else ``within_s``
+        later. False: others still run by then.
         """
         self._context.leaving = True
         if leave_s:
@@ -186,11 +189,21 @@ class ApiServer:
         if self._site is not None:
             await self._site.stop()
             self._site = None
+        if self._context.conductor.num_others:
+            self._context.hand_over()
+        if await self._idle(within_s):
+            return True
+        self._context.hand_over()
+        if not await self._idle(_HAND_OVER_S):
+            log.warning("some requests still run after %.1f s of draining and are cancelled", within_s)
+            return False
+        return True
+
+    async def _idle(self, within_s: float) -> bool:
         try:
             async with asyncio.timeout(within_s):
                 await self._context.idle.wait()
         except TimeoutError:
-            log.warning("some requests still run after %.1f s of draining and are cancelled", within_s)
             return False
         return True
 

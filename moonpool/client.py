@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 from urllib.parse import quote
 
 import aiohttp
@@ -20,6 +21,12 @@ from moonpool.runtime.security import process
 from moonpool.runtime.security.https import client_context
 from moonpool.runtime.security.process import Security
 
+LAST_EVENT_ID = "Last-Event-ID"
+RESUME_S: Final = 30.0
+"""How long a stream that broke is asked for again."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+# Statuses of a conductor that ends or is full, and of a load balancer without one.
+_TRY_AGAIN = (0, 429, 502, 503)
 API_KEY_VARIABLE = "MOONPOOL_API_KEY"
 Message = dict[str, str]
 
@@ -33,6 +40,33 @@ class Reply:
     finish_reason: str = ""
     usage: dict[str, Any] = field(default_factory=dict)
     pieces_s: list[float] = field(default_factory=list)
+    num_resumed: int = 0  # how often it was asked for again after its connection broke
+
+
+@dataclass(slots=True)
+class Turn:
+    """Which conductor is asked next for a stream, and from where on. ``last_id``: empty before its first."""
+
+    num_places: int
+    place: int = 0
+    last_id: str = ""
+    pause_s: float = 0.0
+    _num_failures: int = 0
+    _since_s: float = 0.0
+
+    def got(self, event_id: str) -> None:
+        """An event has come."""
+        self.last_id, self._num_failures = event_id or self.last_id, 0
+
+    def next(self, now_s: float) -> bool:
+        """The stream broke, or was refused. False: give up."""
+        self._since_s = self._since_s if self._num_failures else now_s
+        self.pause_s = min(_FIRST_PAUSE_S * 2**self._num_failures, _LONGEST_PAUSE_S)
+        self._num_failures += 1
+        self.place = (self.place + 1) % self.num_places
+        if not self.last_id:  # nothing came: each is asked once
+            return self._num_failures < self.num_places
+        return now_s - self._since_s < RESUME_S
 
 
 class Client:
@@ -46,13 +80,16 @@ class Client:
         api_key: str = "",
         security: Security | None = None,
         ca: str = "",
+        others: Sequence[str] = (),
     ) -> None:
-        """``api_key``: empty for that in ``MOONPOOL_API_KEY``. Without either, calls are signed with the key
+        """``others``: URLs of other conductors of the cluster, where streams go on if this one ends.
+        ``api_key``: empty for that in ``MOONPOOL_API_KEY``. Without either, calls are signed with the key
         of ``security``; by default those to this machine, with the key of this user's local clusters.
         ``ca``: file of the authorities to trust; empty: see ``runtime.security.https``.
         """
         # The base URL of OpenAI clients, which ends in /v1, is accepted too.
         self.url = url.rstrip("/").removesuffix("/v1")
+        self._urls = [self.url, *(other.rstrip("/").removesuffix("/v1") for other in others)]
         self._clock = clock
         self._api_key = api_key or os.environ.get(API_KEY_VARIABLE, "")
         # A token's MAC goes to no other machine unasked: its receiver could try weak cluster keys.
@@ -134,7 +171,10 @@ class Client:
         return models[0]
 
     def chat(self, messages: Sequence[Message], reply: Reply, **parameters: Any) -> AsyncGenerator[str, None]:
-        """Stream an answer's text and fill ``reply``. Closing the stream cancels the request."""
+        """Stream an answer's text and fill ``reply``. Closing the stream cancels the request.
+
+        It goes on by itself where the connection breaks or the conductor ends (see ``RESUME_S``).
+        """
         return self._stream("/v1/chat/completions", {"messages": list(messages), **parameters}, reply)
 
     def complete(self, prompt: str, reply: Reply, **parameters: Any) -> AsyncGenerator[str, None]:
@@ -142,15 +182,18 @@ class Client:
         return self._stream("/v1/completions", {"prompt": prompt, **parameters}, reply)
 
     async def _stream(self, path: str, parameters: dict[str, Any], reply: Reply) -> AsyncGenerator[str, None]:
-        body = {"stream": True, "stream_options": {"include_usage": True}, **parameters}
-        url, began_s = f"{self.url}{path}", self._clock()
-        try:
-            headers = self._authorization("POST", url)
-            async with self._session.post(url, json=body, headers=headers) as response:
-                await _raise_for_status(url, response)
-                async for chunk in _events(response):
+        options = {"include_usage": True, "resumable": True}
+        body = {"stream": True, "stream_options": options, **parameters}
+        began_s, turn = self._clock(), Turn(len(self._urls))
+        while True:
+            url, ended = f"{self._urls[turn.place]}{path}", False
+            try:
+                async for chunk in self._events_of(url, body, turn):
+                    if chunk is None:
+                        ended = True
+                        continue
                     if "error" in chunk:
-                        raise ApiError(url, response.status, str(chunk["error"]["message"]))
+                        raise ApiError(url, 200, str(chunk["error"]["message"]))
                     reply.id = chunk["id"]
                     reply.usage = chunk.get("usage") or reply.usage
                     for choice in chunk["choices"]:
@@ -159,10 +202,36 @@ class Client:
                             reply.pieces_s.append(self._clock() - began_s)
                             reply.text += text
                             yield text
-        except aiohttp.ClientError as error:
-            raise ApiError(url, 0, _no_answer(error)) from error
-        if not reply.finish_reason:
-            raise ApiError(url, 0, "the stream ended before the answer was complete")
+                failure = ApiError(url, 0, "the stream ended before the answer was complete")
+            except aiohttp.ClientError as error:
+                failure = ApiError(url, 0, _no_answer(error))
+            except ApiError as error:
+                if error.status not in _TRY_AGAIN:
+                    raise
+                failure = error
+            if ended or (reply.finish_reason and not turn.last_id):
+                return
+            if not turn.next(self._clock()):
+                raise failure
+            reply.num_resumed += bool(turn.last_id)
+            await asyncio.sleep(turn.pause_s)
+
+    async def _events_of(
+        self, url: str, body: dict[str, Any], turn: Turn
+    ) -> AsyncGenerator[dict[str, Any] | None, None]:
+        """The data of a stream's events, None for its end. Keeps the latest id in ``turn``."""
+        headers = self._authorization("POST", url) | ({LAST_EVENT_ID: turn.last_id} if turn.last_id else {})
+        async with self._session.post(url, json=body, headers=headers) as response:
+            await _raise_for_status(url, response)
+            event_id = ""
+            async for line in response.content:
+                if line.startswith(b"id: "):
+                    event_id = line[4:].decode().strip()
+                elif line.startswith(b"data: "):
+                    data = line[6:].strip()
+                    # Sent in one write with its data: a half of the two is none.
+                    turn.got(event_id)
+                    yield None if data == b"[DONE]" else json.loads(data)
 
     async def _get(self, path: str) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(await self._read(path))

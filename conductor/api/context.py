@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from moonpool.conductor.api.sampling_defaults import SamplingDefaults
 from moonpool.conductor.core import Conductor
 from moonpool.conductor.observing.recent_requests import RecentRequests
 from moonpool.conductor.observing.request_metrics import RequestMetrics
+from moonpool.conductor.requests.stream_records import StreamRecords
 from moonpool.conductor.text.chat_template import ChatTemplate
 from moonpool.conductor.text.tokenizer import Tokenizer
 from moonpool.runtime.config.options import ConductorOptions, LogOptions
@@ -39,6 +40,7 @@ class ApiContext:
     options: ConductorOptions
     log_options: LogOptions = field(default_factory=LogOptions)
     gate: Gate = field(default_factory=Gate.open)
+    streams: StreamRecords | None = None  # None: streams cannot be resumed
     about: Mapping[str, Any] = field(default_factory=dict)  # from the conductor's start
     recent: RecentRequests = field(default_factory=RecentRequests)
     clock: Callable[[], float] = time.perf_counter
@@ -49,6 +51,8 @@ class ApiContext:
         self.created_unix_s = int(self.unix_clock())
         self.leaving = False  # /readyz says so; requests are served
         self.draining = False  # requests are refused
+        self.handed_over = False  # streams that can go on elsewhere have ended
+        self._streams: set[asyncio.Timeout] = set()
         self._in_flight = 0
         self.idle = asyncio.Event()
         self.idle.set()
@@ -70,6 +74,24 @@ class ApiContext:
             self._in_flight -= 1
             if not self._in_flight:
                 self.idle.set()
+
+    @asynccontextmanager
+    async def until_handed_over(self) -> AsyncIterator[None]:
+        """Run a stream that another conductor can go on with. Raises ``TimeoutError`` once it shall."""
+        async with asyncio.timeout(0 if self.handed_over else None) as limit:
+            self._streams.add(limit)
+            try:
+                yield
+            finally:
+                self._streams.discard(limit)
+
+    def hand_over(self) -> None:
+        """End the streams that other conductors can go on with."""
+        self.handed_over = True
+        now_s = asyncio.get_running_loop().time()
+        for limit in list(self._streams):
+            if not limit.expired():
+                limit.reschedule(now_s)
 
 
 CONTEXT = web.AppKey("context", ApiContext)

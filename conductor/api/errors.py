@@ -139,6 +139,11 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(500, message, kind="server_error", code="internal_error")
 
 
+def name_of(error: Exception) -> str:
+    """The name of an error in records: its code, or its class."""
+    return (isinstance(error, ApiError) and error.error_code) or type(error).__name__
+
+
 def _unavailable(message: str, code: str) -> ApiError:
     return ApiError(503, message, kind="service_unavailable_error", code=code, headers={"Retry-After": "1"})
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
@@ -14,29 +13,22 @@ from moonpool.conductor.admission.tenants import BATCH, Tenant
 from moonpool.conductor.api.answer import DONE, Answer, ChatAnswer, CompletionAnswer, Outcome, Usage
 from moonpool.conductor.api.choice import Choice, Delta
 from moonpool.conductor.api.context import CONTEXT, ApiContext
-from moonpool.conductor.api.errors import ApiError, as_api_error, bad_request
+from moonpool.conductor.api.errors import ApiError, bad_request, name_of
 from moonpool.conductor.api.prompts import Prompt, chat_prompt, completion_prompts, output_limit
 from moonpool.conductor.api.request_body import read_object
+from moonpool.conductor.api.resume import Resumable, resumable
 from moonpool.conductor.api.schemas import ChatBody, CompletionBody, GenerationBody, parse
 from moonpool.conductor.api.sequence_runs import SequenceRun, Sink, run_all
-from moonpool.conductor.api.stream_writer import StreamWriter
+from moonpool.conductor.api.streaming import EventStream
 from moonpool.conductor.api.transcript import transcribed
 from moonpool.conductor.observing.recent_requests import RequestRecord
 from moonpool.conductor.request import GenerateRequest
 from moonpool.runtime.observing import audit, tracing
 from moonpool.runtime.observing.log import request_id
 
-log = logging.getLogger(__name__)
-
 REQUEST_ID_HEADER = "x-request-id"
 EXPLAIN_HEADER = "x-moonpool-explain"  # 1: the answer includes the placements and their reasons
 REQUEST_ID = web.RequestKey("request_id", str)
-
-SSE_HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",  # proxies must not buffer tokens
-}
 
 MAX_SEQUENCES = 4096  # prompts times n
 DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's API; a chat may go on as long as the model can
@@ -81,12 +73,16 @@ class GenerationExchange:
     ) -> None:
         """Complete the record."""
         record, usage = self.record, usage_of(self._runs)
+        before = sum(len(run.request.output_ids) for run in self._runs)  # another conductor counted them
         if isinstance(error, Exception):
-            record.status = _name(error)
+            record.status = name_of(error)
         elif record.status == "running":
             record.status = "cancelled"
         record.e2e_s = self._context.clock() - self._arrived_s
-        record.cached_tokens, record.output_tokens = usage.cached_tokens, usage.completion_tokens
+        record.cached_tokens, record.output_tokens = (
+            usage.cached_tokens,
+            max(usage.completion_tokens - before, 0),
+        )
         audit.usage(
             request_id=record.id,
             tenant=self._client.name,
@@ -102,7 +98,7 @@ class GenerationExchange:
             tokens = {
                 "prompt": usage.prompt_tokens,
                 "cached": usage.cached_tokens,
-                "output": usage.completion_tokens,
+                "output": record.output_tokens,
             }
             failed = isinstance(error, Exception) and not usage.completion_tokens
             self._context.metrics.of_tenant(self._client.name, record.status, {} if failed else tokens)
@@ -141,10 +137,17 @@ class GenerationExchange:
         self.record.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self.record.sequences = [run.request.request_id for run in runs]
         context = self._context
-        answer = self._kind(
-            self._id, int(context.unix_clock()), context.conductor.model.name, body, context.tokenizer
-        )
-        return await (self._stream if body.stream else self._reply)(answer, runs, body)
+        stream = await resumable(self._http, context, self._id, body, runs) if body.stream else None
+        answer_id, created = self._id, int(context.unix_clock())
+        if stream is not None:
+            answer_id, created = stream.head.answer_id, stream.head.created
+        if answer_id != self._id:  # a stream goes on: it is found by its answer's id here, too
+            self.record.client_id = answer_id
+            context.recent.add(self.record)
+        answer = self._kind(answer_id, created, context.conductor.model.name, body, context.tokenizer)
+        if body.stream:
+            return await self._stream(answer, runs, body, stream)
+        return await self._reply(answer, runs, body)
 
     def _plan(
         self, body: GenerationBody, prompts: Sequence[Prompt], default_limit: int | None
@@ -194,46 +197,14 @@ class GenerationExchange:
         return web.Response(body=whole, content_type="application/json")
 
     async def _stream(
-        self, answer: Answer, runs: list[SequenceRun], body: GenerationBody
+        self, answer: Answer, runs: list[SequenceRun], body: GenerationBody, resumed: Resumable | None
     ) -> web.StreamResponse:
-        """Send headers with the first token: until then an error still has its own status."""
-        response = web.StreamResponse(headers=SSE_HEADERS)
-        clock, record, opened = self._context.clock, self.record, set[int]()
-        writer = StreamWriter(self._http, response, self._context.options.write_timeout_s, clock)
+        def end() -> bytes:
+            usage = answer.usage_event(usage_of(runs)) if body.include_usage else b""
+            return usage + (answer.explain_event(self._explained()) if self._explains else b"") + DONE
 
-        async def sink(run: SequenceRun, delta: Delta) -> None:
-            started_s = clock()
-            event = answer.chunk(run.choice, delta)
-            if run.choice.index not in opened:
-                opened.add(run.choice.index)
-                event = answer.opening(run.choice.index) + event
-                if not response.prepared:
-                    await response.prepare(self._http)
-            if event:
-                await writer.write(event)
-            record.write_s += clock() - started_s
-
-        try:
-            with writer:
-                try:
-                    await self._generate(runs, sink, body)
-                    end = answer.usage_event(usage_of(runs)) if body.include_usage else b""
-                    end += answer.explain_event(self._explained()) if self._explains else b""
-                    end += DONE
-                except Exception as error:
-                    if isinstance(error, ConnectionError) or not response.prepared:
-                        raise
-                    record.status = _name(error)
-                    end = b"data: " + as_api_error(error).body() + b"\n\n"
-                await writer.write(end)
-                await response.write_eof()
-        except ConnectionError:
-            # The client has closed the connection; the core was cancelled.
-            log.debug("%s: the connection was closed", self._id)
-        finally:
-            if writer.stalled:
-                record.status = "client_stalled"
-        return response
+        stream = EventStream(self._http, self._context, answer, self.record, resumed)
+        return await stream.run(lambda sink: self._generate(runs, sink, body), end)
 
     async def _generate(self, runs: list[SequenceRun], sink: Sink, body: GenerationBody) -> None:
         with transcribed(runs, sink, self._context.log_options.prompt_chars) as sink:
@@ -298,11 +269,6 @@ def _wants_explanation(http: web.Request) -> bool:
     if given not in ("0", "1"):
         raise bad_request(f"the header {EXPLAIN_HEADER} must be 0 or 1, got {given[:64]!r}", EXPLAIN_HEADER)
     return given == "1"
-
-
-def _name(error: Exception) -> str:
-    """The name of an error in records: its code, or its class."""
-    return (isinstance(error, ApiError) and error.error_code) or type(error).__name__
 
 
 def _is_batch(body: GenerationBody, client: Tenant) -> bool:

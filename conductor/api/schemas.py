@@ -64,6 +64,7 @@ class _Schema(BaseModel):
 
 class StreamOptions(_Schema):
     include_usage: bool = False
+    resumable: bool = False  # events have ids: see ``api.resume``
 
 
 class GenerationBody(_Schema):
@@ -113,6 +114,10 @@ class GenerationBody(_Schema):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def resumable(self) -> bool:
+        return self.stream_options is not None and self.stream_options.resumable
 
     @model_validator(mode="after")
     def _agree(self) -> GenerationBody:

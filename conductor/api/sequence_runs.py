@@ -11,7 +11,7 @@ from moonpool.conductor.api.choice import Choice, Delta
 from moonpool.conductor.api.context import ApiContext
 from moonpool.conductor.errors import RequestFailed
 from moonpool.conductor.observing.request_metrics import SequenceClock
-from moonpool.conductor.request import GenerateRequest
+from moonpool.conductor.request import GenerateRequest, TokenEvent
 
 # Of one HTTP request. More sequences wait, so that a large batch is not rejected for its size.
 MAX_PARALLEL = 64
@@ -26,6 +26,7 @@ class SequenceRun:
     leader: SequenceRun | None = None
     has_token: asyncio.Event = field(default_factory=asyncio.Event)
     clock: SequenceClock | None = None
+    ended: bool = False  # its client has all of it: it is not run
 
 
 Sink = Callable[[SequenceRun, Delta], Awaitable[None]]
@@ -37,6 +38,7 @@ async def run_all(runs: Sequence[SequenceRun], sink: Sink, context: ApiContext, 
     The first error of any run is raised after all others have been cancelled on the nodes. A cancellation, or
     an error of ``sink``, cancels all runs as well.
     """
+    runs = [run for run in runs if not run.ended]
     slots = asyncio.Semaphore(MAX_PARALLEL)
     if len(runs) == 1:  # without a task of its own there is no task switch per token
         await _run(runs[0], sink, context, arrived_s, slots)
@@ -63,6 +65,8 @@ async def _run(
             left_s = request.deadline_s - (context.clock() - arrived_s)
             request = replace(request, deadline_s=max(left_s, 0.0))
         try:
+            for index, token_id in enumerate(request.output_ids):
+                await sink(run, run.choice.push(TokenEvent(index, token_id)))
             async with aclosing(context.conductor.generate(request)) as events:
                 async for event in events:
                     if event.token_id >= 0:

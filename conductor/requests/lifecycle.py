@@ -60,6 +60,7 @@ class RequestRun:
             timeline, deps.cost_model, deps.activity, deps.clock, request.client.name, deps.slo
         )
         self._lineage = Lineage(request.prompt_token_ids, deps.model.block_size)
+        self._lineage.output_ids += request.output_ids
         room = deps.model.max_model_len - self._lineage.num_prompt_tokens
         self._limit = min(request.sampling.max_tokens, room)  # tokens it may produce
         self._deadline = Deadline(
@@ -360,15 +361,16 @@ class RequestRun:
         if not self._admitted:
             return
         num_tokens = len(self._lineage.output_ids)
+        num_new = num_tokens - len(self._request.output_ids)
         if self._deps.runs.get(self._request.request_id) is self:
             del self._deps.runs[self._request.request_id]
         if self._attempt is not None:
             self._attempt.close()
         # Work for an answer that never began is the cluster's loss, except where the client ended it.
         ended_by_client = error is None or isinstance(error, DeadlineExceeded)
-        pays = num_tokens > 0 or (ended_by_client and self._placer.num_attempts > 0)
+        pays = num_new > 0 or (ended_by_client and self._placer.num_attempts > 0)
         self._placer.settle(pays=pays)
-        self._deps.admission.leave(self._request, num_tokens, pays=pays)
+        self._deps.admission.leave(self._request, num_new, pays=pays)
         self._deps.batch_queue.notify()
         self._recorder.done(finish_reason, num_tokens, str(error or ""))
 

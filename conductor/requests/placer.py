@@ -80,7 +80,7 @@ class RequestPlacer:
         hashed_s = deps.clock()
         remaining = self._limit - len(lineage.output_ids)
         # A request that has begun is finished if at all possible.
-        begun = self.num_attempts > 0
+        begun = self.num_attempts > 0 or bool(self._request.output_ids)
         request = PlaceRequest(
             num_tokens=lineage.num_tokens,
             remaining_tokens=remaining,
@@ -207,7 +207,8 @@ class RequestPlacer:
         if self.num_attempts:
             used = Work()
             if pays:
-                decode_s = self._decode_token_s * len(self._lineage.output_ids)
+                num_tokens = len(self._lineage.output_ids) - len(self._request.output_ids)
+                decode_s = self._decode_token_s * num_tokens
                 used = Work(self._charged.prefill_s, decode_s)
             self._use(used)
 

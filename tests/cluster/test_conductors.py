@@ -56,7 +56,8 @@ async def test_a_killed_conductor_takes_only_its_own_requests_along(
 
     async with Client(str(second.ready["url"])) as other:
         doomed = [
-            other.complete(f"Of the kings {i}", Reply(), **GREEDY | {"max_tokens": 4000}) for i in range(4)
+            other.complete(f"Of the kings {i}", Reply(), **GREEDY | {"max_tokens": 4000}, stream_options=None)
+            for i in range(4)
         ]
         await asyncio.gather(*(anext(stream) for stream in doomed))
         survivor = Reply()

@@ -103,6 +103,7 @@ class ScriptedConductor:
         self.is_ready = True
         self.timelines: dict[str, RequestTimeline] = {}
         self.fleet = ScriptedFleet()
+        self.num_others = 0
 
     def says(self, text: str, *after: Any) -> list[Any]:
         return [*self.tokenizer.encode_now(text, add_special_tokens=False).tolist(), *after]

@@ -23,14 +23,14 @@ _EMIT = "hincrby xadd xtrim rpush lindex lpop zscore zrem"
 _PUBLISH = f"{_FOLLOW} {_EMIT} hset type llen ltrim zadd"
 _COMMANDS = {
     NODE: f"{_PUBLISH} hscan",
-    CONDUCTOR: f"{_FOLLOW} {_EMIT} hset hkeys hgetall zadd zremrangebyscore",
+    CONDUCTOR: f"{_FOLLOW} {_EMIT} hset hkeys hgetall zadd zremrangebyscore llen pexpire",
     OPERATOR: _PUBLISH,
     CLIENT: _READ,
 }
 _INDEX = ("{%s}:meta", "{%s}:events", "{%s}:marks", "{%s}:leases", "{%s}:node:*", "{%s}:log:*")
 _KEYS = {
     NODE: (*_INDEX, "%s:objects:*"),
-    CONDUCTOR: (*_INDEX, "{%s}:conductors", "{%s}:facts", "{%s}:planner"),
+    CONDUCTOR: (*_INDEX, "{%s}:conductors", "{%s}:facts", "{%s}:planner", "{%s}:stream:*"),
     OPERATOR: _INDEX,
     CLIENT: ("{%s}:meta", "{%s}:leases", "{%s}:node:*", "{%s}:log:*"),
 }

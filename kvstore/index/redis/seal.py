@@ -26,6 +26,16 @@ _START = MAC_NBYTES + _NUMBERS.size
 _PLACE = Struct("<cIQ")  # kind, length of the place's name, epoch
 
 
+def key_of_cluster(purpose: str) -> bytes:
+    """32 secret bytes for what is in Redis; everybody's where ``security.insecure`` says so.
+
+    Raises ``ConfigError``: this process has the key of one role only.
+    """
+    security = process.current()
+    is_open = security.options.insecure and not security.has_key
+    return bytes(32) if is_open else security.derived_key(purpose)
+
+
 class Sealed(NamedTuple):
     """An entry as it was written."""
 
@@ -41,9 +51,7 @@ class Seals:
         """``key``: 32 bytes; None: this process's (see ``security.process``), or everybody's where
         ``security.insecure`` says so."""
         security = process.current()
-        if key is None:
-            is_open = security.options.insecure and not security.has_key
-            key = bytes(32) if is_open else security.derived_key("index in Redis")
+        key = key or key_of_cluster("index in Redis")
         self._hint = "" if security.has_key else " (none is set: every machine has one of its own)"
         self._keyed = blake2b(key=key, digest_size=MAC_NBYTES)
 

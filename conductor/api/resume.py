@@ -1,0 +1,223 @@
+"""Streams that go on after their connection broke, at any conductor: ids of events, and what came before.
+
+A client that asks for ``stream_options.resumable`` gets an ``id`` with each event, and sends the same request
+with the latest one as ``Last-Event-ID`` to go on. An id has the stream's token and, for each choice, how many
+tokens went before, a check of them, and whether it has ended: ``TOKEN:12-5e1f20ab,9-0c44b1d7-end``.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import NamedTuple
+from zlib import crc32
+
+import orjson
+from aiohttp import web
+
+from moonpool.conductor.api.choice import Delta
+from moonpool.conductor.api.context import ApiContext
+from moonpool.conductor.api.errors import ApiError, bad_request
+from moonpool.conductor.api.schemas import GenerationBody
+from moonpool.conductor.api.sequence_runs import SequenceRun
+from moonpool.conductor.errors import StreamForged, StreamGone
+from moonpool.conductor.requests.stream_records import (
+    TOKEN_CHARS,
+    StreamHead,
+    StreamPast,
+    StreamRecord,
+    StreamRecords,
+)
+from moonpool.kvstore.errors import IndexUnavailable
+
+LAST_EVENT_ID = "Last-Event-ID"
+MAX_CHOICES = 16
+"""Of a stream that can be resumed: each id has a part for each."""
+RETRY_MS = 100
+HANDED_OVER = b"retry: %d\n: this conductor ends: send the request again with Last-Event-ID\n\n" % RETRY_MS
+"""The end of a stream that another conductor shall go on with."""
+_ID = re.compile(
+    rf"([\w-]{{{TOKEN_CHARS}}}):((?:\d{{1,7}}-[0-9a-f]{{8}}(?:-end)?,?){{1,{MAX_CHOICES}}})", re.A
+)
+
+
+class Position(NamedTuple):
+    """How much of a choice was sent. ``check``: CRC32 of its token ids."""
+
+    num_tokens: int = 0
+    check: int = 0
+    ended: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.num_tokens}-{self.check:08x}{'-end' if self.ended else ''}"
+
+    def after(self, delta: Delta) -> Position:
+        check = self.check
+        for token_id in delta.token_ids:
+            check = crc32(token_id.to_bytes(4, "little"), check)
+        return Position(self.num_tokens + len(delta.token_ids), check, delta.finish_reason is not None)
+
+
+@dataclass(slots=True)
+class Resumable:
+    """One stream, by choice: what its client had, what it gets, and what of that is written."""
+
+    head: StreamHead
+    record: StreamRecord
+    seen: tuple[Position, ...]
+    positions: list[Position]
+    sent: list[Position]
+    _records: StreamRecords
+
+    @property
+    def opened(self) -> set[int]:
+        """Choices that have begun for the client."""
+        return {index for index, position in enumerate(self.seen) if position.num_tokens or position.ended}
+
+    def advance(self, run: SequenceRun, delta: Delta) -> Delta | None:
+        """Note an addition. Returns what of it the client does not have; None: it has all.
+
+        Raises ``ApiError``: the tokens computed anew are others than those it has.
+        """
+        index = run.choice.index
+        seen, position = self.seen[index], self.positions[index].after(delta)
+        self.positions[index] = position
+        if delta.finish_reason is None:
+            for token_id in delta.token_ids:
+                self.record.add(index, token_id, run.choice.num_cached_tokens)
+        if position.num_tokens == seen.num_tokens and position.check != seen.check:
+            raise ApiError(
+                409,
+                "the tokens of this stream came out differently this time: send the request anew, without "
+                f"{LAST_EVENT_ID}",
+                code="stream_differs",
+            )
+        if position.num_tokens > seen.num_tokens or (position.num_tokens == seen.num_tokens == 0):
+            return delta
+        if position.ended and not seen.ended and position.num_tokens == seen.num_tokens:
+            return Delta(finish_reason=delta.finish_reason, stop_reason=delta.stop_reason)
+        return None
+
+    def id_line(self, run: SequenceRun) -> bytes:
+        """The id of an event of ``run`` that is written now."""
+        index = run.choice.index
+        self.sent[index] = self.positions[index]
+        return f"id: {self.record.token}:{','.join(map(str, self.sent))}\n".encode()
+
+    async def hand_over(self) -> None:
+        """Have all that was sent recorded. Without Redis, what is missing is computed again."""
+        self.record.end()
+        with suppress(IndexUnavailable):
+            await self._records.flush()
+
+
+async def resumable(
+    http: web.Request, context: ApiContext, answer_id: str, body: GenerationBody, runs: Sequence[SequenceRun]
+) -> Resumable | None:
+    """Prepare the runs of a stream: new ones, or for what is left of the one in ``Last-Event-ID``.
+
+    None: it was not asked for, or has too many choices. Raises ``ApiError``: 400, 403, 404, 409, 410, 503.
+    """
+    given, records = http.headers.get(LAST_EVENT_ID), context.streams
+    if not body.resumable or records is None or len(runs) > MAX_CHOICES:
+        if given is not None:
+            raise bad_request(f"{LAST_EVENT_ID}: this request is of no stream that can go on", LAST_EVENT_ID)
+        return None
+    digest = _digest(http.path, body, runs)
+    if given is None:
+        seeds = tuple(
+            secrets.randbits(64) if run.request.sampling.seed is None else run.request.sampling.seed
+            for run in runs
+        )
+        tenant, now_s = runs[0].request.client.name, context.unix_clock()
+        head = StreamHead(answer_id, int(now_s), tenant, digest, seeds, now_s)
+        past, seen = StreamPast(head, ((),) * len(runs), (0,) * len(runs)), (Position(),) * len(runs)
+    else:
+        token, seen = _parsed(given, len(runs))
+        past = await _past(records, token)
+        head = past.head
+        if head.tenant != runs[0].request.client.name:
+            raise ApiError(
+                404, "no stream of yours has this id", param=LAST_EVENT_ID, code="stream_not_found"
+            )
+        if head.digest != digest:
+            raise _refused(
+                409,
+                f"this is another request than the one that the stream in {LAST_EVENT_ID} began with",
+                "other_request",
+            )
+    ran_s = 0.0 if given is None else context.unix_clock() - head.began_unix_s
+    for run, seen_of_it, seed, tokens, cached in zip(
+        runs, seen, head.seeds, past.tokens, past.cached, strict=True
+    ):
+        _prepare(run, seed, seen_of_it, tokens, cached, ran_s)
+        if given is not None:
+            # It was admitted before: it waits for room instead of being rejected.
+            run.request, run.leader = replace(run.request, follows=True), None
+    positions = [one if one.ended else Position() for one in seen]
+    return Resumable(head, records.begin(head), seen, positions, list(seen), records)
+
+
+def _prepare(
+    run: SequenceRun, seed: int, seen: Position, tokens: tuple[int, ...], cached: int, ran_s: float
+) -> None:
+    request = run.request
+    if request.sampling.num_logprobs >= 0:
+        # Those of tokens that the client does not have are computed again.
+        tokens = tokens[: seen.num_tokens]
+    deadline_s = request.deadline_s
+    run.request = replace(
+        request,
+        sampling=replace(request.sampling, seed=seed),
+        deadline_s=None if deadline_s is None else max(deadline_s - ran_s, 0.0),
+        output_ids=tokens,
+    )
+    run.ended = seen.ended
+    run.choice.num_cached_tokens = cached
+    if seen.ended:
+        run.choice.num_tokens = seen.num_tokens
+
+
+async def _past(records: StreamRecords, token: str) -> StreamPast:
+    try:
+        return await records.read(token)
+    except StreamForged as error:
+        raise _refused(403, str(error), "stream_forged") from error
+    except StreamGone as error:
+        raise _refused(410, str(error), "stream_gone") from error
+    except IndexUnavailable as error:
+        raise ApiError(
+            503,
+            "streams cannot be resumed while Redis does not answer: try again",
+            kind="service_unavailable_error",
+            code="streams_unknown",
+            headers={"Retry-After": "1"},
+        ) from error
+
+
+def _parsed(given: str, num_choices: int) -> tuple[str, tuple[Position, ...]]:
+    found = _ID.fullmatch(given)
+    parts = found[2].split(",") if found else []
+    if found is None or len(parts) != num_choices or not all(parts):
+        raise bad_request(
+            f"{LAST_EVENT_ID}: no id of an event of this request: {given[:64]!r}", LAST_EVENT_ID
+        )
+    numbers = [part.split("-") for part in parts]
+    return found[1], tuple(Position(int(one[0]), int(one[1], 16), len(one) == 3) for one in numbers)
+
+
+def _refused(status: int, why: str, code: str) -> ApiError:
+    return ApiError(status, why, param=LAST_EVENT_ID, code=code)
+
+
+def _digest(path: str, body: GenerationBody, runs: Sequence[SequenceRun]) -> str:
+    digest = blake2b(path.encode(), digest_size=16)
+    digest.update(orjson.dumps(body.model_dump(mode="json"), option=orjson.OPT_SORT_KEYS))
+    for run in runs:
+        # Whatever made the prompt: a template may have today's date in it.
+        digest.update(run.choice.prompt.token_ids.tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,121 @@
+"""An answer as server-sent events."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from moonpool.conductor.api.answer import Answer
+from moonpool.conductor.api.choice import Delta
+from moonpool.conductor.api.context import ApiContext
+from moonpool.conductor.api.errors import as_api_error, draining, name_of
+from moonpool.conductor.api.resume import HANDED_OVER, Resumable
+from moonpool.conductor.api.sequence_runs import SequenceRun, Sink
+from moonpool.conductor.api.stream_writer import StreamWriter
+from moonpool.conductor.observing.recent_requests import RequestRecord
+
+log = logging.getLogger(__name__)
+
+SSE_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # proxies must not buffer tokens
+}
+
+
+class EventStream:
+    """Headers are sent with the first token: until then an error still has its own status."""
+
+    def __init__(
+        self,
+        http: web.Request,
+        context: ApiContext,
+        answer: Answer,
+        record: RequestRecord,
+        resumable: Resumable | None,
+    ) -> None:
+        self._http = http
+        self._context = context
+        self._answer = answer
+        self._record = record
+        self._resumable = resumable
+        self._opened = set[int]() if resumable is None else resumable.opened
+        self._response = web.StreamResponse(headers=SSE_HEADERS)
+        self._writer = StreamWriter(http, self._response, context.options.write_timeout_s, context.clock)
+
+    async def run(
+        self, generate: Callable[[Sink], Awaitable[None]], end: Callable[[], bytes]
+    ) -> web.StreamResponse:
+        """Write what ``generate`` gives to its sink, and then ``end``."""
+        response, record = self._response, self._record
+        try:
+            with self._writer:
+                try:
+                    async with self._handover():
+                        await generate(self._sink)
+                        if not response.prepared:
+                            await response.prepare(self._http)  # the client had all but the end
+                    last = end()
+                except Exception as error:
+                    if isinstance(error, ConnectionError) or not response.prepared:
+                        raise
+                    record.status = name_of(error)
+                    last = b"data: " + as_api_error(error).body() + b"\n\n"
+                    if isinstance(error, _HandedOver):
+                        last = HANDED_OVER
+                await self._writer.write(last)
+                await response.write_eof()
+        except ConnectionError:
+            # The client has closed the connection; the core was cancelled.
+            log.debug("%s: the connection was closed", record.id)
+        except _HandedOver:
+            raise draining() from None
+        finally:
+            if self._resumable is not None:
+                self._resumable.record.end()
+            if self._writer.stalled:
+                record.status = "client_stalled"
+        return response
+
+    async def _sink(self, run: SequenceRun, delta: Delta) -> None:
+        clock = self._context.clock
+        started_s = clock()
+        if self._resumable is not None:
+            new = self._resumable.advance(run, delta)
+            if new is None:
+                return
+            delta = new
+        event = self._answer.chunk(run.choice, delta)
+        opening = b""
+        if run.choice.index not in self._opened:
+            self._opened.add(run.choice.index)
+            opening = self._answer.opening(run.choice.index)
+        if not self._response.prepared:
+            await self._response.prepare(self._http)
+        if event or opening:
+            # The id belongs to the last event, and is made when nothing comes between it and the write.
+            tag = b"" if self._resumable is None else self._resumable.id_line(run)
+            await self._writer.write(opening + tag + event if event else tag + opening)
+        self._record.write_s += clock() - started_s
+
+    @asynccontextmanager
+    async def _handover(self) -> AsyncIterator[None]:
+        """Raises ``_HandedOver`` once this conductor ends and another one can go on with the stream."""
+        if self._resumable is None:
+            yield
+            return
+        try:
+            async with self._context.until_handed_over():
+                yield
+        except TimeoutError:
+            if not self._context.handed_over:
+                raise
+            await self._resumable.hand_over()
+            raise _HandedOver from None
+
+
+class _HandedOver(Exception):
+    """Another conductor goes on with the stream."""
