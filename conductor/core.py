@@ -135,7 +135,7 @@ class Conductor:
             PlannerLease(kv_index, conductor_id, ttl_s=index.lease_ttl_s, clock=clock),
             lambda: demand.total,
             mode=planner.mode,
-            rules=rules_of(planner),
+            rules=rules_of(planner, supplies=provider is not None),
             slo=Slo.of(options),
             clock=clock,
             on_decision=activity.event,

@@ -55,6 +55,7 @@ def create_app(context: ApiContext) -> web.Application:
             web.get("/v1/cluster", pages.cluster),
             web.get("/v1/fleet", fleet.listed),
             web.post("/v1/fleet/scale/{role}/{count}", fleet.scale),
+            web.post("/v1/fleet/switch/{node}/{role}", fleet.switch),
             web.post("/v1/fleet/drain/{node}", fleet.drain),
             web.get("/v1/about", pages.about),
             web.get("/v1/benchmarks", dashboard_routes.benchmarks),

@@ -137,6 +137,10 @@ class Client:
         """Have the provider run ``count`` nodes of ``role``; return those asked to start and to stop."""
         return await self._post(f"/v1/fleet/scale/{quote(role, safe='')}/{count}")
 
+    async def switch(self, node_id: str, role: str) -> dict[str, Any]:
+        """Have a node become a prefill or decode node, or one of both."""
+        return await self._post(f"/v1/fleet/switch/{quote(node_id, safe='')}/{quote(role, safe='')}")
+
     async def drain(self, node_id: str) -> dict[str, Any]:
         """Have a node finish its requests and end. Returns at once."""
         return await self._post(f"/v1/fleet/drain/{quote(node_id, safe='')}")

@@ -57,17 +57,17 @@ def _simulated(run: Run, settings: Settings) -> Iterator[Row]:
 @click.option(
     "--join",
     "join_s",
-    default=60.0,
+    default=10.0,
     show_default=True,
     metavar="SECONDS",
-    help="Until a node asked for serves.",
+    help="Until a node asked for serves: 10 where the weights are in its host's memory, 60 from a disk.",
 )
-@click.option("--slo-ttft", default=3.0, show_default=True, metavar="SECONDS")
+@click.option("--slo-ttft", default=30.0, show_default=True, metavar="SECONDS")
 @click.option("--slo-tbt", default=0.1, show_default=True, metavar="SECONDS")
 @click.option("--prefill", default="14:62", show_default=True, metavar="LEAST:MOST", help="Prefill nodes.")
 @click.option("--decode", default="2:16", show_default=True, metavar="LEAST:MOST", help="Decode nodes.")
 @click.option("--spare", default=1, show_default=True, help="Nodes of each role for the loss of one.")
-@click.option("--hold", "hold_s", default=300.0, show_default=True, metavar="SECONDS", help="planner.hold_s")
+@click.option("--hold", "hold_s", default=60.0, show_default=True, metavar="SECONDS", help="planner.hold_s")
 def elastic(
     run: Run,
     *,

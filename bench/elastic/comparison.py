@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from moonpool.conductor.observing.slo import Slo
-from moonpool.conductor.planning.plan import Bounds, Rules
+from moonpool.conductor.planning.plan import ADD, COOLDOWN_S, LEND_S, REMOVE, SWITCH, Bounds, Rules
 from moonpool.runtime.reports.report import Curve, Row
 from moonpool.simulator.cluster.elastic_fleet import Change, ElasticFleet
 from moonpool.simulator.inputs.hardware import Hardware
@@ -18,7 +19,6 @@ from moonpool.simulator.outcome import Outcome
 from moonpool.simulator.simulation import Simulation
 
 _HOUR_S = 3600.0
-# A node that is added within this time of a removal of its role was removed for nothing, and the reverse.
 _FLAP_S = 600.0
 
 
@@ -60,7 +60,7 @@ class Comparison:
         self._history = fleet.history
         hours = planned.node_s / _HOUR_S
         yield from _figures("planned", planned, hours)
-        yield from _behaviour(fleet, planned.span_s)
+        yield from _behaviour(fleet, planned.span_s, self._fleet.join_s)
         least, decodes = self._equal_hours(planned, fleet)
         say(f"fixed, of as many node-hours: {least} + {decodes}")
         equal = self._fixed(least, decodes)
@@ -88,7 +88,13 @@ class Comparison:
 
     def _planned(self) -> tuple[Outcome, ElasticFleet]:
         fleet = self._fleet
-        rules = Rules(fleet.bounds, hold_s=fleet.hold_s, cooldown_s=min(60.0, fleet.hold_s))
+        rules = Rules(
+            fleet.bounds,
+            hold_s=fleet.hold_s,
+            lend_s=min(LEND_S, fleet.hold_s),
+            cooldown_s=min(COOLDOWN_S, fleet.hold_s),
+            can=frozenset({ADD, REMOVE, SWITCH}),
+        )
         simulation = Simulation(
             Scenario(
                 fleet.hardware,
@@ -152,11 +158,17 @@ def _figures(case: str, outcome: Outcome, hours: float) -> Iterator[Row]:
     )
 
 
-def _behaviour(fleet: ElasticFleet, span_s: float) -> Iterator[Row]:
+def _behaviour(fleet: ElasticFleet, span_s: float, join_s: float) -> Iterator[Row]:
     hours = span_s / _HOUR_S
-    yield Row("planned", "role changes (switches)", 0.0, "an hour")
-    yield Row("planned", "nodes added and removed", len(fleet.changes) / hours, "an hour")
-    yield Row("planned", "reversed within 10 minutes", num_reversed(fleet.changes) / hours, "an hour")
+    switches = sum(change.kind == SWITCH for change in fleet.changes)
+    yield Row("planned", "role changes (switches)", switches / hours, "an hour")
+    yield Row("planned", "nodes added and removed", (len(fleet.changes) - switches) / hours, "an hour")
+    yield Row(
+        "planned", "reversed within 10 minutes", num_reversed(fleet.changes, _FLAP_S) / hours, "an hour"
+    )
+    # Until it serves, a node is paid for nothing: keeping one for that long would have cost as much.
+    in_vain = num_reversed(fleet.changes, join_s)
+    yield Row("planned", "removed and added within a join", in_vain / hours, "an hour")
     served = np.array(fleet.history)[:, 1:].sum(axis=1)
     yield Row("planned", "nodes that serve, fewest", float(served.min()), "nodes")
     yield Row("planned", "nodes that serve, most", float(served.max()), "nodes")
@@ -173,13 +185,13 @@ def _behaviour(fleet: ElasticFleet, span_s: float) -> Iterator[Row]:
         yield Row("planned", "time with too few nodes", 100 * sum(short_s) / span_s, "%")
 
 
-def num_reversed(changes: Sequence[Change]) -> int:
-    """Additions within ``_FLAP_S`` after a removal from the same role."""
+def num_reversed(changes: Sequence[Change], within_s: float) -> int:
+    """Additions within ``within_s`` after a removal from the same role."""
     removed_s: dict[str, float] = {}
     count = 0
     for change in changes:
-        if change.kind == "remove":
+        if change.kind == REMOVE:
             removed_s[change.role] = change.at_s
-        elif change.at_s - removed_s.get(change.role, -_FLAP_S - 1) <= _FLAP_S:
+        elif change.kind == ADD and change.at_s - removed_s.get(change.role, -math.inf) <= within_s:
             count += 1
     return count

@@ -84,6 +84,7 @@ PERMITTED: Final = {
     "GET /v1/cluster": _CLUSTER,
     "GET /v1/fleet": _CLUSTER,
     "POST /v1/fleet/scale/{role}/{count}": _ADMINISTRATION,
+    "POST /v1/fleet/switch/{node}/{role}": _ADMINISTRATION,
     "POST /v1/fleet/drain/{node}": _ADMINISTRATION,
     "GET /v1/prometheus-targets": _CLUSTER,
     "GET /metrics": _CLUSTER,

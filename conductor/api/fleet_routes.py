@@ -27,6 +27,12 @@ async def scale(http: web.Request) -> web.Response:
     return reply(await http.app[CONTEXT].conductor.fleet.scale(http.match_info["role"], int(text)))
 
 
+async def switch(http: web.Request) -> web.Response:
+    """``POST /v1/fleet/switch/{node}/{role}``"""
+    info = http.match_info
+    return reply(await http.app[CONTEXT].conductor.fleet.switch_role(info["node"], info["role"]))
+
+
 async def drain(http: web.Request) -> web.Response:
     """``POST /v1/fleet/drain/{node}``: answers when the node was told, not when it has ended."""
     return reply(await http.app[CONTEXT].conductor.fleet.drain(http.match_info["node"]))

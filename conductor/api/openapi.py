@@ -185,9 +185,13 @@ def _paths() -> dict[str, Any]:
     }
     changed = _object(role=_STRING, count=_INTEGER, started=_list_of(_STRING), stopped=_list_of(_STRING))
     scaled = _page("Change the number of nodes", changed, 400, 409, 503, role="path", count="path")
+    switched = _object(node_id=_STRING, role=_STRING, former=_STRING, num_requests=_INTEGER)
     ending = _object(node_id=_STRING, by=_STRING)
     return {
         "/v1/fleet/scale/{role}/{count}": {"post": scaled},
+        "/v1/fleet/switch/{node}/{role}": {
+            "post": _page("Change the role of a node", switched, 404, 409, 503, node="path", role="path")
+        },
         "/v1/fleet/drain/{node}": {"post": _page("Drain and end a node", ending, 404, 503, node="path")},
         "/v1/completions": {"post": _generation("CompletionBody", "Completion", "Continue a prompt")},
         "/v1/chat/completions": {"post": _generation("ChatBody", "ChatCompletion", "Answer in a chat")},

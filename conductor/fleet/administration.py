@@ -1,25 +1,27 @@
-"""What operators do with the fleet: list it, change the number of nodes of a role, drain a node."""
+"""What operators and the planner do with the fleet: list and scale it, switch and drain nodes."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from moonpool.conductor.engines.client import EngineClient
 from moonpool.conductor.fleet.errors import FleetUnchanged, NodeMissing, ProviderFailed
+from moonpool.conductor.fleet.member import Member
 from moonpool.conductor.fleet.providers.provider import STOPPING, Provider, SuppliedNode
 from moonpool.conductor.fleet.registry import NodeRegistry
 from moonpool.conductor.fleet.removal import Removable, least_missed
-from moonpool.kvstore.index.redis.node_record import ROLES
+from moonpool.kvstore.index.redis.node_record import ROLES, NodeRecord, stages_of
 from moonpool.runtime.errors import MoonpoolError
 
 log = logging.getLogger(__name__)
 
 MAX_NODES = 1024
 """Most nodes of a role that one call may ask for."""
+SWITCHABLE = ("prefill", "decode", "both")
 
 
 class FleetAdmin:
@@ -36,7 +38,7 @@ class FleetAdmin:
         planned: bool = False,
     ) -> None:
         """``planned``: a planner changes the number of nodes, operators do not. ``on_change``: called with
-        the kind of each change (``started`` or ``drained``), a node and why.
+        the kind of each change (``started``, ``switches`` or ``drained``), a node and why.
         """
         self.provider = provider
         self._registry = registry
@@ -91,11 +93,7 @@ class FleetAdmin:
             raise FleetUnchanged(f"there are no {role[:32]!r} nodes to scale; roles are {', '.join(ROLES)}")
         if not 1 <= count <= MAX_NODES:
             raise FleetUnchanged(f"the number of {role} nodes must be from 1 to {MAX_NODES}, got {count}")
-        if self._planned:
-            raise FleetUnchanged(
-                f"the planner decides how many {role} nodes there are (planner.mode=act): change "
-                f"planner.{role}_least and planner.{role}_most, or the mode"
-            )
+        self._refuse_if_planned(role)
         async with self._turn:
             if self.provider is None:
                 raise FleetUnchanged(
@@ -119,6 +117,24 @@ class FleetAdmin:
                 raise ProviderFailed(f"{error}. Changed before: {done}") from error
             return {"role": role, "count": count, "started": started, "stopped": stopped}
 
+    async def switch_role(self, node_id: str, role: str) -> dict[str, Any]:
+        """Have a node change its role in place. Returns its former role, and the requests of that role that
+        still run there; they end there or move on.
+
+        Raises:
+            NodeMissing: the index has no such node.
+            FleetUnchanged: there is no such role, or the node cannot have it.
+            ProviderFailed: the call failed; some replicas of the node may have the new role.
+        """
+        if role not in SWITCHABLE:
+            raise FleetUnchanged(f"no node becomes {role[:32]!r}; roles are {', '.join(SWITCHABLE)}")
+        self._refuse_if_planned(role)
+        async with self._turn:
+            members = self._members_of(node_id)
+            former = members[0].record.role
+            left = await self.switch(members[0].owner, role, "an operator asked for it")
+            return {"node_id": node_id, "role": role, "former": former, "num_requests": left}
+
     async def drain(self, node_id: str) -> dict[str, Any]:
         """Have a node finish its requests and end. Returns who ends it: the provider, or the node itself.
 
@@ -135,9 +151,7 @@ class FleetAdmin:
                 elif supplied[node_id].state != STOPPING:
                     raise NodeMissing(f"{node_id[:128]} has ended: {supplied[node_id].reason}")
                 return {"node_id": node_id, "by": self.provider.name}
-            members = [one for one in self._registry.members.values() if node_id in (one.node_id, one.owner)]
-            if not members:
-                raise NodeMissing(f"there is no node {node_id[:128]!r}: see `moonpool fleet ls`")
+            members = self._members_of(node_id)
             if isinstance(members[0].client, EngineClient):
                 raise FleetUnchanged(
                     f"{node_id} is an engine of another project: end it where it was started"
@@ -167,9 +181,46 @@ class FleetAdmin:
         log.info("%s drains and ends: %s", node_id, why)
         self._on_change("drained", node_id, why)
 
+    async def switch(self, node_id: str, role: str, why: str) -> int:
+        """Switch all replicas of a node; ``node_id``: of the node. Returns the requests of the former role
+        that still run. Raises as ``switch_role``.
+        """
+        members = self._members_of(node_id)
+        former = members[0].record.role
+        for one in members:
+            if not can_become(one.record, role):
+                stages = ", ".join(one.record.stages) or one.record.role
+                raise FleetUnchanged(f"{node_id} cannot become a {role} node: it can {stages}")
+        left = 0
+        for one in members:
+            try:
+                left += (await one.client.switch(role, 0.0)).num_left
+            except MoonpoolError as error:
+                raise ProviderFailed(f"{node_id} did not become a {role} node: {error}") from error
+        log.info("%s becomes a %s node: %s", node_id, role, why)
+        self._on_change("switches", node_id, f"from {former} to {role}: {why}")
+        return left
+
     async def supplied(self) -> Sequence[SuppliedNode]:
-        """The provider's nodes. Raises ``ProviderFailed``."""
-        return await self.provider.list() if self.provider is not None else ()
+        """The provider's nodes, with the roles that they have now. Raises ``ProviderFailed``."""
+        if self.provider is None:
+            return ()
+        roles = {one.owner: one.record.role for one in self._registry.members.values()}
+        return [replace(one, role=roles.get(one.node_id, one.role)) for one in await self.provider.list()]
+
+    def _members_of(self, node_id: str) -> list[Member]:
+        """The replicas of a node. Raises ``NodeMissing``."""
+        found = [one for one in self._registry.members.values() if node_id in (one.node_id, one.owner)]
+        if not found:
+            raise NodeMissing(f"there is no node {node_id[:128]!r}: see `moonpool fleet ls`")
+        return found
+
+    def _refuse_if_planned(self, role: str) -> None:
+        if self._planned:
+            raise FleetUnchanged(
+                f"the planner decides how many {role} nodes there are (planner.mode=act): change "
+                f"planner.{role}_least and planner.{role}_most, or the mode"
+            )
 
     async def _live(self, role: str) -> list[SuppliedNode]:
         return [node for node in await self.supplied() if node.role == role and node.counts]
@@ -183,3 +234,9 @@ class FleetAdmin:
             reused=sum(one.reuse.total(now_s) for one in members),
             serves=bool(members),
         )
+
+
+def can_become(record: NodeRecord, role: str) -> bool:
+    """Whether the node of this record can change to ``role`` in place."""
+    stages = stages_of(role)
+    return bool(stages) and all(record.can(stage) for stage in stages)

@@ -15,6 +15,7 @@ _UTILISATION = 0.8
 # grow and the SLO is on the slowest gaps. Rejection uses 0.9: there, nothing may be added any more.
 _STEP_PART = 0.8
 _POOL_PART = 0.8
+_LEAST_CLEAR_S = 10.0
 _MOST = 1 << 16
 
 
@@ -71,27 +72,40 @@ def decode_load(views: Iterable[NodeView], now_s: float) -> DecodeLoad:
     return DecodeLoad(max(bases, default=0.0), load_s, used, min(pools, default=0))
 
 
+def clear_within_s(slo: Slo, compute_s: float, join_s: float) -> float:
+    """In how long work that waits should be done, by nodes that serve after ``join_s``.
+
+    Requests that wait can keep the TTFT SLO only where it is longer than a node takes to join.
+    """
+    slack_s = slo.ttft_s - compute_s
+    if not math.isfinite(slack_s) or slack_s <= join_s:
+        return max(join_s, _LEAST_CLEAR_S)
+    return max(slack_s - join_s, slack_s / 3)
+
+
 def prefill_need(load: PrefillLoad, slo: Slo, *, attained: float, clear_s: float) -> Need:
-    """The fewest nodes at which a fraction ``attained`` of requests waits little enough for the TTFT SLO.
+    """The fewest nodes at which a fraction ``attained`` of requests waits little enough for the TTFT SLO, and
+    which do the work that waits within ``clear_s``.
 
     Waiting is that of a queue with so many servers: with probability p > t it waits longer than t, where
     p = P(all are busy) · exp(-2 (1 - ρ) n t / (s (1 + v))), s and v the mean and the variation of a request.
-    P(all are busy) ≈ ρ^(√(2(n+1)) - 1) (Sakasegawa). Work that waits already is spread over ``clear_s``.
+    P(all are busy) ≈ ρ^(√(2(n+1)) - 1) (Sakasegawa). The requests that wait are among those of the rate, so
+    the larger of both needs counts, not their sum.
     """
     busy = load.requests_per_s * load.compute_s
     backlog = load.queued_s / clear_s
-    least = max(1, math.ceil(busy + backlog))
+    least = max(1, math.ceil(busy), math.ceil(backlog))
     what = f"{busy:.2f} nodes compute on average"
     if backlog > 0.5:
-        what += f", {load.queued_s:.1f} s of work wait"
+        what += f", {load.queued_s:.1f} s of work wait and should be done in {clear_s:.0f} s"
     if not math.isfinite(slo.ttft_s):
-        nodes = max(least, math.ceil((busy + backlog) / _UTILISATION))
+        nodes = max(least, math.ceil(busy / _UTILISATION))
         return Need(nodes, f"{what}; {_UTILISATION:.0%} of the time is the most")
     slack_s = slo.ttft_s - load.compute_s
     if slack_s <= 0:
         return Need(least, f"{what}; a prompt alone takes longer than the TTFT SLO")
     nodes = least
-    while nodes < _MOST and _late(busy + backlog, nodes, slack_s, load) > 1 - attained:
+    while nodes < _MOST and _late(busy, nodes, slack_s, load) > 1 - attained:
         nodes += 1
     return Need(nodes, f"{what}; with {nodes}, {attained:.0%} of first tokens take {slo.ttft_s:g} s or less")
 

@@ -8,20 +8,26 @@ from dataclasses import dataclass, field
 from moonpool.conductor.fleet.removal import Removable
 from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.placing.node_view import NodeView
-from moonpool.conductor.planning.loads import Need, decode_load, decode_need, prefill_need, prefill_queue_s
+from moonpool.conductor.planning.loads import (
+    Need,
+    clear_within_s,
+    decode_load,
+    decode_need,
+    prefill_need,
+    prefill_queue_s,
+)
 from moonpool.conductor.planning.plan import RoleState
 from moonpool.conductor.planning.window import DemandWindow, Recent
 
 # Until a node was seen to join.
 UNKNOWN_JOIN_S = 30.0
-_LEAST_CLEAR_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
     """The nodes of one role. ``views``: of those that requests go to, by placement's tables, one for each
     replica. ``ready``: nodes to choose removals from; ``num_fixed``: others that serve.
-    ``num_starting``: asked for and not there yet.
+    ``num_starting``: asked for and not there yet. ``switchable``: of all, those that can have the other role.
     """
 
     views: Iterable[NodeView]
@@ -30,6 +36,7 @@ class Nodes:
     join_s: float = UNKNOWN_JOIN_S
     held: str = ""
     num_fixed: int = 0
+    switchable: Sequence[Removable] = ()
 
     def state(self, need: Need, attained: float | None) -> RoleState:
         """``need``: in replicas."""
@@ -37,7 +44,14 @@ class Nodes:
         replicas = max(round(len(list(self.views)) / num_nodes), 1)
         need = Need(-(-need.nodes // replicas), need.why)
         return RoleState(
-            self.ready, self.num_starting, need, attained, self.join_s, self.held, self.num_fixed
+            self.ready,
+            self.num_starting,
+            need,
+            attained,
+            self.join_s,
+            self.held,
+            self.num_fixed,
+            self.switchable,
         )
 
 
@@ -56,7 +70,7 @@ def observe(
     """``attained``: the fraction of requests that should keep the SLO."""
     recent = window.recent(max(prefill.join_s, decode.join_s))
     queued_s = prefill_queue_s(prefill.views, now_s)
-    clear_s = max(prefill.join_s, _LEAST_CLEAR_S)
+    clear_s = clear_within_s(slo, recent.compute_s, prefill.join_s)
     needs = {
         "prefill": prefill_need(recent.prefill(queued_s), slo, attained=attained, clear_s=clear_s),
         "decode": decode_need(decode_load(decode.views, now_s).grown(recent.growth), slo),

@@ -1,7 +1,8 @@
 """The planner's decision: one pure function of the fleet, the rules and what it remembers.
 
 It adds at once, since nodes take long to join, and removes late: only what the busiest moment of the last
-``hold_s`` did not need. ``spare`` nodes of a role are kept for the loss of one.
+``hold_s`` did not need. ``spare`` nodes of a role are kept for the loss of one. A role that lacks nodes first
+takes those that another role did not need for ``lend_s``: a switch takes a second and keeps the cache.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from moonpool.conductor.planning.window import LONG_S
 ADD: Final = "add"
 REMOVE: Final = "remove"
 SWITCH: Final = "switch"
-MIGRATE: Final = "migrate"
+
+LEND_S: Final = 60.0
+COOLDOWN_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +48,24 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """``steps``: most changes of one round. ``can``: kinds of steps that this fleet is able to make."""
+    """``steps``: most changes of one round, or half of all nodes where that is more. ``can``: kinds of steps
+    that this fleet is able to make.
+    """
 
     bounds: Mapping[str, Bounds]
     attained: float = 0.95  # the fraction of requests that should keep their SLOs
     steps: int = 4
     hold_s: float = 300.0
-    cooldown_s: float = 60.0  # after a change of a role until one of its nodes is removed
+    lend_s: float = LEND_S  # how long a role must not have needed a node until another role takes it
+    cooldown_s: float = COOLDOWN_S  # after a change of a role until one of its nodes is removed or taken
     can: frozenset[str] = frozenset({ADD, REMOVE})
 
 
 @dataclass(frozen=True, slots=True)
 class RoleState:
     """The nodes of one role. ``ready`` serve; ``num_starting`` will. ``need``: by the load alone.
-    ``num_fixed``: further ones that serve, and that no provider can remove.
+    ``num_fixed``: further ones that serve, and that no provider can remove. ``switchable``: those, of all that
+    serve, that can have the other role.
     ``attained``: fraction of requests within the SLO that this role decides; None: too few requests.
     ``join_s``: how long its last nodes took to join. ``held``: why no node can be added now; empty: it can.
     """
@@ -70,6 +77,7 @@ class RoleState:
     join_s: float = 30.0
     held: str = ""
     num_fixed: int = 0
+    switchable: Sequence[Removable] = ()
 
     @property
     def num_ready(self) -> int:
@@ -108,7 +116,9 @@ def plan(roles: Mapping[str, RoleState], rules: Rules, memory: Memory, now_s: fl
         recent = [one for one in memory.needs.get(role, ()) if now_s - one[0] <= rules.hold_s]
         needs[role] = [*recent, (now_s, need.nodes)]
         wanted[role] = _target(state, rules, replace(memory, needs=needs), role, need, now_s)
-    steps = _steps(roles, {role: target for role, (target, _) in wanted.items()}, wanted, rules)
+    seen = replace(memory, needs=needs)
+    lent = {role: _lendable(state, rules, seen, role, now_s) for role, state in roles.items()}
+    steps = _steps(roles, wanted, lent, rules)
     changed = dict(memory.changed_s) | dict.fromkeys(
         [name for step in steps for name in (step.role, step.to_role) if name], now_s
     )
@@ -149,8 +159,7 @@ def _target(
     down = bounds.clamp(busiest + bounds.spare)
     if down >= have:
         return have, f"{why}; {busiest} were needed within the last {rules.hold_s:g} s"
-    began_s = memory.began_s if memory.began_s is not None else now_s
-    if now_s - began_s < rules.hold_s:
+    if now_s - _began(memory, now_s) < rules.hold_s:
         return have, f"{why}; nothing is removed before {rules.hold_s:g} s were observed"
     if state.num_starting:
         return have, f"{why}; nothing is removed while nodes start"
@@ -159,27 +168,43 @@ def _target(
     return down, f"{why}; {busiest} were enough for the last {rules.hold_s:g} s"
 
 
+def _lendable(state: RoleState, rules: Rules, memory: Memory, role: str, now_s: float) -> int:
+    """How many of its nodes another role may take now."""
+    settled_s = memory.changed_s.get(role, float("-inf")) + rules.cooldown_s
+    if SWITCH not in rules.can or now_s < max(settled_s, _began(memory, now_s) + rules.lend_s):
+        return 0
+    bounds = rules.bounds[role]
+    busiest = max(nodes for at_s, nodes in memory.needs[role] if now_s - at_s <= rules.lend_s)
+    return max(min(state.num_ready - bounds.clamp(busiest + bounds.spare), len(state.switchable)), 0)
+
+
 def _steps(
     roles: Mapping[str, RoleState],
-    targets: Mapping[str, int],
     wanted: Mapping[str, tuple[int, str]],
+    lent: Mapping[str, int],
     rules: Rules,
 ) -> list[Step]:
-    """At most ``rules.steps``: switches first, which are quickest, then additions, then removals."""
+    """At most ``rules.steps`` of them: switches first, which are quickest, then additions, then removals."""
     steps: list[Step] = []
-    missing = {role: targets[role] - state.num_nodes for role, state in roles.items()}
-    leaving = {role: least_missed(state.ready)[: max(-missing[role], 0)] for role, state in roles.items()}
-    if SWITCH in rules.can:
-        for role in roles:
-            for other in roles:
-                while missing[role] > 0 and leaving[other] and role != other:
-                    node = leaving[other].pop(0)
-                    missing[role] -= 1
-                    steps.append(Step(SWITCH, other, wanted[role][1], node.node_id, role))
+    missing = {role: wanted[role][0] - state.num_nodes for role, state in roles.items()}
+    taken: set[str] = set()
+    for role in roles:
+        for other in roles:
+            count = min(missing[role], lent[other]) if role != other else 0
+            for node in least_missed(roles[other].switchable)[: max(count, 0)]:
+                missing[role] -= 1
+                missing[other] += missing[other] < 0
+                taken.add(node.node_id)
+                steps.append(Step(SWITCH, other, wanted[role][1], node.node_id, role))
     for role, state in roles.items():
-        if state.held and missing[role] > 0:
-            continue
-        steps += [Step(ADD, role, wanted[role][1]) for _ in range(max(missing[role], 0))]
-    for role, nodes in leaving.items():
-        steps += [Step(REMOVE, role, wanted[role][1], node.node_id) for node in nodes]
-    return steps[: rules.steps]
+        if ADD in rules.can and not state.held:
+            steps += [Step(ADD, role, wanted[role][1]) for _ in range(max(missing[role], 0))]
+    for role, state in roles.items():
+        stay = [node for node in state.ready if node.node_id not in taken]
+        for node in least_missed(stay)[: max(-missing[role], 0)] if REMOVE in rules.can else ():
+            steps.append(Step(REMOVE, role, wanted[role][1], node.node_id))
+    return steps[: max(rules.steps, sum(state.num_nodes for state in roles.values()) // 2)]
+
+
+def _began(memory: Memory, now_s: float) -> float:
+    return now_s if memory.began_s is None else memory.began_s

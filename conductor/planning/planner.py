@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from moonpool.conductor.fleet.administration import FleetAdmin
-from moonpool.conductor.fleet.errors import ProviderFailed
+from moonpool.conductor.fleet.administration import FleetAdmin, can_become
+from moonpool.conductor.fleet.errors import FleetUnchanged, NodeMissing, ProviderFailed
 from moonpool.conductor.fleet.member import Member
 from moonpool.conductor.fleet.providers.provider import SuppliedNode
 from moonpool.conductor.fleet.registry import NodeRegistry
@@ -18,7 +18,19 @@ from moonpool.conductor.observing.demand import Demand
 from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.planning.lease import Held, PlannerLease
 from moonpool.conductor.planning.observation import UNKNOWN_JOIN_S, Nodes, Observation, observe
-from moonpool.conductor.planning.plan import ADD, REMOVE, Bounds, Memory, Plan, Rules, Step, plan
+from moonpool.conductor.planning.plan import (
+    ADD,
+    COOLDOWN_S,
+    LEND_S,
+    REMOVE,
+    SWITCH,
+    Bounds,
+    Memory,
+    Plan,
+    Rules,
+    Step,
+    plan,
+)
 from moonpool.conductor.planning.supply import Supply
 from moonpool.conductor.planning.window import DemandWindow
 from moonpool.kvstore.errors import IndexUnavailable
@@ -111,7 +123,7 @@ class Planner:
             self._memory, self._advised = Memory(), ()
             return
         decided, memory = plan(seen.roles, self._rules, self._memory, now_s)
-        acts = self._mode == ACT and self._admin.provider is not None
+        acts = self._mode == ACT
         # Advice changes nothing, so nothing has to settle after it.
         self._memory = memory if acts else replace(memory, changed_s=self._memory.changed_s)
         self._tell(decided)
@@ -158,7 +170,14 @@ class Planner:
             join_s,
             supply.held(now_s),
             len(serving - removable),
+            [self._admin.removable(name) for name in sorted(serving) if self._can_switch(name, role)],
         )
+
+    def _can_switch(self, node_id: str, role: str) -> bool:
+        """Whether a node of ``role`` alone, all of its replicas, can have the other role."""
+        (other,) = set(ROLES) - {role}
+        records = [one.record for one in self._registry.members.values() if one.owner == node_id]
+        return all(one.role == role and can_become(one, other) for one in records)
 
     async def _give_up(self, node_id: str, epoch: int) -> None:
         why = "it was asked for and has not registered"
@@ -185,15 +204,14 @@ class Planner:
                 elif step.kind == REMOVE:
                     await self._admin.stop(step.node_id, step.why, fence=epoch)
                 else:
-                    outcome = "refused"
-                    log.warning(
-                        "%s of %s is refused: the planner of this version neither changes roles nor moves "
-                        "running requests",
-                        *(step.kind, step.node_id),
-                    )
+                    await self._admin.switch(step.node_id, step.to_role, step.why)
+            except (FleetUnchanged, NodeMissing) as error:
+                outcome = "refused"
+                log.warning("a change was not made: %s", error)
             except ProviderFailed as error:
                 outcome = "failed"
-                self._supplies[step.role].failed(str(error), self._clock())
+                if step.kind != SWITCH:
+                    self._supplies[step.role].failed(str(error), self._clock())
                 log.warning("a change was not made: %s", error)
             metrics.steps.labels(step.kind, step.role, outcome).inc()
 
@@ -209,8 +227,10 @@ class Planner:
         if not kinds or (self._mode == ADVISE and kinds == before):
             return
         for step in decided.steps:
-            would = "" if self._mode == ACT and self._admin.provider else "would "
+            would = "" if self._mode == ACT else "would "
             what = f"{would}{step.kind} {step.node_id or f'a {step.role} node'}"
+            if step.to_role:
+                what += f" to {step.to_role}"
             self._on_decision("plan", step.node_id or step.role, f"{what}: {step.why}")
             if would:
                 metrics.steps.labels(step.kind, step.role, "advised").inc()
@@ -239,14 +259,22 @@ class Planner:
         self.status["recent"] = asdict(seen.recent)
 
 
-def rules_of(options: PlannerOptions) -> Rules:
-    """The rules that the options describe."""
+def rules_of(options: PlannerOptions, *, supplies: bool) -> Rules:
+    """The rules that the options describe. ``supplies``: whether a provider adds and removes nodes."""
     bounds = {
         "prefill": Bounds(options.prefill_least, options.prefill_most, options.spare),
         "decode": Bounds(options.decode_least, options.decode_most, options.spare),
     }
-    cooldown_s = min(Rules(bounds).cooldown_s, options.hold_s)
-    return Rules(bounds, attained=options.attained, hold_s=options.hold_s, cooldown_s=cooldown_s)
+    can = frozenset({ADD, REMOVE, SWITCH} if supplies else {SWITCH})
+    cooldown_s, lend_s = (min(default_s, options.hold_s) for default_s in (COOLDOWN_S, LEND_S))
+    return Rules(
+        bounds,
+        attained=options.attained,
+        hold_s=options.hold_s,
+        lend_s=lend_s,
+        cooldown_s=cooldown_s,
+        can=can,
+    )
 
 
 def _join_s(member: Member) -> float:

@@ -1,4 +1,4 @@
-"""``moonpool fleet``: list the nodes, change their number, drain one."""
+"""``moonpool fleet``: list the nodes, change their number and roles, drain one, move a request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FIGURES = ("requests",)
 
 @click.group()
 def fleet() -> None:
-    """List the nodes of a cluster, change their number, and drain one.
+    """List the nodes of a cluster, change their number and roles, drain one, move a request.
 
     Changes need an admin key, or where no API keys are configured the cluster's key.
     """
@@ -63,6 +63,31 @@ def scale_command(role: str, count: int, url: str) -> None:
             console.print(f"{name} {what}")
     if not done["started"] and not done["stopped"]:
         console.print(f"there are {count} {role} nodes already")
+
+
+@fleet.command("switch")
+@click.argument("node")
+@click.argument("role", type=click.Choice(("prefill", "decode", "both")))
+@url_option
+def switch_command(node: str, role: str, url: str) -> None:
+    """Have NODE become a node of ROLE. Its cache stays, and no request is lost."""
+    done = run_with_client(url, lambda client: client.switch(node, role))
+    left = (
+        f"; {done['num_requests']} requests of a {done['former']} node go on" if done["num_requests"] else ""
+    )
+    console.print(f"{node} becomes a {role} node{left}")
+
+
+@fleet.command("migrate")
+@click.argument("request")
+@click.option("--to", "target", default="", metavar="NODE", help="The decode node; default: the best one.")
+@url_option
+def migrate_command(request: str, target: str, url: str) -> None:
+    """Move the running REQUEST to another decode node. Its stream goes on."""
+    done = run_with_client(url, lambda client: client.migrate(request, target))
+    for move in done["moves"]:
+        gap_ms = 1e3 * move["downtime_s"]
+        console.print(f"{move['source']} handed it to {move['target']}; no token for {gap_ms:.1f} ms")
 
 
 @fleet.command("drain")

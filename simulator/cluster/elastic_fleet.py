@@ -9,7 +9,7 @@ from moonpool.conductor.fleet.removal import Removable, Reuse
 from moonpool.conductor.observing.demand import DemandCounter
 from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.planning.observation import Nodes, observe
-from moonpool.conductor.planning.plan import ADD, REMOVE, Memory, plan
+from moonpool.conductor.planning.plan import ADD, REMOVE, SWITCH, Memory, plan
 from moonpool.conductor.planning.window import DemandWindow
 from moonpool.simulator.cluster.clock import Clock
 from moonpool.simulator.cluster.membership import Cluster
@@ -18,7 +18,7 @@ from moonpool.simulator.inputs.scenario import Elastic
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A node was asked for (``add``) or told to leave (``remove``)."""
+    """A node was asked for (``add``), told to leave (``remove``) or to change its role (``switch``)."""
 
     at_s: float
     kind: str
@@ -86,6 +86,8 @@ class ElasticFleet:
                 self._clock.at(now_s + self._elastic.join_s, self._joined, step.role, now_s)
             elif step.kind == REMOVE:
                 cluster.retire(cluster.nodes[step.node_id])
+            elif step.kind == SWITCH:
+                cluster.switch(cluster.nodes[step.node_id], step.to_role)
         if self._has_open_requests():
             self._clock.at(now_s + self._elastic.period_s, self._round)
 
@@ -99,7 +101,7 @@ class ElasticFleet:
             )
             for view in table
         ]
-        return Nodes(table, ready, self._starting[role], self._elastic.join_s)
+        return Nodes(table, ready, self._starting[role], self._elastic.join_s, switchable=ready)
 
     def _joined(self, role: str, ordered_s: float) -> None:
         self._starting[role] -= 1

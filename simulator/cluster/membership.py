@@ -47,6 +47,7 @@ class Cluster:
         self._numbers = {"prefill": 0, "decode": 0, "both": 0}
         self._names: dict[int, bytes] = {}
         self._parents: dict[bytes, bytes] = {}
+        self._roles: dict[str, str] = {}  # of nodes
         self._retiring: dict[Node, None] = {}
         self._rng = random.Random(scenario.seed)
         self._turn = 0
@@ -85,11 +86,19 @@ class Cluster:
             on_load=self._touch,
         )
         self.nodes[node.node_id] = node
+        self._roles[node.node_id] = role
         self.ordered_s[node.node_id] = self._clock.now_s if ordered_s is None else ordered_s
         tables = self._tables(role)
         # Start at the minimum of its peers, not at zero: otherwise it would get every request.
         node.view.num_placed = min((view.num_placed for view in tables[0]), default=0)
         for table in tables:
+            table.add(node.view)
+
+    def switch(self, node: Node, role: str) -> None:
+        """Change the role of a node; its blocks stay, and its jobs end there."""
+        self._forget(node)
+        self._roles[node.node_id] = role
+        for table in self._tables(role):
             table.add(node.view)
 
     def retire(self, node: Node) -> None:
@@ -106,7 +115,7 @@ class Cluster:
             self._gone(node)
 
     def _forget(self, node: Node) -> None:
-        for table in self._tables(node.node_id.rpartition("-")[0]):
+        for table in self._tables(self._roles[node.node_id]):
             table.remove(node.view)
 
     def _gone(self, node: Node) -> None:

@@ -16,7 +16,14 @@ from moonpool.conductor.fleet.providers.provider import FAILED, RUNNING, STARTIN
 from moonpool.conductor.fleet.removal import Removable
 from moonpool.conductor.observing.demand import ClusterDemand, Demand, DemandCounter
 from moonpool.conductor.observing.slo import Slo
-from moonpool.conductor.planning.loads import DecodeLoad, Need, PrefillLoad, decode_need, prefill_need
+from moonpool.conductor.planning.loads import (
+    DecodeLoad,
+    Need,
+    PrefillLoad,
+    clear_within_s,
+    decode_need,
+    prefill_need,
+)
 from moonpool.conductor.planning.plan import (
     ADD,
     REMOVE,
@@ -32,12 +39,14 @@ from moonpool.conductor.planning.supply import Supply
 from moonpool.conductor.planning.window import DemandWindow
 
 BOUNDS = {"prefill": Bounds(1, 16, 1), "decode": Bounds(1, 16, 1)}
+SWITCHING = frozenset({ADD, REMOVE, SWITCH})
 RULES = Rules(BOUNDS, hold_s=300.0, cooldown_s=60.0, steps=4)
 
 
 def state(role: str, ready: int, need: int, **more: object) -> RoleState:
     nodes = [Removable(f"{role}-{number}") for number in range(ready)]
-    return replace(RoleState(nodes, 0, Need(need, "a test")), **more)  # type: ignore[arg-type]
+    made = RoleState(nodes, 0, Need(need, "a test"), switchable=nodes)
+    return replace(made, **more)  # type: ignore[arg-type]
 
 
 def both(ready: tuple[int, int], needs: tuple[int, int], **more: object) -> Mapping[str, RoleState]:
@@ -105,7 +114,7 @@ def test_too_little_attainment_adds_though_the_load_seems_small() -> None:
 
 
 def test_a_role_that_lacks_nodes_takes_those_that_another_has_too_many_of() -> None:
-    rules = replace(RULES, can=frozenset({ADD, REMOVE, SWITCH}), hold_s=10.0, cooldown_s=0.0)
+    rules = replace(RULES, can=SWITCHING, hold_s=10.0, lend_s=10.0, cooldown_s=0.0)
     decided, memory = Plan(), Memory()
     for now_s in (0.0, 5.0, 11.0):
         decided, memory = plan(both((2, 6), (4, 1)), rules, memory, now_s)
@@ -114,6 +123,41 @@ def test_a_role_that_lacks_nodes_takes_those_that_another_has_too_many_of() -> N
     without, _ = plan(both((2, 6), (4, 1)), replace(rules, can=RULES.can), memory, 11.0)
     # At most four steps: the other removals wait.
     assert [step.kind for step in without.steps] == [ADD, ADD, ADD, REMOVE]
+
+
+def test_a_fleet_of_fixed_size_switches_what_can_be_switched_and_nothing_else() -> None:
+    """Without a provider nothing is added or removed."""
+    rules = replace(RULES, can=frozenset({SWITCH}), lend_s=10.0, cooldown_s=0.0)
+    able = [Removable("decode-1", reused=5), Removable("decode-4", reused=1)]
+    roles = {
+        "prefill": RoleState((), 0, Need(9, ""), num_fixed=2),
+        "decode": RoleState((), 0, Need(1, ""), num_fixed=5, switchable=able),
+    }
+    _, memory = plan(roles, rules, Memory(), 0.0)
+    decided, _ = plan(roles, rules, memory, 10.0)
+    assert [(step.kind, step.node_id) for step in decided.steps] == [
+        (SWITCH, "decode-4"),
+        (SWITCH, "decode-1"),
+    ]
+
+
+@given(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=20, max_size=300))
+def test_roles_do_not_flap(needs: list[tuple[int, int]]) -> None:
+    """A role that took nodes, or gave some, gives none within the cool-down, whatever the load does."""
+    rules = replace(RULES, can=frozenset({SWITCH}))
+    ready, memory = [6, 6], Memory()
+    changed_s = dict.fromkeys(("prefill", "decode"), -math.inf)
+    for i, need in enumerate(needs):
+        now_s = 5.0 * i
+        decided, memory = plan(both((ready[0], ready[1]), need), rules, memory, now_s)
+        for step in decided.steps:
+            assert step.kind == SWITCH
+            assert now_s - changed_s[step.role] >= rules.cooldown_s
+            to = ("prefill", "decode").index(step.to_role)
+            ready[to], ready[1 - to] = ready[to] + 1, ready[1 - to] - 1
+        changed_s |= {name: now_s for step in decided.steps for name in (step.role, step.to_role)}
+        assert sum(ready) == 12
+        assert min(ready) >= 2  # the floor, and one to spare
 
 
 def test_the_node_whose_blocks_are_used_least_goes() -> None:
@@ -170,6 +214,16 @@ def test_the_need_keeps_the_slo_in_a_queue() -> None:
         late += waited_s > slo_s - compute_s
     assert late / num_requests < 0.05
     assert need <= 14  # 10 compute on average
+
+
+def test_work_that_waits_is_done_in_time_by_nodes_that_have_yet_to_join() -> None:
+    slo = Slo(ttft_s=30.0)
+    assert clear_within_s(slo, 1.0, join_s=10.0) == 19.0
+    assert clear_within_s(slo, 1.0, join_s=25.0) == pytest.approx(29 / 3)
+    assert clear_within_s(slo, 1.0, join_s=60.0) == 60.0  # what waits is late by then
+    assert clear_within_s(Slo(), 1.0, join_s=2.0) == 10.0
+    load = PrefillLoad(2.0, 1.0, 1.0, queued_s=380.0)
+    assert prefill_need(load, slo, attained=0.95, clear_s=19.0).nodes == 20
 
 
 def test_decode_nodes_keep_the_step_and_the_pool() -> None:
