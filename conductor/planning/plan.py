@@ -64,8 +64,8 @@ class Rules:
 @dataclass(frozen=True, slots=True)
 class RoleState:
     """The nodes of one role. ``ready`` serve; ``num_starting`` will. ``need``: by the load alone.
-    ``num_fixed``: further ones that serve, and that no provider can remove. ``switchable``: those, of all that
-    serve, that can have the other role.
+    ``num_fixed``: further ones that serve, and that no provider can remove. ``switchable``: all that
+    serve and can have the other role.
     ``attained``: fraction of requests within the SLO that this role decides; None: too few requests.
     ``join_s``: how long its last nodes took to join. ``held``: why no node can be added now; empty: it can.
     """

@@ -67,6 +67,32 @@ async def test_nodes_start_serve_drain_and_stay_away(cluster: LocalCluster) -> N
         assert {("started", "decode-1"), ("drained", "decode-0")} <= events
 
 
+async def test_a_node_that_an_operator_switches_serves_its_new_role(cluster: LocalCluster) -> None:
+    async with cluster.client() as client:
+        expected = await answer(client, "And God said")
+        (name,) = (await client.scale("decode", 2))["started"]
+
+        async def is_now(role: str) -> bool:
+            found = (await nodes(client)).get(name)
+            return found is not None and (found["state"], found["role"]) == ("ready", role)
+
+        await eventually(lambda: is_now("decode"))
+        streams = [asyncio.create_task(answer(client, "And God said")) for _ in range(6)]
+        done = await client.switch(name, "prefill")
+        assert (done["former"], done["role"]) == ("decode", "prefill")
+        await eventually(lambda: is_now("prefill"))
+        assert set(await asyncio.gather(*streams)) == {expected}
+        # The provider's count of prefill nodes has it, whatever its name.
+        assert (await client.scale("prefill", 2))["started"] == []
+        assert await answer(client, "And God said") == expected
+        await client.drain(name)
+
+        async def left() -> bool:
+            return name not in await supplied(client)
+
+        await eventually(left)
+
+
 async def test_a_node_that_fails_at_its_start_is_told_and_not_repeated(cluster: LocalCluster) -> None:
     file = cluster.directory / "cluster.toml"
     before = file.read_text()

@@ -77,6 +77,9 @@ class ScriptedFleet:
     async def scale(self, role: str, count: int) -> dict[str, Any]:
         return self._done({"role": role, "count": count, "started": [], "stopped": []}, "scale", role, count)
 
+    async def switch_role(self, node_id: str, role: str) -> dict[str, Any]:
+        return self._done({"node_id": node_id, "role": role}, "switch", node_id, role)
+
     async def drain(self, node_id: str) -> dict[str, Any]:
         return self._done({"node_id": node_id, "by": "scripted"}, "drain", node_id)
 

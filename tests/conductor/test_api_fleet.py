@@ -18,6 +18,7 @@ from tests.conductor.conftest import Api
 
 KEY = "the key of this cluster, long enough"
 SCALE, DRAIN = "/v1/fleet/scale/decode/3", "/v1/fleet/drain/decode-1"
+SWITCH = "/v1/fleet/switch/decode-1/prefill"
 
 
 @pytest.fixture
@@ -45,6 +46,7 @@ async def test_without_api_keys_the_fleet_is_changed_with_the_clusters_key_alone
         signed(SCALE, key="the key of another cluster, as long"),
         signed(SCALE, role=NODE),
         signed(DRAIN),  # of another call
+        signed(SWITCH.replace("prefill", "both")),
     )
     with audited(AuditOptions(path=str(tmp_path)), "api"):
         for headers in strangers:
@@ -53,12 +55,18 @@ async def test_without_api_keys_the_fleet_is_changed_with_the_clusters_key_alone
         assert api.core.fleet.calls == []
         assert (await api.post(SCALE, {}, headers=signed(SCALE)))[0] == 200
         assert (await api.post(DRAIN, {}, headers=signed(DRAIN)))[0] == 200
-    assert api.core.fleet.calls == [("scale", "decode", 3), ("drain", "decode-1")]
+        assert (await api.post(SWITCH, {}, headers=signed(SWITCH)))[0] == 200
+    assert api.core.fleet.calls == [
+        ("scale", "decode", 3),
+        ("drain", "decode-1"),
+        ("switch", "decode-1", "prefill"),
+    ]
     lines = [json.loads(line) for file in tmp_path.iterdir() for line in file.read_text().splitlines()]
     changes = [line for line in lines if line["event"] == "administrative"]
     assert [(line["what"], line["outcome"], line["who"]) for line in changes] == [
         (f"POST {SCALE}", "ok", "admin"),
         (f"POST {DRAIN}", "ok", "admin"),
+        (f"POST {SWITCH}", "ok", "admin"),
     ]
     assert sum(line["event"] == "refused" for line in lines) == len(strangers)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,6 +15,8 @@ from moonpool.conductor.fleet.providers.provider import FAILED, RUNNING, STARTIN
 from moonpool.conductor.fleet.registry import NodeRegistry
 from moonpool.conductor.fleet.removal import Removable, Reuse, least_missed
 from moonpool.kvstore.index.redis.node_record import NodeLoad, NodeRecord
+from moonpool.protos import node_pb2
+from moonpool.runtime.errors import MoonpoolError
 
 
 @dataclass
@@ -50,6 +52,14 @@ class FakeProvider:
 class Drained:
     def __init__(self) -> None:
         self.num_drains = 0
+        self.roles: list[str] = []
+        self.error: MoonpoolError | None = None
+
+    async def switch(self, role: str, limit_s: float) -> node_pb2.SwitchReply:
+        if self.error is not None:
+            raise self.error
+        self.roles.append(role)
+        return node_pb2.SwitchReply(num_left=3)
 
     async def drain(self) -> None:
         self.num_drains += 1
@@ -107,6 +117,34 @@ async def test_scaling_starts_what_is_missing_and_stops_what_is_reused_least() -
     done = await fleet.scale("decode", 4)  # the one that drains does not count
     assert (len(done["started"]), done["stopped"]) == (2, [])
     assert [kind for kind, _ in changes] == ["drained", "started", "started"]
+
+
+async def test_a_node_switches_if_it_can() -> None:
+    one, stuck = member("decode-0"), member("decode-1")
+    one.record = replace(one.record, stages=("prefill", "decode"))
+    fleet, changes = admin(None, one, stuck)
+    done = await fleet.switch_role("decode-0", "prefill")
+    assert done == {"node_id": "decode-0", "role": "prefill", "former": "decode", "num_requests": 3}
+    assert (one.client.roles, changes) == (["prefill"], [("switches", "decode-0")])
+    for role in ("prefill", "store", "both", "x" * 1000):
+        with pytest.raises(FleetUnchanged):
+            await fleet.switch_role("decode-1", role)
+    with pytest.raises(NodeMissing):
+        await fleet.switch_role("decode-7", "prefill")
+    one.client.error = MoonpoolError("it drains")
+    with pytest.raises(ProviderFailed, match="decode-0 did not become a both node: it drains"):
+        await fleet.switch_role("decode-0", "both")
+    assert stuck.client.roles == []
+
+
+async def test_a_node_that_was_switched_counts_for_its_new_role() -> None:
+    """Its provider knows it by the role that it was started with."""
+    moved = member("decode-1")
+    moved.record = replace(moved.record, role="prefill")
+    provider = running("decode-0", "decode-1", "prefill-0")
+    fleet, _ = admin(provider, member("decode-0"), moved, member("prefill-0"))
+    assert (await fleet.scale("prefill", 2))["started"] == []
+    assert (await fleet.scale("decode", 2))["started"] == ["decode-3"]
 
 
 async def test_a_node_that_has_not_joined_is_stopped_first() -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,14 +25,16 @@ from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.placing.node_table import NodeTable
 from moonpool.conductor.placing.node_view import NodeView
 from moonpool.conductor.planning.lease import PlannerLease
-from moonpool.conductor.planning.plan import Bounds, Rules
+from moonpool.conductor.planning.plan import SWITCH, Bounds, Rules
 from moonpool.conductor.planning.planner import Planner
 from moonpool.kvstore.index.redis.client import connect
 from moonpool.kvstore.index.redis.kv_index import KVIndex
-from moonpool.kvstore.index.redis.node_record import NodeRecord
+from moonpool.kvstore.index.redis.node_record import STAGES, NodeRecord
+from moonpool.protos import node_pb2
 from tests.conductor.core_nodes import RedisProcess
 
 RULES = Rules({"prefill": Bounds(2, 6, 0), "decode": Bounds(1, 6, 0)}, hold_s=20.0, cooldown_s=5.0, steps=4)
+FEW = Bounds(1, 5, 0)
 TTL_S = 10.0
 
 
@@ -82,7 +85,7 @@ class Fleet:
         role = self.nodes[name].role
         view = NodeView(name, NodeCost(Profile(1e-3, 1e-4, 0.0, 1e-3, 1e-4, 0.0)), num_blocks=100)
         view.num_free_blocks = 100
-        record = NodeRecord(name, 1, role, extra={"join_s": 4.0})
+        record = NodeRecord(name, 1, role, extra={"join_s": 4.0}, stages=STAGES)
         self.members[name] = SimpleNamespace(
             record=record,
             node_id=name,
@@ -91,11 +94,24 @@ class Fleet:
             reuse=Reuse(),
             view=view,
             available=lambda now_s: True,
+            client=SimpleNamespace(switch=partial(self._switch, name)),
         )
         self._tables[role].add(view)
 
+    async def _switch(self, name: str, role: str, limit_s: float) -> node_pb2.SwitchReply:
+        self._called(0)
+        member = self.members[name]
+        self._tables[member.record.role].remove(member.view)
+        self._tables[role].add(member.view)
+        member.record = replace(member.record, role=role)
+        return node_pb2.SwitchReply()
+
     def count(self, role: str) -> int:
-        return sum(node.role == role and node.counts for node in self.nodes.values())
+        return sum(self.role_of(node) == role and node.counts for node in self.nodes.values())
+
+    def role_of(self, node: SuppliedNode) -> str:
+        member = self.members.get(node.node_id)
+        return str(member.record.role) if member else node.role
 
     async def start(self, role: str, model: str, fence: int = 0) -> str:
         self.before_start()
@@ -189,6 +205,23 @@ async def test_it_adds_what_is_needed_and_removes_it_when_it_was_not_for_long(
         kinds = [text.partition(" ")[0] for _, _, text in made.said]
         assert kinds == sorted(kinds)  # all additions, then all removals
         assert set(fleet.fences) == {1}
+
+
+async def test_nodes_change_their_role_where_the_needs_diverge_and_stay(
+    url: str, clock: Clock, fleet: Fleet
+) -> None:
+    for _ in range(4):
+        fleet.add("decode")
+    rules = replace(RULES, can=frozenset({SWITCH}), lend_s=20.0, bounds=dict.fromkeys(RULES.bounds, FEW))
+    async with planner_of(url, clock, fleet, rules=rules) as made:
+        for _ in range(60):  # five minutes, 20 requests a second of 0.15 s each: three nodes compute
+            clock.now_s += 5
+            for _ in range(100):
+                made.demand.arrived(0.15, 100, 0)
+            await made.planner.round()
+        assert (fleet.count("prefill"), fleet.count("decode")) == (4, 2)
+        assert fleet.num_calls == 3
+        assert all(text.startswith("switch decode-") for _, _, text in made.said)
 
 
 async def test_two_planners_one_plans_and_the_other_takes_over_within_the_lease(
