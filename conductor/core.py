@@ -21,6 +21,7 @@ from moonpool.conductor.admission.usage import Usage
 from moonpool.conductor.coordination.arbitration import Arbitration
 from moonpool.conductor.coordination.other_conductors import OtherConductors
 from moonpool.conductor.costs.model import CostModel
+from moonpool.conductor.engines.configured import ConfiguredEngines
 from moonpool.conductor.fleet.administration import FleetAdmin
 from moonpool.conductor.fleet.node_status import node_status, warnings_of
 from moonpool.conductor.fleet.providers.provider import Provider
@@ -109,6 +110,7 @@ class Conductor:
             clock=clock,
             rng=rng,
         )
+        self._engines = ConfiguredEngines(options.engines, model, options.engine_key, registry.join)
         admission, fair_share = Admission(options.max_requests, clock), FairShare()
         usage = Usage(admission, fair_share, clock)
         demand = ClusterDemand(activity.demand)
@@ -203,12 +205,14 @@ class Conductor:
         self._migrator.start()
         self._other_conductors.start()
         self.streams.start()
+        self._engines.start()
 
     async def close(self) -> None:
         """Cancel all requests in flight, on nodes too, and close all connections. Idempotent."""
         self._deps.admission.close()
         # The consumers of the streams must run once, so that nodes are told.
         await self._deps.admission.emptied(_CLOSE_WAIT_S)
+        await self._engines.close()
         await self._migrator.close()
         await self._planner.close()
         await self.fleet.close()

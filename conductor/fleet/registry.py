@@ -57,7 +57,7 @@ class NodeRegistry:
         self.mirror = IndexMirror(
             index,
             lease_ttl_s=lease_ttl_s,
-            on_joined=self._on_joined,
+            on_joined=self.join,
             on_updated=self._on_heartbeat,
             on_left=self._on_left,
             on_status=lambda sentence: activity.event("resync", "index", sentence),
@@ -219,7 +219,8 @@ class NodeRegistry:
     def _used(self, member: Member) -> bool:
         return (member.record.model, member.record.layout) == self._identity
 
-    def _on_joined(self, record: NodeRecord) -> None:
+    def join(self, record: NodeRecord) -> None:
+        """A node is here, whether the index or the configuration says so."""
         if record.role == EXTERNAL_ROLE:
             return  # its blocks are in the index, but it has no RPC of ours
         self._identify(record)

@@ -79,6 +79,12 @@ class ConductorOptions(Section, name="conductor"):
         "what vLLM engines were started with as --api-key; empty: they ask for none",
         secret=True,
     )
+    engines: tuple[str, ...] = option(
+        (),
+        "names",
+        "vLLM servers that do not register themselves, each as URL [role=ROLE] [model=NAME]; roles are "
+        "prefill, decode and both",
+    )
     policy: str = option(
         "goodput",
         "name",

@@ -52,13 +52,15 @@ class EngineServer:
         self.stop_at = -1  # index of the token that ends a sequence by itself
         self.num_running = 0
         self.hands_over = True
+        self.model = "served"
         self.keeps = False  # full blocks of what it served
         self.is_silent = False  # of cached tokens, so that nothing is learned of prefills
         self.num_cached_tokens = 0
         self._facts = facts
         self._site: web.AppRunner | None = None
 
-    async def start(self, cluster: Cluster, port: int = 0) -> EngineServer:
+    async def listen(self, port: int = 0) -> str:
+        """Serve without an entry in the index; returns the URL."""
         app = web.Application()
         app.add_routes(
             [
@@ -71,10 +73,14 @@ class EngineServer:
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", port).start()
         self.port = runner.addresses[0][1]
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self, cluster: Cluster, port: int = 0) -> EngineServer:
+        url = await self.listen(port)
         [probe], _ = chain().extend(np.arange(MODEL.block_size, dtype=np.int32), MODEL.block_size, None)
         facts = EngineFacts(
             VLLM,
-            f"http://127.0.0.1:{self.port}",
+            url,
             block_size=MODEL.block_size,
             block_nbytes=4096,
             fingerprint=FINGERPRINT.hex(),
@@ -119,7 +125,7 @@ class EngineServer:
 
     async def _models(self, http: web.Request) -> web.Response:
         self._authenticate(http)
-        return web.json_response({"data": [{"id": "served"}]})
+        return web.json_response({"data": [{"id": self.model}]})
 
     async def _metrics(self, http: web.Request) -> web.Response:
         labels = 'engine="0",model_name="served"'

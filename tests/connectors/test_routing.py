@@ -24,6 +24,10 @@ from tests.connectors.test_vllm import prompts
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 _MAX_MODEL_LEN = 2048
+# Engines on a busy machine publish late; that they have ended is known from their connections.
+LEASE_S = 120
+
+SETS = ["store.host.capacity_nbytes=256MiB", f"index.lease_ttl_s={LEASE_S}"]
 
 
 class Pair:
@@ -38,7 +42,7 @@ def pair(vllm_python: Path, redis: Redis, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("routing")
     engines = {}
     for name in ("first", "second"):
-        extra = {"url": redis.url, "node_id": name, "set": ["store.host.capacity_nbytes=256MiB"]}
+        extra = {"url": redis.url, "node_id": name, "set": SETS}
         engines[name] = VllmServer(vllm_python, folder / f"{name}.log", extra, registers=True)
     plain = VllmServer(vllm_python, folder / "plain.log", None)
     servers = [plain, *engines.values()]
@@ -58,7 +62,7 @@ async def conducting(pair: Pair, policy: str = "goodput") -> AsyncIterator[Condu
     """A conductor that sees both engines."""
     process.use(process.Security(SecurityOptions(cluster_key=local_key()), Caller(CONDUCTOR, "test")))
     model = ServedModel.from_checkpoint(MODEL, block_size=BLOCK_SIZE, max_model_len=_MAX_MODEL_LEN)
-    index = IndexOptions(redis_url=pair.redis.url)
+    index = IndexOptions(redis_url=pair.redis.url, lease_ttl_s=LEASE_S)
     conductor = Conductor(model, ConductorOptions(policy=policy), index)
     await conductor.start()
     try:
