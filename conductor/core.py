@@ -180,6 +180,7 @@ class Conductor:
             registry,
             self._deps.runs,
             causes=options.migrate,
+            tbt_s=self._deps.slo.tbt_s,
             block_size=model.block_size,
             clock=clock,
         )

@@ -7,15 +7,24 @@ from dataclasses import dataclass, replace
 
 from moonpool.conductor.placing.node_view import NodeView
 
+# A node with a step of at most this part of the target has room for requests of slower nodes.
+_CALM_PART = 0.8
+# Most moves of one decision.
+_MOST_MOVES = 4
+# A request that ends within so many tokens is not worth a move.
+_LEAST_TOKENS = 32
+
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A request that decodes on ``node_id``. ``expected_tokens``: it will probably still produce."""
+    """A request that decodes on ``node_id``. ``expected_tokens``: it will probably still produce.
+    ``priority``: lower goes first."""
 
     request_id: str
     node_id: str
     num_tokens: int
     expected_tokens: int
+    priority: int = 0
 
     def num_blocks(self, block_size: int) -> int:
         """Blocks of its KV in the end, probably."""
@@ -23,8 +32,24 @@ class Running:
 
 
 @dataclass(frozen=True, slots=True)
+class Waiting:
+    """A request that was placed to decode on ``node_id``, with ``num_tokens`` so far, and has no blocks there
+    yet. ``computed``: its prompt is."""
+
+    request_id: str
+    node_id: str
+    num_tokens: int
+    priority: int
+    computed: bool
+
+    def num_blocks(self, block_size: int) -> int:
+        """Blocks that it needs to begin: for its tokens and the next one."""
+        return self.num_tokens // block_size + 1
+
+
+@dataclass(frozen=True, slots=True)
 class Move:
-    """``cause``: drain. ``reason``: a sentence for users."""
+    """``cause``: one of the options of ``conductor.migrate``, or asked. ``reason``: a sentence for users."""
 
     request_id: str
     source: str
@@ -35,17 +60,26 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class DecodeLoad:
-    """A decode node as these decisions see it; planned moves change copies of it."""
+    """A decode node as these decisions see it; planned moves change copies of it. ``closed``: it takes no
+    requests now."""
 
     view: NodeView
     num_running: int
     num_context_tokens: int
     num_free_blocks: int
     num_waiting: int
+    closed: bool = False
 
     @classmethod
-    def of(cls, view: NodeView) -> DecodeLoad:
-        return cls(view, view.num_running, view.num_context_tokens, view.num_free_blocks, view.num_waiting)
+    def of(cls, view: NodeView, closed: Collection[str] = ()) -> DecodeLoad:
+        return cls(
+            view,
+            view.num_running,
+            view.num_context_tokens,
+            view.num_free_blocks,
+            view.num_waiting,
+            view.node_id in closed,
+        )
 
     def step_s(self, now_s: float) -> float:
         """The predicted seconds of a step."""
@@ -63,7 +97,7 @@ class DecodeLoad:
         """For all its blocks. A block for each running sequence stays free, as the engine keeps it; a node on
         which others wait has none."""
         free = self.num_free_blocks - self.num_running - 1
-        return not self.num_waiting and request.num_blocks(block_size) <= free
+        return not self.closed and not self.num_waiting and request.num_blocks(block_size) <= free
 
 
 def best_target(
@@ -103,3 +137,136 @@ def plan_drain(
             reason = f"{request.node_id} hands its requests on; a step of {name} is shortest with it"
             moves.append(Move(request.request_id, request.node_id, name, "drain", reason))
     return moves
+
+
+def plan_defragment(
+    running: Sequence[Running],
+    waiting: Sequence[Waiting],
+    nodes: Iterable[NodeView],
+    *,
+    closed: Collection[str] = (),
+    block_size: int,
+    now_s: float,
+) -> list[Move]:
+    """Moves that make room for prompts which fit on no node, though the sum of free blocks suffices.
+
+    The requests with the fewest tokens that suffice leave the node that the prompt waits for. At most one
+    prompt for each node; none where the room would not suffice. ``nodes``: all that decode; ``closed``: those
+    that take no requests.
+    """
+    loads = {view.node_id: DecodeLoad.of(view, closed) for view in nodes}
+    moves: list[Move] = []
+    for request in sorted(waiting, key=lambda one: (-one.num_tokens, one.request_id)):
+        needed = request.num_blocks(block_size)
+        free = [load.num_free_blocks - load.num_running for load in loads.values() if not load.closed]
+        if not request.computed or max(free, default=0) >= needed or sum(free) < needed:
+            continue
+        leaving = [one for one in running if one.node_id == request.node_id]
+        reason = f"{request.request_id} waits for {needed} blocks, and fits nowhere"
+        moves += _make_room(request, leaving, loads, moves, "defragment", reason, block_size, now_s)
+    return moves
+
+
+def plan_priority(
+    running: Sequence[Running],
+    waiting: Sequence[Waiting],
+    nodes: Iterable[NodeView],
+    *,
+    closed: Collection[str] = (),
+    block_size: int,
+    now_s: float,
+) -> list[Move]:
+    """Moves of less urgent requests from nodes without room for a more urgent one, which would preempt them
+    or wait for them otherwise."""
+    loads = {view.node_id: DecodeLoad.of(view, closed) for view in nodes}
+    moves: list[Move] = []
+    for request in sorted(waiting, key=lambda one: (one.priority, one.request_id)):
+        leaving = [
+            one for one in running if one.node_id == request.node_id and one.priority > request.priority
+        ]
+        reason = f"{request.request_id} is more urgent and needs {request.num_blocks(block_size)} blocks"
+        moves += _make_room(request, leaving, loads, moves, "priority", reason, block_size, now_s)
+    return moves
+
+
+def plan_hot_spots(
+    running: Sequence[Running],
+    nodes: Iterable[NodeView],
+    *,
+    closed: Collection[str] = (),
+    tbt_s: float,
+    block_size: int,
+    now_s: float,
+) -> list[Move]:
+    """One move from each node whose predicted step is longer than ``tbt_s``, to the node with the shortest
+    step, if that stays well below: the request that will last longest, of equal ones the smallest."""
+    loads = {view.node_id: DecodeLoad.of(view, closed) for view in nodes}
+    hot = [load for load in loads.values() if load.num_running > 1 and load.step_s(now_s) > tbt_s]
+    moves = []
+    for load in sorted(hot, key=lambda one: (-one.step_s(now_s), one.view.node_id)):
+        source = load.view.node_id
+        leaving = [one for one in running if one.node_id == source and one.expected_tokens >= _LEAST_TOKENS]
+        for request in sorted(
+            leaving, key=lambda one: (-one.expected_tokens, one.num_tokens, one.request_id)
+        ):
+            target = best_target(request, loads.values(), block_size=block_size, now_s=now_s)
+            if target is None:
+                continue
+            then = target.with_one(request, block_size)
+            if then.step_s(now_s) > _CALM_PART * tbt_s:
+                continue
+            loads[target.view.node_id] = then
+            step_ms, then_ms = 1e3 * load.step_s(now_s), 1e3 * then.step_s(now_s)
+            reason = (
+                f"a step of {source} takes {step_ms:.3g} ms, the target is {1e3 * tbt_s:.3g} ms; "
+                f"{then_ms:.3g} ms on {then.view.node_id}"
+            )
+            moves.append(Move(request.request_id, source, then.view.node_id, "hot-spot", reason))
+            break
+    return moves
+
+
+def _make_room(
+    waiting: Waiting,
+    leaving: Sequence[Running],
+    loads: dict[str, DecodeLoad],
+    planned: Sequence[Move],
+    cause: str,
+    reason: str,
+    block_size: int,
+    now_s: float,
+) -> list[Move]:
+    """The moves that give ``waiting`` its blocks: small requests, and none that is not needed. Empty: it has
+    room, or cannot get it. Changes ``loads`` by the moves."""
+    source = loads.get(waiting.node_id)
+    # Blocks that it was given already count as used: without others that wait, it has them.
+    if source is None or not source.num_waiting or any(move.source == waiting.node_id for move in planned):
+        return []
+    missing = waiting.num_blocks(block_size) - (source.num_free_blocks - source.num_running)
+    if missing <= 0:
+        return []
+    targets, chosen = dict(loads), []
+    leaving = sorted(leaving, key=lambda one: (one.num_tokens, one.request_id))
+    # One that suffices alone, rather than several.
+    for request in [one for one in leaving if _freed(one, block_size) >= missing] + leaving:
+        if missing <= 0:
+            break
+        target = best_target(request, targets.values(), block_size=block_size, now_s=now_s)
+        if target is not None:
+            targets[target.view.node_id] = target.with_one(request, block_size)
+            chosen.append((request, target.view.node_id))
+            missing -= _freed(request, block_size)
+    for one in list(chosen):
+        if missing + _freed(one[0], block_size) <= 0:
+            chosen.remove(one)
+            missing += _freed(one[0], block_size)
+    if missing > 0 or len(chosen) > _MOST_MOVES:
+        return []
+    for request, target_id in chosen:
+        loads[target_id] = loads[target_id].with_one(request, block_size)
+    return [Move(one.request_id, one.node_id, target_id, cause, reason) for one, target_id in chosen]
+
+
+def _freed(request: Running, block_size: int) -> int:
+    """Its blocks, and the one that the engine keeps for it."""
+    return -(-request.num_tokens // block_size) + 1

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 from moonpool.conductor.errors import MigrationFailed
 from moonpool.conductor.fleet.registry import NodeRegistry
-from moonpool.conductor.migration.decisions import DecodeLoad, Move, Running, best_target, plan_drain
+from moonpool.conductor.migration.decisions import (
+    DecodeLoad,
+    Move,
+    Running,
+    Waiting,
+    best_target,
+    plan_defragment,
+    plan_drain,
+    plan_hot_spots,
+    plan_priority,
+)
+from moonpool.conductor.placing.node_view import NodeView
 from moonpool.conductor.requests.migration import Migrated, Movable
 from moonpool.runtime.service.vital import restarted
 
@@ -19,7 +31,8 @@ _PERIOD_S = 0.25
 # Moves in flight at once: from one node, and in all. A storm would cost every stream a pause.
 _MOST_FROM_ONE = 4
 _MOST = 16
-# How long a request that could not move is left alone.
+# How long a request that has moved or could not move is left alone, and a node that others left to make room
+# or to make it faster: what its steps and its blocks are then is known later.
 _PAUSE_S = 2.0
 
 
@@ -32,18 +45,21 @@ class Migrator:
         runs: Mapping[str, Movable],
         *,
         causes: Collection[str],
+        tbt_s: float,
         block_size: int,
         clock: Callable[[], float],
     ) -> None:
-        """``causes``: the decisions that are made; ``migrate`` works without."""
+        """``causes``: the decisions that are made; ``migrate`` works without. ``tbt_s``: longest time wanted
+        between two tokens."""
         self._registry = registry
         self._runs = runs
         self._causes = frozenset(causes)
+        self._tbt_s = tbt_s
         self._block_size = block_size
         self._clock = clock
         self._moves: dict[str, Move] = {}  # in flight, by request
         self._tasks: set[asyncio.Task[None]] = set()
-        self._not_before_s: dict[str, float] = {}  # of requests that could not move
+        self._not_before_s: dict[str, float] = {}  # of requests, and of the nodes that they leave
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -105,16 +121,46 @@ class Migrator:
         return begun
 
     def _decide(self, now_s: float) -> list[Move]:
+        running, moves = self._all_running(), []
+        open_nodes = list(self._registry.fleet("decode"))
         draining = {node_id for node_id, member in self._registry.members.items() if member.hands_on}
-        if not draining or "drain" not in self._causes:
-            return []
-        return plan_drain(
-            self._all_running(),
-            draining,
-            self._registry.fleet("decode"),
-            block_size=self._block_size,
-            now_s=now_s,
-        )
+        if draining and "drain" in self._causes:
+            moves += plan_drain(running, draining, open_nodes, block_size=self._block_size, now_s=now_s)
+        # The others see a node only when it has settled: free blocks and steps are not known in a move.
+        busy = {move.source for move in (*self._moves.values(), *moves)} | draining
+        busy |= self._not_before_s.keys()
+        nodes = [member.view for member in self._registry.members.values() if member.decodes]
+        closed = {view.node_id for view in nodes} - {view.node_id for view in open_nodes}
+        for plan in self._plans(closed, now_s):
+            if found := plan([one for one in running if one.node_id not in busy], nodes):
+                self._not_before_s |= {move.source: now_s + _PAUSE_S for move in found}
+                return moves + found
+        return moves
+
+    def _plans(
+        self, closed: Collection[str], now_s: float
+    ) -> Iterator[Callable[[list[Running], list[NodeView]], list[Move]]]:
+        """The decisions that are made, beside drain."""
+        size, waiting = self._block_size, self._all_waiting()
+        if waiting and "priority" in self._causes:
+            yield lambda running, nodes: plan_priority(
+                running, waiting, nodes, closed=closed, block_size=size, now_s=now_s
+            )
+        if waiting and "defragment" in self._causes:
+            yield lambda running, nodes: plan_defragment(
+                running, waiting, nodes, closed=closed, block_size=size, now_s=now_s
+            )
+        if "hot-spot" in self._causes:
+            yield partial(plan_hot_spots, closed=closed, tbt_s=self._tbt_s, block_size=size, now_s=now_s)
+
+    def _all_waiting(self) -> list[Waiting]:
+        """Requests that have a decode node, and perhaps no blocks there."""
+        found = []
+        for request_id, run in self._runs.items():
+            if (waits := run.waits_on) is not None:
+                member, computed = waits
+                found.append(Waiting(request_id, member.node_id, run.outlook()[0], run.priority, computed))
+        return found
 
     def _all_running(self) -> list[Running]:
         """Requests that may move now."""
@@ -131,15 +177,15 @@ class Migrator:
         if member is None:
             return None
         num_tokens, expected_tokens = run.outlook()
-        return Running(request_id, member.node_id, num_tokens, expected_tokens)
+        return Running(request_id, member.node_id, num_tokens, expected_tokens, run.priority)
 
     async def _move(self, move: Move) -> None:
         try:
             await self.migrate(move.request_id, move.target, move.cause)
         except MigrationFailed as failure:
             log.info("%s", failure)
-            self._not_before_s[move.request_id] = self._clock() + _PAUSE_S
         finally:
+            self._not_before_s[move.request_id] = self._clock() + _PAUSE_S
             del self._moves[move.request_id]
 
     async def _run(self) -> None:

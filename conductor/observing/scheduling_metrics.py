@@ -32,7 +32,7 @@ prefix_outcomes = Counter(
 migrations = Counter(
     "moonpool_migrations_total",
     "Running requests that were to move to another decode node, by cause (asked, drain, "
-    "hot-spot, defragment, priority) and outcome: moved, or stayed",
+    "defragment, hot-spot, priority) and outcome: moved, or stayed",
     ["cause", "outcome"],
 )
 migration_downtime_s = Histogram(

@@ -129,6 +129,13 @@ class Attempt:
             return "it does not decode yet"
         return "it is on its way to another node already" if self._migration is not None else ""
 
+    @property
+    def waits_on(self) -> tuple[Member, bool] | None:
+        """The decode node whose word that it has the blocks is missing, and whether they are computed."""
+        if self._closed or self._failure is not None or self.kv_received or self.plan.decode is None:
+            return None
+        return self.plan.decode, self._reply is not None
+
     async def migrate(self, plan: MigrationPlan) -> Migrated:
         """Have ``plan.target`` go on with the request, while it runs. ``stays`` is empty.
 

@@ -135,9 +135,17 @@ class RequestRun:
 
     @property
     def decodes_on(self) -> Member | None:
-        """See ``Movable``, as for the next two."""
+        """See ``Movable``, as for those below."""
         attempt = self._attempt
         return None if attempt is None or attempt.stays else attempt.plan.decode
+
+    @property
+    def waits_on(self) -> tuple[Member, bool] | None:
+        return None if self._attempt is None else self._attempt.waits_on
+
+    @property
+    def priority(self) -> int:
+        return self._placer.priority
 
     def outlook(self) -> tuple[int, int]:
         return self._lineage.num_tokens, self._placer.expected_tokens()

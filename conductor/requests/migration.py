@@ -51,6 +51,15 @@ class Movable(Protocol):
     def decodes_on(self) -> Member | None:
         """The decode node that it could leave now; None: it does not decode, or is on its way."""
 
+    @property
+    def waits_on(self) -> tuple[Member, bool] | None:
+        """The decode node that has not got its blocks yet, and whether its prompt is computed; None: it
+        decodes, is to be placed, or has no decode node."""
+
+    @property
+    def priority(self) -> int:
+        """Lower goes first."""
+
     def outlook(self) -> tuple[int, int]:
         """Its tokens, and those that it will probably still produce."""
 

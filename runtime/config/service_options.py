@@ -94,9 +94,11 @@ class ConductorOptions(Section, name="conductor"):
     migrate: tuple[str, ...] = option(
         ("drain",),
         "names",
-        "why running requests are moved to other decode nodes: drain (their node ends or no longer decodes); "
-        "empty: only when asked",
-        choices=("drain",),
+        "why running requests are moved to other decode nodes: drain (their node ends or no longer decodes), "
+        "defragment (a prompt fits nowhere, though enough blocks are free in all), hot-spot (steps of their "
+        "node are longer than slo_tbt_s), priority (a more urgent request waits for blocks there); empty: "
+        "only when asked",
+        choices=("drain", "defragment", "hot-spot", "priority"),
     )
     replicate_nbytes_per_s: int = option(
         256 << 20,

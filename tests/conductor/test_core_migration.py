@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -101,6 +102,28 @@ async def test_tokens_of_the_target_wait_for_those_of_the_source(redis: RedisPro
         await it.cluster.until(lambda: ("r", 0) in it.source.cancelled)
         assert "migrated" in it.cluster.names("r")
         assert "retry" not in it.cluster.names("r")
+
+
+async def test_a_move_may_go_to_a_node_where_others_wait(redis: RedisProcess) -> None:
+    """Perhaps for the next step only: its free blocks suffice."""
+    async with scene(redis, "waiting") as it:
+        it.take.set()
+        await it.paused.wait()
+        run = it.cluster.conductor._deps.runs["r"]
+        await it.cluster.until(lambda: run.decodes_on)
+        name = "d1" if it.summary.decode_node == "d0" else "d0"
+        target, member = it.cluster.nodes[name], it.cluster.conductor._deps.registry.members[name]
+        target.load = replace(target.load, num_waiting=1)
+        await target.announce()
+        await it.cluster.until(lambda: member.view.num_waiting == 1)
+        move = asyncio.create_task(it.cluster.conductor.migrate("r", ""))
+        await asyncio.wait(
+            (move, taking := asyncio.create_task(it.taking.wait())), return_when="FIRST_COMPLETED"
+        )
+        taking.cancel()
+        it.go_on.set()
+        assert await it.tokens == continuation(PROMPT, NUM_TOKENS)
+        assert (await move).target == name
 
 
 async def test_a_source_that_went_on_meanwhile_does_no_harm(redis: RedisProcess) -> None:
@@ -206,7 +229,9 @@ async def test_a_node_that_drains_hands_its_requests_on(redis: RedisProcess) -> 
         source.state = "draining"
         await source.announce()
         await it.taking.wait()
+        target = it.cluster.nodes["d1" if source.node_id == "d0" else "d0"]
+        await it.cluster.until(lambda: not target._tasks)  # else the source might end first
         it.go_on.set()
         assert await it.tokens == continuation(PROMPT, NUM_TOKENS)
+        await it.cluster.until(lambda: "migrated" in it.cluster.names("r"))
         assert it.summary.decode_node != source.node_id
-        assert "migrated" in it.cluster.names("r")

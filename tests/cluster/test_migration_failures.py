@@ -1,0 +1,321 @@
+"""Moves in which a side dies, stops, has no room, or is left: the same tokens, and no block leaks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from moonpool.client import Client, Reply
+from moonpool.errors import ApiError
+from moonpool.local.cluster import LocalCluster
+from moonpool.protos import node_pb2, node_pb2_grpc
+from moonpool.runtime.service.child import Child
+from tests.cluster.conftest import another, channel_as, eventually, nodes, small_config, started
+from tests.cluster.test_migration import events_of
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+
+PROMPT = "In the beginning was the Word, and the Word was with God, and the Word was God. " * 60
+NUM_TOKENS = 500
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "seeded": {"temperature": 0.9, "seed": 11},
+}
+PARAMETERS: dict[str, Any] = {"max_tokens": NUM_TOKENS, "ignore_eos": True}
+# The blocks of a prompt take a third of a second, faster than a request fills new ones.
+READ_NBYTES_PER_S = 24 << 20
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCluster]:
+    config = small_config()
+    config = replace(
+        config,
+        cluster=replace(config.cluster, prefill=1, decode=2),
+        transfer=replace(config.transfer, read_nbytes_per_s=READ_NBYTES_PER_S),
+    )
+    async with LocalCluster(config, directory=tmp_path_factory.mktemp("cluster")) as running:
+        yield running
+
+
+async def whole(client: Client, prompt: str, **parameters: Any) -> str:
+    reply = Reply()
+    async for _ in client.complete(prompt, reply, **{**PARAMETERS, **parameters}):
+        pass
+    assert reply.usage["completion_tokens"] == parameters.get("max_tokens", NUM_TOKENS)
+    return reply.text
+
+
+async def settled(cluster: LocalCluster, client: Client) -> None:
+    """Wait until all nodes of the cluster serve in their present lives, and hold nothing for anyone."""
+
+    async def idle() -> object:
+        known = await nodes(client)
+        waits = [
+            child.name
+            for child in cluster.nodes
+            if child.name not in known
+            or known[child.name]["state"] != "ready"
+            or known[child.name]["pid"] != child.ready["pid"]
+        ]
+        used = {
+            name: node["tiers"][0]["num_used_blocks"] for name, node in known.items() if name not in waits
+        }
+        return (
+            not waits and not any(used.values()) and not any(n["load"]["own_decodes"] for n in known.values())
+        )
+
+    await eventually(idle)
+
+
+async def decode_node(client: Client, reply: Reply) -> str:
+    return str((await client.timeline(reply.id))["summary"]["decode_node"])
+
+
+@asynccontextmanager
+async def node_of(cluster: LocalCluster, child: Child) -> AsyncIterator[node_pb2_grpc.NodeStub]:
+    async with channel_as("node", cluster, str(child.ready["rpc_address"])) as channel:
+        yield node_pb2_grpc.NodeStub(channel)
+
+
+async def num_used(node: node_pb2_grpc.NodeStub) -> int:
+    return (await node.Status(node_pb2.StatusRequest())).tiers[0].num_used_blocks
+
+
+async def while_copying(
+    cluster: LocalCluster, client: Client, reply: Reply, target: str
+) -> asyncio.Task[Any]:
+    """Move a running request to ``target``. Return once that has reserved blocks for it."""
+    async with node_of(cluster, cluster.children[target]) as node:
+        move = asyncio.create_task(client.migrate(reply.id, target))
+        while not move.done() and not await num_used(node):  # noqa: ASYNC110  another process's state
+            await asyncio.sleep(0.005)
+    return move
+
+
+async def mend(cluster: LocalCluster, fault: signal.Signals, name: str) -> None:
+    child = cluster.children[name]
+    if fault is signal.SIGKILL:
+        assert await child.wait() == -signal.SIGKILL
+        await cluster.restart(name)
+    else:
+        os.kill(child.pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS.keys())
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("side", ["source", "target"])
+async def test_a_side_that_fails_while_blocks_are_copied(
+    cluster: LocalCluster, client: Client, side: str, fault: signal.Signals, sampling: dict[str, Any]
+) -> None:
+    # The move may be over before the signal is sent: then once more, with another prompt.
+    for number in range(5):
+        prompt = f"{side} {number}. {PROMPT}"
+        expected, reply, victim, in_time = await whole(client, prompt, **sampling), Reply(), "", False
+        await settled(cluster, client)
+        move: asyncio.Task[Any] | None = None
+        async for _ in client.complete(prompt, reply, **{**PARAMETERS, **sampling}):
+            if move is None and len(reply.pieces_s) >= 10:
+                source = await decode_node(client, reply)
+                target = "decode-1" if source == "decode-0" else "decode-0"
+                move = await while_copying(cluster, client, reply, target)
+                victim = source if side == "source" else target
+                os.kill(cluster.children[victim].pid, fault)
+                in_time = not move.done()
+        assert move is not None
+        await asyncio.wait((move,))
+        await mend(cluster, fault, victim)
+        assert reply.text == expected
+        assert reply.usage["completion_tokens"] == NUM_TOKENS
+        await settled(cluster, client)
+        if in_time and isinstance(move.exception(), ApiError):
+            # The request stayed where it was, unless that node failed.
+            retries = await events_of(client, reply.id, "retry")
+            assert bool(retries) == (side == "source")
+            return
+    pytest.fail("five times the move was over before its side failed")
+
+
+@pytest.mark.parametrize("end", ["leaves", "holds", "source killed"])
+async def test_a_follower_that_fails_while_the_source_stands_still(
+    cluster: LocalCluster, client: Client, end: str
+) -> None:
+    """The test itself is the target: it has the source stop the request, and reads nothing."""
+    prompt, sampling = f"{end}. {PROMPT}", SAMPLINGS["seeded"]
+    expected, reply, source, stopped = await whole(client, prompt, **sampling), Reply(), "", False
+    await settled(cluster, client)
+    async for _ in client.complete(prompt, reply, **{**PARAMETERS, **sampling}):
+        if stopped or len(reply.pieces_s) < 10:
+            continue
+        source, stopped = await decode_node(client, reply), True
+        async with channel_as("node", cluster, str(cluster.children[source].ready["rpc_address"])) as channel:
+            stub = node_pb2_grpc.DecodeNodeStub(channel)
+            num_tokens = (await client.timeline(reply.id))["summary"]["prompt_tokens"]
+            follow = stub.FollowDecode(
+                node_pb2.FollowRequest(request_id=reply.id, follower="a test", num_tokens=num_tokens)
+            )
+            async for chunk in follow:
+                if chunk.first_block == 0:
+                    await stub.Yield(node_pb2.YieldRequest(request_id=reply.id))
+                if chunk.last:
+                    break
+            else:
+                pytest.fail("the source sent no last chunk")
+            if end == "holds":
+                # The source goes on all the same, and ends the stream of chunks.
+                async for _chunk in follow:
+                    pytest.fail("a chunk after the last one")
+            elif end == "source killed":
+                os.kill(cluster.children[source].pid, signal.SIGKILL)
+    assert stopped
+    assert reply.text == expected
+    retries = await events_of(client, reply.id, "retry")
+    assert bool(retries) == (end == "source killed")
+    if end == "source killed":
+        await mend(cluster, signal.SIGKILL, source)
+    await settled(cluster, client)
+
+
+async def test_a_client_that_goes_away_while_blocks_are_copied(cluster: LocalCluster, client: Client) -> None:
+    reply = Reply()
+    await settled(cluster, client)
+    stream = client.complete(f"away. {PROMPT}", reply, temperature=0, max_tokens=3000, ignore_eos=True)
+    move: asyncio.Task[Any] | None = None
+    async for _ in stream:
+        if len(reply.pieces_s) >= 10:
+            source = await decode_node(client, reply)
+            target = "decode-1" if source == "decode-0" else "decode-0"
+            move = await while_copying(cluster, client, reply, target)
+            break
+    await stream.aclose()
+    assert move is not None
+    await asyncio.wait((move,))
+    with contextlib.suppress(ApiError):  # it had moved already
+        move.result()
+    await settled(cluster, client)
+
+
+async def test_a_target_without_blocks_leaves_the_request_where_it_is(
+    cluster: LocalCluster, client: Client
+) -> None:
+    """One pool is too small for the prompt, the other fills up while the blocks are copied."""
+    block_nbytes, block_size = (await client.cluster())["block_nbytes"], cluster.config.engine.block_size
+    sampling = SAMPLINGS["greedy"]
+    expected, reply = await whole(client, PROMPT, **sampling), Reply()
+    async for _ in client.complete(PROMPT, reply, **PARAMETERS, **sampling):
+        pass
+    num_blocks = -(-reply.usage["prompt_tokens"] // block_size)
+    small = [
+        another(cluster, f"decode-{name}", "decode", f"engine.pool_nbytes={blocks * block_nbytes}")
+        for name, blocks in (("smaller", num_blocks // 2), ("small", num_blocks + 3))
+    ]
+    async with started(*small):
+        names = [child.name for child in small]
+
+        async def known() -> object:
+            states = {name: node["state"] for name, node in (await nodes(client)).items()}
+            return all(states.get(name) == "ready" for name in names)
+
+        await eventually(known)
+        reply, refused = Reply(), []
+        async for _ in client.complete(PROMPT, reply, **PARAMETERS, **sampling):
+            if len(reply.pieces_s) >= 10 and len(refused) < len(small):
+                with pytest.raises(ApiError) as failure:
+                    await client.migrate(reply.id, names[len(refused)])
+                refused.append(failure.value.status)
+        assert refused == [409, 409]
+        assert reply.text == expected
+        assert not await events_of(client, reply.id, "retry")
+        assert len(await events_of(client, reply.id, "stayed")) == 2
+
+        async def empty() -> object:
+            known = await nodes(client)
+            return not any(known[name]["tiers"][0]["num_used_blocks"] for name in names)
+
+        await eventually(empty)
+    await settled(cluster, client)
+
+
+async def test_a_node_that_is_ended_hands_its_streams_on(cluster: LocalCluster, client: Client) -> None:
+    """SIGTERM: no stream is cut or placed again."""
+    many = PARAMETERS | SAMPLINGS["greedy"] | {"max_tokens": 2000}
+    prompts = [f"{number}. In those days " for number in range(2)]
+    expected = await asyncio.gather(*(whole(client, prompt, **many) for prompt in prompts))
+    leaving = another(cluster, "decode-leaving", "decode")
+    async with started(leaving):
+
+        async def known() -> object:
+            return (await nodes(client)).get(leaving.name, {}).get("state") == "ready"
+
+        await eventually(known)
+        replies, there = [Reply() for _ in prompts], asyncio.Semaphore(0)
+
+        async def stream(prompt: str, reply: Reply) -> None:
+            moved = False
+            async for _ in client.complete(prompt, reply, **many):
+                if not moved and len(reply.pieces_s) >= 10:
+                    if await decode_node(client, reply) != leaving.name:
+                        await client.migrate(reply.id, leaving.name)
+                    moved = True
+                    there.release()
+
+        streams = [asyncio.create_task(stream(*pair)) for pair in zip(prompts, replies, strict=True)]
+        for _ in streams:
+            await there.acquire()
+        os.kill(leaving.pid, signal.SIGTERM)
+        assert await asyncio.wait_for(leaving.wait(), 60) == 0
+        await asyncio.gather(*streams)
+    assert [reply.text for reply in replies] == expected
+    for reply in replies:
+        assert not await events_of(client, reply.id, "retry")
+    causes = [event["cause"] for reply in replies for event in await events_of(client, reply.id, "migrated")]
+    assert "drain" in causes
+    await settled(cluster, client)
+
+
+async def test_logprobs_and_stop_strings_are_the_same_after_moves(
+    cluster: LocalCluster, client: Client
+) -> None:
+    async with aiohttp.ClientSession() as session:
+
+        async def answer(name: str, **parameters: Any) -> dict[str, Any]:
+            body = {"model": model, "prompt": "And it came to pass ", **PARAMETERS, **parameters}
+            headers = {"x-request-id": name}
+            async with session.post(f"{cluster.url}/v1/completions", json=body, headers=headers) as response:
+                assert response.status == 200, await response.text()
+                choice: dict[str, Any] = (await response.json())["choices"][0]
+                return choice
+
+        async def moved(name: str, **parameters: Any) -> dict[str, Any]:
+            asked = asyncio.create_task(answer(name, **parameters))
+            while not asked.done():
+                with contextlib.suppress(ApiError):  # not decoding yet, or ended
+                    await client.migrate(name)
+                await asyncio.sleep(0.05)
+            assert await events_of(client, name, "migrated")
+            return await asked
+
+        model = (await client.model())["id"]
+        many = {"temperature": 0.8, "seed": 5, "logprobs": 3, "max_tokens": 1500}
+        expected = await answer("logprobs-still", **many)
+        assert len(expected["logprobs"]["token_logprobs"]) == 1500
+        assert await moved("logprobs-moved", **many) == expected
+        # The text from some place on, which is nowhere before: the answer ends there.
+        text, length = str(expected["text"]), 8
+        while text.index(text[-400 : -400 + length]) < len(text) - 400:
+            length += 1
+        stops = many | {"stop": [text[-400 : -400 + length]]}
+        expected = await answer("stop-still", **stops)
+        assert expected["finish_reason"] == "stop"
+        assert await moved("stop-moved", **stops) == expected
+    await settled(cluster, client)
