@@ -16,7 +16,9 @@ steps = Counter(
     ["kind", "role", "outcome"],
 )
 given_up = Counter(
-    "moonpool_planner_given_up_nodes_total", "Nodes that were asked for and never registered", ["role"]
+    "moonpool_planner_given_up_nodes_total",
+    "Nodes that never registered, cannot serve here, or kept leaving",
+    ["role"],
 )
 queue_seconds = Gauge(
     "moonpool_role_queue_seconds",

@@ -153,15 +153,17 @@ class Planner:
     async def _nodes(self, role: str, supplied: Sequence[SuppliedNode], held: Held, now_s: float) -> Nodes:
         # A node of both roles serves this one too; the planner neither adds nor removes such nodes.
         members = [one for one in self._registry.members.values() if role in stages_of(one.record.role)]
-        serving = {one.owner for one in members if one.available(now_s)}
+        refused = {one.owner: why for one in members if (why := self._registry.incompatible(one.record))}
+        serving = {one.owner for one in members if one.available(now_s)} - refused.keys()
         own = [node for node in supplied if node.role == role]
         join_s = max((_join_s(one) for one in members), default=UNKNOWN_JOIN_S)
         supply = self._supplies[role]
-        expected, late = supply.look(own, {one.owner for one in members}, join_s, now_s)
+        joined = {one.owner for one in members}
+        expected, gives_up = supply.look(own, joined, join_s, now_s, refused)
         if held.epoch and self._mode == ACT:
-            for node_id in late:
+            for node_id, why in gives_up.items():
                 metrics.given_up.labels(role).inc()
-                await self._give_up(node_id, held.epoch)
+                await self._give_up(node_id, why, held.epoch)
         removable = {node.node_id for node in own if node.counts and node.can_stop} & serving
         return Nodes(
             self._registry.fleet(role),
@@ -179,8 +181,7 @@ class Planner:
         records = [one.record for one in self._registry.members.values() if one.owner == node_id]
         return all(one.role == role and can_become(one, other) for one in records)
 
-    async def _give_up(self, node_id: str, epoch: int) -> None:
-        why = "it was asked for and has not registered"
+    async def _give_up(self, node_id: str, why: str, epoch: int) -> None:
         try:
             await self._admin.stop(node_id, why, fence=epoch)
         except ProviderFailed as error:

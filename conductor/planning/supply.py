@@ -1,8 +1,9 @@
-"""Nodes on their way: which are expected, which never came, and for how long no other is asked for."""
+"""Nodes on their way: which are expected, which to give up, and for how long no other is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moonpool.conductor.fleet.providers.provider import FAILED, SuppliedNode
@@ -10,6 +11,8 @@ from moonpool.conductor.fleet.providers.provider import FAILED, SuppliedNode
 # A node that is not in the index so long after its start, or after several times the usual time, never comes.
 _LEAST_WAIT_S = 120.0
 _WAIT_JOINS = 4.0
+# A node that joins and dies, again and again, is given up.
+_MOST_DEPARTURES = 3
 # After a failure of a provider or of a node's start: doubled with each one in a row.
 _FIRST_PAUSE_S = 15.0
 _LONGEST_PAUSE_S = 600.0
@@ -22,7 +25,11 @@ class Supply:
     num_failures: int = 0  # in a row
     held_until_s: float = 0.0
     why: str = ""
-    _counted: set[str] = field(default_factory=set)  # nodes whose failure was counted
+    _counted: set[str] = field(default_factory=set)  # nodes that joined once, or whose failure was counted
+    _ended: set[str] = field(default_factory=set)  # nodes that were given up
+    _seen_s: dict[str, float] = field(default_factory=dict)  # when each was first looked at
+    _away_s: dict[str, float] = field(default_factory=dict)  # since when nodes are gone that had joined
+    _departures: Counter[str] = field(default_factory=Counter)
 
     def failed(self, why: str, now_s: float) -> None:
         """The provider failed, or a node did: ask for no other for a while."""
@@ -37,27 +44,59 @@ class Supply:
         return f"none is asked for within {self.held_until_s - now_s:.0f} s: {self.why}"
 
     def look(
-        self, supplied: Sequence[SuppliedNode], joined: Collection[str], join_s: float, now_s: float
-    ) -> tuple[list[str], list[str]]:
-        """Count what happened since the last look. ``joined``: names of the nodes in the index.
+        self,
+        supplied: Sequence[SuppliedNode],
+        joined: Collection[str],
+        join_s: float,
+        now_s: float,
+        refused: Mapping[str, str] = {},
+    ) -> tuple[list[str], dict[str, str]]:
+        """Count what happened since the last look. ``joined``: names of the nodes in the index; ``refused``:
+        of those, the ones that cannot serve here, and why.
 
-        Returns the nodes that are still expected, and those to give up: they take room and never came.
+        Returns the nodes that are still expected, and those to give up, with the reason.
         """
-        expected, late = [], []
+        expected: list[str] = []
+        gives_up: dict[str, str] = {}
         wait_s = max(_LEAST_WAIT_S, _WAIT_JOINS * join_s)
         for node in supplied:
-            if node.node_id in joined:
-                if node.node_id not in self._counted:
-                    self._counted.add(node.node_id)
+            name, known = node.node_id, node.node_id in self._counted
+            self._seen_s.setdefault(name, now_s)
+            # A node that starts again is as old as at first: count from when it was seen here.
+            waited_s = min(node.age_s, now_s - self._seen_s[name])
+            if name in refused and not known:
+                gives_up[name] = f"it cannot serve here: {refused[name]}"
+            elif name in joined:
+                if not known:
+                    self._counted.add(name)
                     self.num_failures = 0
-            elif node.state == FAILED and node.node_id not in self._counted:
-                self._counted.add(node.node_id)
-                self.failed(f"{node.node_id} {node.reason}", now_s)
-            elif node.counts and node.age_s > wait_s and node.node_id not in self._counted:
-                self._counted.add(node.node_id)
-                late.append(node.node_id)
-                self.failed(f"{node.node_id} has not registered {node.age_s:.0f} s after its start", now_s)
-            elif node.counts and node.node_id not in self._counted:
-                expected.append(node.node_id)
-        self._counted &= {node.node_id for node in supplied}
-        return expected, late
+                self._away_s.pop(name, None)
+            elif node.state == FAILED and not known:
+                self._counted.add(name)
+                self.failed(f"{name} {node.reason}", now_s)
+            elif node.counts and known and name not in self._ended:
+                if name not in self._away_s:
+                    self._away_s[name] = now_s
+                    self._departures[name] += 1
+                if self._departures[name] >= _MOST_DEPARTURES:
+                    gives_up[name] = f"it left the index {_MOST_DEPARTURES} times"
+                elif now_s - self._away_s[name] <= 2 * join_s:
+                    expected.append(name)  # its supervisor starts it again
+            elif node.counts and not known and waited_s > wait_s:
+                gives_up[name] = f"it has not registered {node.age_s:.0f} s after its start"
+            elif node.counts and not known:
+                expected.append(name)
+        for name, why in gives_up.items():
+            self._counted.add(name)
+            self._ended.add(name)
+            self.failed(f"{name}: {why}", now_s)
+        self._forget({node.node_id for node in supplied})
+        return expected, gives_up
+
+    def _forget(self, but: Collection[str]) -> None:
+        """Keep what is known of these nodes alone."""
+        self._counted.intersection_update(but)
+        self._ended.intersection_update(but)
+        for known in (self._seen_s, self._away_s, self._departures):
+            for name in known.keys() - but:
+                del known[name]

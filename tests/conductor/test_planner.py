@@ -51,7 +51,8 @@ class Clock:
 class Fleet:
     """A provider and a registry at once: nodes that are asked for join at once, unless ``joins`` is False.
 
-    ``fails``: what its changes raise. ``is_silent``: it lists no nodes. ``before_start``: before each start.
+    ``refuses``: why no node can serve. ``fails``: what its changes raise. ``is_silent``: it lists no nodes.
+    ``before_start``: before each start.
     """
 
     name = "fake"
@@ -64,12 +65,16 @@ class Fleet:
         self.joins = True
         self.fails = ""
         self.is_silent = False
+        self.refuses = ""
         self.before_start = lambda: None
         self._clock = clock
         self._tables = {"prefill": NodeTable(), "decode": NodeTable()}
         for role in self._tables:
             self.add(role)
         self.num_calls = 0
+
+    def incompatible(self, record: NodeRecord) -> str:
+        return self.refuses
 
     def fleet(self, role: str) -> NodeTable:
         return self._tables[role]
@@ -342,6 +347,21 @@ async def test_nodes_that_never_register_are_given_up_and_not_repeated_for_ever(
         assert gaps == sorted(gaps)  # each pause is at least as long as the one before
         given_up = [node for node in fleet.nodes.values() if node.state == STOPPING]
         assert len(given_up) >= len(asked) - 1
+
+
+async def test_newcomers_that_cannot_serve_are_given_up_and_not_repeated_for_ever(
+    url: str, clock: Clock, fleet: Fleet
+) -> None:
+    async with planner_of(url, clock, fleet) as made:
+        fleet.refuses = "its KV blocks are those of another engine.block_size"
+        asked: list[str] = []
+        fleet.before_start = lambda: asked.append(made.planner.status["roles"]["prefill"]["held"])
+        for _ in range(12 * 20):  # twenty minutes
+            await made.planner.round()
+            clock.now_s += 5
+        assert 3 <= len(asked) <= 20
+        assert "engine.block_size" in made.planner.status["roles"]["prefill"]["held"]
+        assert made.planner.status["roles"]["prefill"]["ready"] == 0
 
 
 async def test_advice_changes_nothing_and_is_said_once(url: str, clock: Clock, fleet: Fleet) -> None:

@@ -301,11 +301,13 @@ def test_a_node_that_never_registers_is_given_up_once_and_the_next_waits_longer(
     supply, now_s = Supply(), 0.0
     pauses = []
     for number in range(3):
-        node = SuppliedNode(f"decode-{number}", "decode", STARTING, age_s=10.0)
-        assert supply.look([node], (), 5.0, now_s) == ([node.node_id], [])
+        node = SuppliedNode(f"decode-{number}", "decode", STARTING, age_s=0.0)
+        assert supply.look([node], (), 5.0, now_s) == ([node.node_id], {})
+        now_s += 121.0
         old = replace(node, state=RUNNING, age_s=121.0)
-        assert supply.look([old], (), 5.0, now_s) == ([], [node.node_id])
-        assert supply.look([old], (), 5.0, now_s) == ([], [])
+        why = "it has not registered 121 s after its start"
+        assert supply.look([old], (), 5.0, now_s) == ([], {node.node_id: why})
+        assert supply.look([old], (), 5.0, now_s) == ([], {})
         assert "has not registered" in supply.held(now_s)
         pauses.append(supply.held_until_s - now_s)
         now_s = supply.held_until_s
@@ -325,3 +327,31 @@ def test_failures_are_counted_once_each_and_the_pause_is_bounded() -> None:
     assert (supply.num_failures, supply.held_until_s) == (20, before)
     assert before <= 600.0
     assert math.isfinite(before)
+
+
+def test_who_plans_next_does_not_give_up_a_node_that_starts_again() -> None:
+    old = SuppliedNode("decode-0", "decode", RUNNING, age_s=5000.0)
+    assert Supply().look([old], (), 5.0, 0.0) == (["decode-0"], {})
+
+
+def test_a_newcomer_that_cannot_serve_is_given_up_with_the_reason() -> None:
+    supply, node = Supply(), SuppliedNode("decode-0", "decode", RUNNING)
+    refused = {"decode-0": "it has another dtype"}
+    gives_up = {"decode-0": "it cannot serve here: it has another dtype"}
+    assert supply.look([node], {"decode-0"}, 5.0, 0.0, refused) == ([], gives_up)
+    assert "another dtype" in supply.held(1.0)
+    assert supply.look([node], {"decode-0"}, 5.0, 5.0, refused) == ([], {})
+
+
+def test_a_node_that_comes_and_goes_is_waited_for_and_then_given_up() -> None:
+    supply, node, told = Supply(), SuppliedNode("decode-0", "decode", RUNNING), []
+    for i in range(12):  # there for a round, away for two
+        joined = {"decode-0"} if i % 3 == 0 else set()
+        expected, gives_up = supply.look([node], joined, 10.0, 5.0 * i)
+        told += gives_up.values()
+        assert bool(expected) == (not joined and not told)
+    assert told == ["it left the index 3 times"]
+    gone = Supply()
+    gone.look([node], {"decode-0"}, 10.0, 0.0)
+    assert gone.look([node], (), 10.0, 5.0)[0] == ["decode-0"]
+    assert gone.look([node], (), 10.0, 26.0)[0] == []  # another one is needed

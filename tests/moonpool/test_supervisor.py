@@ -1,0 +1,74 @@
+"""The supervisor and its client: a planner that lost its lease changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+
+import pytest
+import pytest_asyncio
+
+from moonpool.conductor.fleet.errors import ProviderFailed
+from moonpool.conductor.fleet.providers.local import LocalProvider
+from moonpool.conductor.fleet.providers.provider import STARTING, SuppliedNode
+from moonpool.local.supervisor import Supervisor
+from moonpool.runtime.config.options import SecurityOptions
+from moonpool.runtime.security import process
+from moonpool.runtime.security.process import Security
+from moonpool.runtime.security.roles import CONDUCTOR, Caller
+
+
+class Cluster:
+    served_name = "tiny"
+
+    def __init__(self) -> None:
+        self.nodes: list[str] = []
+
+    async def start_node(self, role: str) -> str:
+        self.nodes.append(f"{role}-{len(self.nodes)}")
+        return self.nodes[-1]
+
+    def stop_node(self, name: str) -> None:
+        self.nodes.remove(name)
+
+    def supplied(self) -> Sequence[SuppliedNode]:
+        return [SuppliedNode(name, "decode", STARTING) for name in self.nodes]
+
+
+@pytest.fixture
+def security() -> Iterator[Security]:
+    before = process.current()
+    used = Security(
+        SecurityOptions(cluster_key="the key of this cluster, long enough"), Caller(CONDUCTOR, "c")
+    )
+    process.use(used)
+    yield used
+    process.use(before)
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    return Cluster()
+
+
+@pytest_asyncio.fixture
+async def provider(cluster: Cluster, security: Security) -> AsyncIterator[LocalProvider]:
+    supervisor = Supervisor(cluster)
+    made = LocalProvider(await supervisor.start(security))
+    yield made
+    await made.close()
+    await supervisor.close()
+
+
+async def test_an_older_epoch_is_refused(provider: LocalProvider, cluster: Cluster) -> None:
+    assert await provider.start("decode", "tiny", fence=3) == "decode-0"
+    for call in (provider.start("decode", "tiny", fence=2), provider.stop("decode-0", fence=2)):
+        with pytest.raises(ProviderFailed, match="a planner of epoch 2 asks, and one of epoch 3 has asked"):
+            await call
+    assert cluster.nodes == ["decode-0"]
+    await provider.start("decode", "tiny", fence=3)
+    await provider.start("decode", "tiny")  # an operator's
+    assert [node.node_id for node in await provider.list()] == ["decode-0", "decode-1", "decode-2"]
+    await provider.stop("decode-0", fence=4)
+    with pytest.raises(ProviderFailed, match="epoch 3 asks"):
+        await provider.start("decode", "tiny", fence=3)
+    assert cluster.nodes == ["decode-1", "decode-2"]
