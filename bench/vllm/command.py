@@ -13,6 +13,7 @@ from moonpool.bench.harness.sizes import SIZE
 from moonpool.bench.serve.client.workload import Workload
 from moonpool.bench.vllm import cases
 from moonpool.bench.vllm.engines import Settings
+from moonpool.bench.vllm.pairs import pair_rows
 from moonpool.bench.vllm.sessions import session_rows
 from moonpool.runtime.config.options import ModelOptions
 from moonpool.runtime.machine.processor import usable_cores
@@ -24,6 +25,7 @@ from moonpool.runtime.machine.processor import usable_cores
         "prefix": cases.prefix_rows,
         "restart": cases.restart_rows,
         "sessions": session_rows,
+        "pd": pair_rows,
     },
     packages=("torch", "redis", "xxhash", "uvloop"),
     rounds=5,
