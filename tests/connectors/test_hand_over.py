@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,12 +110,15 @@ def test_a_node_that_is_not_in_the_index_is_not_asked(engine: Make) -> None:
 
 
 def test_names_of_partial_blocks_differ_with_all_that_forms_them() -> None:
-    def tail(name: str = "o", fingerprint: bytes = b"f" * 16, **facts: Any) -> bytes | None:
-        request = Request(name, BLOCK + 5, **facts)
+    # Without a full block, no hash of vLLM says anything of salt and adapter.
+    def tail(
+        name: str = "o", num_tokens: int = 5, fingerprint: bytes = b"f" * 16, **facts: Any
+    ) -> bytes | None:
+        request = Request(name, num_tokens, **facts)
         return hand_over_of(request, [], fingerprint, BLOCK).tail
 
-    named = [tail(), tail("p"), tail(fingerprint=b"g" * 16), tail(cache_salt="s")]
-    request = Request("o", BLOCK + 6)
-    named.append(hand_over_of(request, [], b"f" * 16, BLOCK).tail)
+    adapter = SimpleNamespace(lora_name="x")
+    named = [tail(), tail("p"), tail(num_tokens=6), tail(num_tokens=BLOCK + 5), tail(fingerprint=b"g" * 16)]
+    named += [tail(cache_salt="s"), tail(lora_request=adapter)]
     assert None not in named and len(set(named)) == len(named)
     assert tail() == tail()
