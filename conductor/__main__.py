@@ -48,7 +48,7 @@ async def main(config: Config, service: ServiceContext) -> None:
         config.index,
         peer_host=config.node.host,
         peer_port=config.node.port,
-        provider=provider_of(config.fleet),
+        provider=provider_of(config),
         planner=config.planner,
     )
     server = ApiServer(await asyncio.to_thread(make_context, config, path, conductor))

@@ -24,6 +24,7 @@ _KEYS = {
     "engine": "cluster.engine",
     "port": "conductor.port",
     "redis": "index.redis_url",
+    "on": "fleet.ray",
 }
 
 
@@ -42,10 +43,20 @@ _KEYS = {
 )
 @click.option("--port", type=int, metavar="P", help="Port of the API (default: 8000; 0: a free one).")
 @click.option("--redis", metavar="URL", help="Use this Redis (default: start a private one).")
+@click.option(
+    "--on",
+    metavar="ray://auto|ray://HOST:PORT",
+    help="Start the nodes on this Ray cluster (default: on this machine); its nodes must reach the Redis.",
+)
 @click.option("--once", is_flag=True, help="Stop after the first conversation.")
 @config_options
 def up_command(file: Path | None, sets: Sequence[str], once: bool, **given: Any) -> None:
     """Run a whole cluster on this machine and talk to it."""
+    if on := given["on"]:
+        if not on.startswith("ray://"):
+            raise click.BadParameter("write ray://auto, or ray://HOST:PORT", param_hint="--on")
+        given["on"] = "auto" if on == "ray://auto" else on
+        sets = ["fleet.provider=ray", *sets]
     options = [f"{_KEYS[name]}={value}" for name, value in given.items() if value is not None]
     alone = ["cluster.prefill=0", "cluster.decode=0"] if given["both"] else []
     sys.exit(asyncio.run(up(load_config(file, [*alone, *sets, *options]), console, once=once)))

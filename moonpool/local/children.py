@@ -64,6 +64,8 @@ class Children:
     def first_nodes(self) -> list[Child]:
         """Those that ``cluster.*`` names."""
         counts, configs = self._config.cluster, node_configs(self._config)
+        if self._config.fleet.provider == "ray":  # its machines have the others
+            return [self._node("store", (), range(0)) for _ in range(counts.store)]
         roles = [role for role in _COMPUTE for _ in range(getattr(counts, role))]
         spans = gpu_spans(configs, self._gpus) if self._gpus else [range(0)] * len(configs)
         nodes = [

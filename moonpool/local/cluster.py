@@ -6,7 +6,7 @@ import asyncio
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from moonpool.local.children import Children, ready_timeout_s
 from moonpool.local.elastic_nodes import STOP_TIMEOUT_S, ElasticNodes
 from moonpool.local.preflight import check_before_start
 from moonpool.local.preload import PRELOAD
+from moonpool.local.ray_nodes import RayNodes
 from moonpool.local.redis_server import RedisServer
 from moonpool.local.supervisor import Supervisor
 from moonpool.local.vllm_engine import find_vllm, fit_for_vllm
@@ -72,7 +73,10 @@ class LocalCluster:
     ) -> None:
         if config.cluster.engine == "vllm":
             config = fit_for_vllm(config)
-        threads = config.engine.compute_threads(usable_cores(), config.cluster.num_compute)
+        self._on_ray = config.fleet.provider == "ray"
+        threads = config.engine.threads
+        if not self._on_ray:
+            threads = config.engine.compute_threads(usable_cores(), config.cluster.num_compute)
         self.config = replace(
             config,
             # No load balancer is in front of it.
@@ -96,6 +100,7 @@ class LocalCluster:
             on_ended=self._watcher_ended,
         )
         self._supervisor = Supervisor(self._elastic)
+        self._ray: RayNodes | None = None
         self.supervisor_address = ""  # where conductors start and stop nodes; empty: nowhere
         self._audited = ExitStack()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -133,7 +138,7 @@ class LocalCluster:
             async with asyncio.TaskGroup() as group:
                 for child in (self.children["conductor"], *self.nodes):
                     group.create_task(self._start_child(child))
-            await self._wait_joined()
+            await self._wait_joined(await self._ray.start() if self._ray is not None else ())
         except BaseException as error:
             self._remove_directory &= not isinstance(error, Exception)
             await self.stop()
@@ -156,6 +161,8 @@ class LocalCluster:
         await asyncio.gather(*self._watchers.values(), return_exceptions=True)
         for group in ([self.children["conductor"]] if "conductor" in self.children else [], self.nodes):
             await asyncio.gather(*(child.stop(STOP_TIMEOUT_S) for child in group))
+        if self._ray is not None:
+            await self._ray.stop()
         if self.redis is not None:
             await self.redis.stop()
         if self._remove_directory:
@@ -201,7 +208,9 @@ class LocalCluster:
             audit = replace(self.config.audit, path=str(self.directory / "audit"))
             self.config = replace(self.config, audit=audit)
         options: tuple[str, ...] = ()
-        if self._supervises:
+        if self._on_ray:
+            self._ray = RayNodes(self.config, self._report)
+        elif self._supervises:
             self._audited.enter_context(audited(self.config.audit, "supervisor"))
             self.supervisor_address = await self._supervisor.start(Security(self.config.security, _me()))
             options = ("fleet.provider=local", f"fleet.supervisor={self.supervisor_address}")
@@ -215,9 +224,9 @@ class LocalCluster:
         await child.wait_ready(ready_timeout_s(child))
         self._report(f"{child.name} is ready after {asyncio.get_running_loop().time() - began_s:.1f} s")
 
-    async def _wait_joined(self) -> None:
-        """Wait until the conductor sees every node ready."""
-        missing = expected = {child.name for child in self.nodes}
+    async def _wait_joined(self, away: Sequence[str]) -> None:
+        """Wait until the conductor sees every node ready, those on Ray (``away``) included."""
+        missing = expected = {child.name for child in self.nodes}.union(away)
         try:
             async with asyncio.timeout(JOIN_TIMEOUT_S), self.client() as client:
                 while missing := expected - await self._seen(client):

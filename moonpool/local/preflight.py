@@ -27,7 +27,8 @@ async def check_before_start(config: Config) -> None:
     """Raise a ``MoonpoolError`` for the first problem that would keep a local cluster from starting."""
     check_model(config.model.directory)
     check_port(config.conductor.host, config.conductor.port)
-    check_memory(config)
+    if config.fleet.provider != "ray":  # its machines have the pools
+        check_memory(config)
     if config.index.redis_url:
         await check_redis(config.index.redis_url)
 

@@ -12,11 +12,16 @@ class FleetOptions(Section, name="fleet"):
     provider: str = option(
         "none",
         "name",
-        "what starts and stops nodes for a conductor: none, local (`moonpool up`) or kubernetes",
-        choices=("none", "local", "kubernetes"),
+        "what starts and stops nodes for a conductor: none, local (`moonpool up`), ray or kubernetes",
+        choices=("none", "local", "ray", "kubernetes"),
     )
     supervisor: str = option(
         "", "address", "host:port of the process that supplies local nodes; `moonpool up` sets it"
+    )
+    ray: str = option(
+        "auto",
+        "address",
+        "Ray cluster: auto (of this machine), its HOST:PORT from inside, or ray://HOST:PORT from outside",
     )
     kubeconfig: str = option(
         "", "path", "file with the address and credentials of Kubernetes; empty: those of this pod's account"

@@ -25,7 +25,7 @@ from moonpool.conductor.planning.plan import Bounds, Rules
 from moonpool.conductor.planning.planner import Planner
 from moonpool.kvstore.index.redis.client import connect
 from moonpool.kvstore.index.redis.kv_index import KVIndex
-from moonpool.runtime.config.options import FleetOptions
+from moonpool.runtime.config.options import Config, FleetOptions
 from tests.conductor.kubernetes_server import COST, Kubernetes, kubernetes
 from tests.conductor.test_planner import TTL_S, Clock, Fleet
 
@@ -42,7 +42,9 @@ async def api(tmp_path: Path) -> AsyncIterator[Kubernetes]:
 
 @pytest.fixture
 async def provider(api: Kubernetes, tmp_path: Path) -> AsyncIterator[KubernetesProvider]:
-    made = provider_of(FleetOptions(provider="kubernetes", kubeconfig=str(tmp_path / "kubeconfig")))
+    made = provider_of(
+        Config(fleet=FleetOptions(provider="kubernetes", kubeconfig=str(tmp_path / "kubeconfig")))
+    )
     assert isinstance(made, KubernetesProvider)
     yield made
     await made.close()

@@ -1,0 +1,155 @@
+"""Nodes on the machines of a Ray cluster: actors, started again by Ray, found by us in the index."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, TypeVar
+
+from moonpool.conductor.fleet.errors import ProviderFailed
+from moonpool.conductor.fleet.providers.provider import FAILED, STOPPING, SuppliedNode
+from moonpool.runtime.config.loading import to_toml
+from moonpool.runtime.config.options import Config
+from moonpool.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moonpool.conductor.fleet.providers.ray_cluster import RayCluster
+
+T = TypeVar("T")
+
+_TIMEOUT_S = 30.0
+_LOOK_S = 1.0
+_FAILED_KEPT = 16
+_ENDED = "ended"  # ray_node.ENDED
+_ROLES = ("prefill", "decode", "both")
+
+
+class RayProvider:
+    """Starts nodes with the options of ``config``: a core for each thread, a GPU for each rank.
+
+    Nodes of equal ``index.*`` options are one fleet, whichever process asks. They outlive it. Ray knows
+    nothing of a planner's epoch: ``fence`` is not checked.
+    """
+
+    name = "ray"
+
+    def __init__(self, config: Config) -> None:
+        """Raises ``ConfigError``: Ray is not installed, or a node needs several machines."""
+        if find_spec("ray") is None:
+            raise ConfigError("fleet.provider=ray needs Ray: pip install 'moonpool[ray]'", "fleet.provider")
+        if config.engine.parallel.hosts > 1:
+            raise ConfigError(
+                "fleet.provider=ray runs each node on one machine (engine.parallel.hosts=1)",
+                "engine.parallel.hosts",
+            )
+        self._config = config
+        same = f"{config.index.redis_url} {config.index.namespace}".encode()
+        self._fleet = hashlib.sha256(same).hexdigest()[:12]
+        self._connected: RayCluster | None = None
+        self._started_s: dict[str, float] = {}
+        self._roles: dict[str, str] = {}
+        self._failed: dict[str, SuppliedNode] = {}
+        self._turn = asyncio.Lock()  # its calls share a connection
+        self._reapers: set[asyncio.Task[None]] = set()
+
+    async def start(self, role: str, model: str, fence: int = 0) -> str:
+        if role not in _ROLES:
+            raise ProviderFailed(f"Ray starts nodes of {', '.join(_ROLES)}, not {role[:32]!r}")
+        node_id = f"{role}-{secrets.token_hex(4)}"
+
+        def asked(cluster: RayCluster) -> None:
+            module = import_module("moonpool.conductor.fleet.providers.ray_cluster")
+            _check_redis(self._config.index.redis_url, cluster.machines(), module.is_here)
+            engine = self._config.engine
+            ranks, threads = engine.parallel.dp * engine.parallel.ranks_per_host, engine.threads or 1
+            on_gpus = self._config.model.device != "cpu" and cluster.has_gpus()
+            resources = module.Resources(ranks * threads, ranks if on_gpus else 0)
+            own = {
+                "prefill": self._config.cluster.prefill_options,
+                "decode": self._config.cluster.decode_options,
+            }
+            options = [f"engine.threads={threads}", *own.get(role, ())]
+            drain_s = self._config.node.drain_s + self._config.store.flush_s
+            cluster.start(node_id, resources, role, to_toml(self._config), options, drain_s)
+
+        await self._call(f"a {role} node was not started", asked)
+        self._started_s[node_id], self._roles[node_id] = time.monotonic(), role
+        return node_id
+
+    async def stop(self, node_id: str, fence: int = 0) -> None:
+        await self._call(f"{node_id} was not stopped", lambda cluster: cluster.stop(node_id))
+        reaper = asyncio.create_task(self._reap(node_id), name=f"end of {node_id}")
+        self._reapers.add(reaper)
+        reaper.add_done_callback(self._reapers.discard)
+
+    async def list(self) -> Sequence[SuppliedNode]:
+        listed = await self._call("the nodes on Ray are unknown", lambda cluster: cluster.listed())
+        nodes, over, now_s = list[SuppliedNode](), list[str](), time.monotonic()
+        for node_id, (told, state, reason) in listed.items():
+            role = self._roles[node_id] = told or self._roles.get(node_id) or node_id.rpartition("-")[0]
+            age_s = now_s - self._started_s.setdefault(node_id, now_s)
+            node = SuppliedNode(node_id, role, STOPPING if state == _ENDED else state, reason, age_s)
+            if state == FAILED:
+                self._failed[node_id] = node
+            if state in (FAILED, _ENDED):
+                over.append(node_id)
+            else:
+                nodes.append(node)
+        if over:
+            await self._call("nodes were not ended", lambda cluster: cluster.end(*over))
+        while len(self._failed) > _FAILED_KEPT:
+            del self._failed[next(iter(self._failed))]
+        return [*nodes, *self._failed.values()]
+
+    async def stop_all(self) -> None:
+        """End all nodes at once, those of other processes included. Raises ``ProviderFailed``."""
+        await self._call("nodes on Ray were not ended", lambda cluster: cluster.end_all())
+
+    async def close(self) -> None:
+        for reaper in self._reapers:
+            reaper.cancel()
+        cluster, self._connected = self._connected, None
+        if cluster is not None:
+            await asyncio.to_thread(cluster.close)
+
+    async def _reap(self, node_id: str) -> None:
+        """A node that has drained keeps its place until it is listed."""
+        try:
+            while any(node.node_id == node_id for node in await self.list() if node.state != FAILED):  # noqa: ASYNC110
+                await asyncio.sleep(_LOOK_S)
+        except ProviderFailed:
+            return  # whoever lists next does it
+
+    async def _call(self, what: str, call: Callable[[RayCluster], T]) -> T:
+        def calls() -> T:
+            module = import_module("moonpool.conductor.fleet.providers.ray_cluster")
+            try:
+                if self._connected is None:
+                    self._connected = module.RayCluster(self._config.fleet.ray, self._fleet)
+                return call(self._connected)
+            except (module.RayError, OSError, RuntimeError, ValueError) as error:
+                raise ProviderFailed(f"Ray: {error}") from error
+
+        async with self._turn:
+            try:
+                async with asyncio.timeout(_TIMEOUT_S):
+                    return await asyncio.to_thread(calls)
+            except ProviderFailed as error:
+                raise ProviderFailed(f"{what}: {error}") from error
+            except TimeoutError:
+                raise ProviderFailed(f"{what}: Ray did not answer within {_TIMEOUT_S:g} s") from None
+
+
+def _check_redis(url: str, machines: Sequence[str], is_here: Callable[[str], bool]) -> None:
+    is_local = url.startswith("unix:") or any(name in url for name in ("localhost", "127.0.0.1", "[::1]"))
+    away = [one for one in machines if not is_here(one)]
+    if is_local and away:
+        raise ProviderFailed(
+            f"{', '.join(away[:3])} of the Ray cluster cannot reach Redis on this machine: give one that all "
+            "reach (--redis, index.redis_url)"
+        )
