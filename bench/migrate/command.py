@@ -12,6 +12,7 @@ import click
 from moonpool.bench.harness.command import Run, benchmark
 from moonpool.bench.migrate.checkpoint import with_positions
 from moonpool.bench.migrate.downtime import OUTPUT_TOKENS, downtime_rows
+from moonpool.bench.migrate.tail_latency import tail_rows
 from moonpool.runtime.config.loading import load_config
 from moonpool.runtime.reports.report import Row
 
@@ -22,6 +23,7 @@ _CONTEXTS = (512, 2048, 8192)
 class Settings:
     contexts: tuple[int, ...]
     moves: int
+    tbt_s: float
     sets: tuple[str, ...]
 
 
@@ -30,7 +32,17 @@ async def _downtime(run: Run, settings: Settings) -> AsyncIterator[Row]:
         yield row
 
 
-@benchmark({"downtime": _downtime}, packages=("torch", "aiohttp", "grpcio", "redis", "uvloop"), rounds=None)
+async def _tail(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    async for row in tail_rows(run, settings.sets, settings.tbt_s):
+        yield row
+
+
+@benchmark(
+    {"downtime": _downtime, "tail": _tail},
+    packages=("torch", "aiohttp", "grpcio", "redis", "uvloop"),
+    rounds=3,
+    default=("downtime",),
+)
 @click.option(
     "--context",
     "contexts",
@@ -48,15 +60,25 @@ async def _downtime(run: Run, settings: Settings) -> AsyncIterator[Row]:
     type=click.IntRange(min=1),
     help="downtime: moves of each context, each of another request.",
 )
+@click.option(
+    "--slo-tbt",
+    "tbt_s",
+    default=0.0,
+    metavar="SECONDS",
+    help="tail: target of the time between two tokens; without it no node is too slow.",
+)
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Option of the local cluster.")
-def migrate(run: Run, *, contexts: tuple[int, ...], moves: int, sets: tuple[str, ...]) -> Settings:
+def migrate(
+    run: Run, *, contexts: tuple[int, ...], moves: int, tbt_s: float, sets: tuple[str, ...]
+) -> Settings:
     """Measure moves of running requests between decode nodes, as their clients see them.
 
-    A model of fewer positions than the longest context needs gets them: its weights stay as they are.
+    tail: a load on two clusters, in turns: one where requests move for all reasons, one where they stay.
+    downtime: a model of too few positions for the longest context gets more. Its weights stay as they are.
     """
     if run.quick:
         contexts, moves = contexts[:1], min(moves, 3)
     directory = load_config(None, sets).model.directory
     folder = run.stack.enter_context(tempfile.TemporaryDirectory(prefix="model-"))
     directory = with_positions(directory, max(contexts) + OUTPUT_TOKENS, Path(folder))
-    return Settings(contexts, moves, (*sets, f"model.path={directory}"))
+    return Settings(contexts, moves, tbt_s, (*sets, f"model.path={directory}"))

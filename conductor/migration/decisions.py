@@ -34,7 +34,7 @@ class Running:
 @dataclass(frozen=True, slots=True)
 class Waiting:
     """A request that was placed to decode on ``node_id``, with ``num_tokens`` so far, and has no blocks there
-    yet. ``computed``: its prompt is."""
+    yet. ``computed``: nothing else is missing, such as a prompt's KV from another node."""
 
     request_id: str
     node_id: str

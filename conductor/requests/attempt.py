@@ -131,10 +131,11 @@ class Attempt:
 
     @property
     def waits_on(self) -> tuple[Member, bool] | None:
-        """The decode node whose word that it has the blocks is missing, and whether they are computed."""
+        """The decode node whose word that it has the blocks is missing, and whether they are computed, or
+        will be on it."""
         if self._closed or self._failure is not None or self.kv_received or self.plan.decode is None:
             return None
-        return self.plan.decode, self._reply is not None
+        return self.plan.decode, self._reply is not None or self.plan.decode is self.plan.prefill
 
     async def migrate(self, plan: MigrationPlan) -> Migrated:
         """Have ``plan.target`` go on with the request, while it runs. ``stays`` is empty.

@@ -53,8 +53,8 @@ class Movable(Protocol):
 
     @property
     def waits_on(self) -> tuple[Member, bool] | None:
-        """The decode node that has not got its blocks yet, and whether its prompt is computed; None: it
-        decodes, is to be placed, or has no decode node."""
+        """The decode node where it has no blocks yet, and whether it lacks nothing else; None: it decodes,
+        is to be placed, or has no decode node."""
 
     @property
     def priority(self) -> int:

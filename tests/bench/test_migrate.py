@@ -61,3 +61,18 @@ async def test_moves_of_a_small_cluster_are_measured(tmp_path: Path) -> None:
     assert found["blocks read while it stood still, mean"] >= 1
     assert found["a whole move"] > 0
     assert found["reads, mean"] >= 2
+
+
+@pytest.mark.slow
+async def test_a_load_with_and_without_moves_is_compared(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    arguments = ["migrate", "--quick", "--part", "tail", "--slo-tbt", "0.5", "--json", str(file)]
+    result = await asyncio.to_thread(CliRunner().invoke, bench, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    content = json.loads(file.read_text())
+    report.validate(content)
+    ours = {row["metric"]: row for row in content["rows"] if row["case"].startswith("requests move")}
+    for metric in ("TTFT, streams", "second token, long prompts", "TBT, streams"):
+        assert ours[metric]["peer"] == ours[f"{metric}, p99"]["peer"] == "requests stay"
+        assert ours[metric]["p99"] == ours[f"{metric}, p99"]["value"]
+    assert {"moves: defragment", "moves: hot-spot", "moves: priority"} <= ours.keys()

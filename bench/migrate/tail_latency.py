@@ -1,0 +1,119 @@
+"""Long outputs and long prompts on two clusters: requests stay where they were placed, or move."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from statistics import median
+
+from moonpool.bench.harness.command import Run
+from moonpool.bench.harness.services import local_cluster
+from moonpool.bench.harness.turns import gaps, quantile, spread, turns
+from moonpool.bench.serve.client.answer import Answer, read_text
+from moonpool.bench.serve.client.http_client import HttpClient
+from moonpool.bench.serve.client.server import Server
+from moonpool.bench.serve.client.workload import Prompts
+from moonpool.runtime.reports.report import Row, versus
+
+STAYS, MOVES = "requests stay", "requests move"
+_CAUSES = "drain,defragment,hot-spot,priority"
+_CLUSTER = ("cluster.prefill=1", "cluster.decode=2", "conductor.rejection=none", "engine.pool_nbytes=64MiB")
+_FORMS = {STAYS: "drain", MOVES: _CAUSES}
+_MOVED = re.compile(r'^moonpool_migrations_total\{cause="([^"]+)",outcome="moved"\} (\S+)$', re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Streams at once, and long prompts one after the other in between. Lengths in tokens; outputs of streams
+    differ, so that nodes that were loaded alike are not alike for long."""
+
+    streams: int = 12
+    stream_prompt: int = 1024
+    stream_output: tuple[int, int] = (64, 1024)
+    longs: int = 4
+    long_prompt: int = 5000
+    long_output: int = 32
+
+    @property
+    def case(self) -> str:
+        least, most = self.stream_output
+        return (
+            f"{self.streams} streams of {self.stream_prompt} + {least} to {most} tokens, "
+            f"{self.longs} prompts of {self.long_prompt} + {self.long_output} in between"
+        )
+
+
+QUICK = Shape(streams=3, stream_prompt=64, stream_output=(16, 32), longs=1, long_prompt=256, long_output=8)
+
+
+@dataclass
+class Load:
+    """The answers of one round on one cluster."""
+
+    streams: list[Answer] = field(default_factory=list)
+    longs: list[Answer] = field(default_factory=list)
+
+
+async def run_load(server: Server, shape: Shape, number: int) -> Load:
+    """The same lengths in each round, and prompts of their own. Raises ``RequestFailed``."""
+    done, rng = Load(), random.Random(0)
+    prompts = Prompts(0, f"tail {number}")
+
+    async def in_between() -> None:
+        for _ in range(shape.longs):
+            done.longs.append(await server.ask(prompts.draw(shape.long_prompt), shape.long_output))
+
+    lengths = [rng.randint(*shape.stream_output) for _ in range(shape.streams)]
+    streams = [server.ask(prompts.draw(shape.stream_prompt), length) for length in lengths]
+    *done.streams, _ = await asyncio.gather(*streams, in_between())  # type: ignore[assignment]
+    return done
+
+
+async def tail_rows(run: Run, sets: Sequence[str], tbt_s: float) -> AsyncIterator[Row]:
+    """``tbt_s``: target of the time between two tokens, for both clusters; 0: none, and no hot spots."""
+    shape = QUICK if run.quick else Shape()
+    target = (f"conductor.slo_tbt_s={tbt_s}",) if tbt_s else ()
+    loads: dict[str, list[Load]] = {name: [] for name in _FORMS}
+    async with AsyncExitStack() as stack:
+        servers = {}
+        for name, causes in _FORMS.items():
+            run.say(f"starting a cluster: {name}")
+            url = await stack.enter_async_context(
+                local_cluster((*_CLUSTER, f"conductor.migrate={causes}", *target, *sets))
+            )
+            http = await stack.enter_async_context(HttpClient(url))
+            servers[name] = await Server.find(name, http)
+
+        async def one(name: str) -> list[float]:
+            loads[name].append(await run_load(servers[name], shape, len(loads[name])))
+            return []
+
+        await turns({name: partial(one, name) for name in _FORMS}, run.rounds, rotate=1)
+        metrics = {name: read_text(await server.http.get("/metrics")) for name, server in servers.items()}
+    values = {name: _figures(loads[name][1:]) for name in _FORMS}
+    for metric, ours in values[MOVES].items():
+        theirs = values[STAYS][metric]
+        yield spread(f"{STAYS}: {shape.case}", metric, theirs, "ms", 1e3)
+        yield versus(spread(f"{MOVES}: {shape.case}", metric, ours, "ms", 1e3), STAYS, 1e3 * median(theirs))
+        tail = Row(f"{MOVES}: {shape.case}", f"{metric}, p99", 1e3 * quantile(ours, 0.99), "ms")
+        yield versus(tail, STAYS, 1e3 * quantile(theirs, 0.99))
+    found = {cause: float(count) for cause, count in _MOVED.findall(metrics[MOVES])}
+    for cause in _CAUSES.split(","):
+        yield Row(f"{MOVES}: {shape.case}", f"moves: {cause}", found.get(cause, 0.0), "moves")
+
+
+def _figures(loads: Sequence[Load]) -> dict[str, list[float]]:
+    streams = list(chain(*(load.streams for load in loads)))
+    longs = list(chain(*(load.longs for load in loads)))
+    return {
+        "TTFT, streams": [answer.ttft_s for answer in streams],
+        "TTFT, long prompts": [answer.ttft_s for answer in longs],
+        "second token, long prompts": [answer.token_s[1] - answer.sent_s for answer in longs],
+        "TBT, streams": list(chain(*(gaps(answer.token_s) for answer in streams))),
+    }
