@@ -176,6 +176,7 @@ class Conductor:
             clock=clock,
             rng=rng,
         )
+        self.fleet.before_stop = self._deps.replicator.hand_on
         self._migrator = Migrator(
             registry,
             self._deps.runs,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -47,6 +47,7 @@ class FleetAdmin:
         self._on_change = on_change
         self._planned = planned
         self._turn = asyncio.Lock()
+        self.before_stop: Callable[[str], Awaitable[None]] = _nothing  # called with a node that will end
 
     async def close(self) -> None:
         """Idempotent."""
@@ -177,6 +178,7 @@ class FleetAdmin:
     async def stop(self, node_id: str, why: str, *, fence: int = 0) -> None:
         """``fence``: as in ``start``. Raises ``ProviderFailed``."""
         assert self.provider is not None
+        await self.before_stop(node_id)
         await self.provider.stop(node_id, fence)
         log.info("%s drains and ends: %s", node_id, why)
         self._on_change("drained", node_id, why)
@@ -234,6 +236,10 @@ class FleetAdmin:
             reused=sum(one.reuse.total(now_s) for one in members),
             serves=bool(members),
         )
+
+
+async def _nothing(node_id: str) -> None:
+    pass
 
 
 def can_become(record: NodeRecord, role: str) -> bool:

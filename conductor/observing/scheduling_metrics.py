@@ -66,6 +66,9 @@ hot_copies = Counter(
     "moonpool_hot_copies_total", "Copies of hot prefixes: made, failed, or released again", ["outcome"]
 )
 hot_nbytes = Counter("moonpool_hot_copied_bytes_total", "Bytes that copies of hot prefixes moved")
+hot_lost_blocks = Counter(
+    "moonpool_hot_lost_blocks_total", "Blocks of prefixes in use that ended with the only node that had them"
+)
 hot_released_blocks = Counter(
     "moonpool_hot_released_blocks_total", "Blocks that nodes evicted because the copy is no longer wanted"
 )

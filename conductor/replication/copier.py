@@ -13,6 +13,7 @@ from moonpool.conductor.fleet.registry import NodeRegistry
 from moonpool.conductor.observing import scheduling_metrics as core_metrics
 from moonpool.conductor.placing.estimates import longest_blocks
 from moonpool.conductor.replication.copy_plan import (
+    USED_AGAIN,
     Budget,
     Copy,
     Shape,
@@ -30,6 +31,9 @@ log = logging.getLogger(__name__)
 
 _PERIOD_S = 1.0
 _DEADLINE_S = 10.0
+# For the copies from a node that is about to end, and the prefixes that are considered.
+_HAND_ON_S = 5.0
+_HANDED_ON = 64
 
 
 class Replicator:
@@ -124,6 +128,35 @@ class Replicator:
         for copy in itertools.chain.from_iterable(made):
             if copy in copies:
                 add_copy(self._made, copy)
+
+    async def hand_on(self, node_id: str) -> None:
+        """Copy the hot prefixes that no other node has from a node that is about to end, the hottest first.
+
+        ``node_id``: of the node, with all its replicas. Ends within some seconds; what could not be copied is
+        counted as lost.
+        """
+        registry, now_s = self._registry, self._clock()
+        names = {name for name, member in registry.members.items() if member.owner == node_id}
+        layout = registry.layout
+        targets = [view for view in registry.fleet("prefill") if view.node_id not in names]
+        if not names or layout is None:
+            return
+        ends_s = now_s + _HAND_ON_S
+        for chain in self._heat.hottest(_HANDED_ON, now_s):
+            held, length = registry.holders(chain.keys), len(chain.keys)
+            have = {name for name, blocks in held.items() if blocks >= length}
+            if self._heat.uses(chain, now_s) < USED_AGAIN or not have or have - names:
+                continue
+            idle = min(targets, key=lambda view: (-held.get(view.node_id, 0), view.num_placed), default=None)
+            num_blocks = length - (held.get(idle.node_id, 0) if idle is not None else 0)
+            made = False
+            if idle is not None and self._clock() < ends_s:
+                nbytes = num_blocks * layout.block_nbytes
+                made = await self._copy(
+                    Copy(min(have), idle.node_id, chain.keys, num_blocks, nbytes, chain.keys[-1])
+                )
+            if not made:
+                core_metrics.hot_lost_blocks.inc(num_blocks)
 
     async def _run(self) -> None:
         while True:

@@ -26,7 +26,7 @@ _BUSY_PART = 0.5
 # A copy is released when it would not be needed at this multiple of the demand, so that noise has no effect.
 _HYSTERESIS = 2.0
 # A prefix is copied to a store node from its second use within a half-life on.
-_USED_AGAIN = 1.5
+USED_AGAIN = 1.5
 # Prefixes considered in one round, and copies made: with bandwidth, the limits of a round.
 _CONSIDERED = 32
 _COPIES = 16
@@ -151,7 +151,7 @@ def plan_store_copies(
     """
     copies: list[Copy] = []
     for chain in heat.hottest(_CONSIDERED, now_s) if stores else ():
-        if heat.uses(chain, now_s) < _USED_AGAIN or len(copies) == _COPIES:
+        if heat.uses(chain, now_s) < USED_AGAIN or len(copies) == _COPIES:
             break
         held, length = holders(chain.keys), len(chain.keys)
         have = [node_id for node_id, blocks in held.items() if blocks >= length]

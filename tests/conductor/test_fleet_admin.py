@@ -147,6 +147,20 @@ async def test_a_node_that_was_switched_counts_for_its_new_role() -> None:
     assert (await fleet.scale("decode", 2))["started"] == ["decode-3"]
 
 
+async def test_a_node_hands_its_blocks_on_before_its_provider_ends_it() -> None:
+    provider = running("decode-0", "decode-1")
+    fleet, _ = admin(provider, member("decode-0"), member("decode-1", reused=1))
+    seen: list[tuple[str, str]] = []
+
+    async def hand_on(node_id: str) -> None:
+        seen.append((node_id, provider.nodes[node_id].state))
+
+    fleet.before_stop = hand_on
+    await fleet.scale("decode", 1)
+    await fleet.drain("decode-1")
+    assert seen == [("decode-0", RUNNING), ("decode-1", RUNNING)]
+
+
 async def test_a_node_that_has_not_joined_is_stopped_first() -> None:
     provider = running("decode-0", "decode-1")
     fleet, _ = admin(provider, member("decode-0"))

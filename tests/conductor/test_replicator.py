@@ -141,3 +141,43 @@ async def test_it_runs_by_itself_and_ends_with_the_conductor(redis: RedisProcess
         await cluster.generate(request("first"))
         assert replicator._task is not None and not replicator._task.done()
     assert replicator._task is None
+
+
+async def test_a_node_that_is_to_end_hands_on_what_it_alone_has(redis: RedisProcess) -> None:
+    async with running(redis.url, "p0", "p1", "d0", replicate_nbytes_per_s=0) as cluster:
+        clock_s = [0.0]
+        replicator, registry = replicator_of(cluster.conductor, clock_s), cluster.conductor._deps.registry
+        root_key = registry.root_key("")
+        assert root_key is not None
+        alone, common, once = (
+            chain(root_key, [first, *range(1, 640)], MODEL.block_size) for first in (7, 8, 9)
+        )
+        for keys in (alone, common, once):
+            cluster.nodes["p0"].hold(keys)
+        cluster.nodes["p1"].hold(common)
+        await cluster.until(lambda: all(registry.holders(keys) for keys in (alone, once)))
+        await cluster.until(lambda: len(registry.holders(common)) == 2)
+        for keys in (alone, alone, common, common, once):
+            replicator.note(keys, registry.holders(keys), compute_s=0.1)
+        lost = core_metrics.hot_lost_blocks._value.get()
+        await replicator.hand_on("p0")
+        assert cluster.nodes["p1"].copied == [("p0", len(alone))]  # not what it has, nor what was used once
+        assert core_metrics.hot_lost_blocks._value.get() == lost
+        await cluster.until(lambda: len(registry.holders(alone)) == 2)
+        await replicator.hand_on("p0")
+        assert len(cluster.nodes["p1"].copied) == 1
+
+
+async def test_what_cannot_be_handed_on_is_counted(redis: RedisProcess) -> None:
+    async with running(redis.url, "p0", "d0", replicate_nbytes_per_s=0) as cluster:
+        replicator, registry = replicator_of(cluster.conductor, [0.0]), cluster.conductor._deps.registry
+        root_key = registry.root_key("")
+        assert root_key is not None
+        keys = chain(root_key, list(range(640)), MODEL.block_size)
+        cluster.nodes["p0"].hold(keys)
+        await cluster.until(lambda: registry.holders(keys))
+        for _ in range(2):
+            replicator.note(keys, registry.holders(keys), compute_s=0.1)
+        lost = core_metrics.hot_lost_blocks._value.get()
+        await replicator.hand_on("p0")
+        assert core_metrics.hot_lost_blocks._value.get() == lost + len(keys)
