@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.device.device import Device
-from moonpool.engine.device.selection import choose_device, choose_dtype, page_dtype, step_limits
+from moonpool.engine.device.selection import check_pages, choose_device, choose_dtype, page_dtype, step_limits
 from moonpool.engine.errors import PoolTooSmall
 from moonpool.engine.execution.runner import ModelRunner
 from moonpool.engine.ranks.assignment import Assignment
@@ -52,6 +52,7 @@ class EngineSetup:
         log.info("steps on %s have %s, unless options say otherwise", device.torch, limits)
         max_len = min(chosen.max_model_len or config.max_position, config.max_position)
         config = config.for_length(max_len).with_weights(options.weights)
+        check_pages(options, config, device)
         if config.moe is not None and config.weights is not None and device.torch.type == "cuda":
             raise ConfigError(
                 f"engine.weights: mixtures of experts have no GPU kernel for weights in few bits "

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moonpool.kernels import reference
-from moonpool.kernels.reference import FP8
+from moonpool.kernels.reference import FP8, head_dim_of
 from moonpool.runtime.errors import MoonpoolError
 
 Form = TypeVar("Form", bound=Callable[..., Any])
@@ -155,7 +155,7 @@ def _known_sizes(a: Arguments) -> dict[str, int]:
     sizes = {name: value for name, value in a.items() if type(value) is int}
     if "pool" in a:
         given = {name: sizes[name] for name in ("num_kv_heads", "head_dim") if name in sizes}
-        sizes |= {"num_kv_heads": a["pool"].shape[3], "head_dim": a["pool"].shape[5]}
+        sizes |= {"num_kv_heads": a["pool"].shape[3], "head_dim": head_dim_of(a["pool"])}
         _require(given.items() <= sizes.items(), f"heads {given} differ from those of the pool")
     if "qkv" in a:
         width = (sizes["num_heads"] + 2 * sizes["num_kv_heads"]) * sizes["head_dim"]
@@ -177,11 +177,13 @@ def _check_pool(pool: Tensor, layer: int, k_scale: float, v_scale: float, first:
     _require(contiguous, f"the pool's last two dimensions must be contiguous, got strides {pool.stride()}")
     _require(0 <= layer < pool.shape[1], f"layer {layer} is not one of the pool's {pool.shape[1]}")
     name, x = first
-    if pool.dtype == FP8:
+    if pool.dtype in (FP8, torch.int8):
         _require(x.dtype in (torch.float32, torch.bfloat16, torch.float16), f"{name} is {x.dtype}")
+    if pool.dtype == FP8:
         _require(k_scale > 0 and v_scale > 0, f"scales must be positive, are {k_scale} and {v_scale}")
     else:
-        _require(x.dtype == pool.dtype, f"{name} must be {pool.dtype} as the pool, is {x.dtype}")
+        same = pool.dtype in (x.dtype, torch.int8)
+        _require(same, f"{name} must be {pool.dtype} as the pool, is {x.dtype}")
         _require(k_scale == v_scale == 1.0, f"a pool of {pool.dtype} has no scales")
 
 

@@ -21,6 +21,7 @@ VARIANTS = {
     "int8 weights": EngineOptions(weights="int8"),
     "int4 weights": EngineOptions(weights="int4"),
     "fp8_e4m3 KV": EngineOptions(kv_dtype="fp8_e4m3"),
+    "int8 KV": EngineOptions(kv_dtype="int8"),
 }
 
 

@@ -17,7 +17,9 @@ TORCH_DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
-    "float8_e4m3fn": torch.float8_e4m3fn,  # KV pages only
+    # KV pages only.
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "int8": torch.int8,
 }
 
 
@@ -72,4 +74,16 @@ def choose_dtype(option: str, config: ModelConfig, device: Device) -> str:
 
 def page_dtype(options: EngineOptions, dtype: str) -> str:
     """Return the dtype of K and V for an engine that computes in ``dtype``."""
-    return "float8_e4m3fn" if options.kv_dtype == "fp8_e4m3" else dtype
+    return {"fp8_e4m3": "float8_e4m3fn", "int8": "int8"}.get(options.kv_dtype, dtype)
+
+
+def check_pages(options: EngineOptions, config: ModelConfig, device: Device) -> None:
+    """Raises ConfigError: no kernel has pages of this dtype for the model or the device."""
+    if options.kv_dtype != "int8":
+        return
+    if config.latent is not None or device.torch.type != "cpu" or config.head_dim % 4:
+        heads = f"heads of {config.head_dim} on {device.torch.type}"
+        what = heads if config.latent is None else "latents"
+        raise ConfigError(
+            f"engine.kv_dtype: int8 pages have no kernel for {what}: use fp8_e4m3 or auto", "engine.kv_dtype"
+        )

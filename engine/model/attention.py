@@ -21,6 +21,7 @@ from moonpool.kernels import (
     rotate_and_write,
     write_kv,
 )
+from moonpool.kernels.reference.dtypes import FP8
 from moonpool.kernels.reference.kv import rotate
 
 
@@ -40,7 +41,6 @@ class Attention:
         self._config = config
         self._shard = shard
         self.link = link
-        self._dtype = dtype
         self.max_len = max_len
         self._scale = config.scale or config.head_dim**-0.5
         tables: dict[RopeConfig, tuple[Tensor, Tensor]] = {}
@@ -56,9 +56,9 @@ class Attention:
         qkv: [num_tokens, (heads + 2 × kv_heads of the shard) × head_dim], of latents [num_tokens, (heads + 1)
         × head_dim]. Returns [num_tokens, heads × head_dim].
         """
-        # Only float8 pages have scales.
+        # Only float8 pages have the checkpoint's scales; int8 pages have their own.
         scales: dict[str, Any] = {}
-        if pool.dtype != self._dtype:
+        if pool.dtype == FP8:
             scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
         rules = {"scale": self._scale, "window": layer.window, "soft_cap": self._config.soft_cap, **scales}
         if self._config.latent is not None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moonpool.kernels.cpu.build import KERNELS
 from moonpool.kernels.mode import mode
+from moonpool.kernels.reference.dtypes import head_dim_of
 from moonpool.runtime.machine.compiled_library import BuildFailed
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ LINEAR_PAIRS = {
 POOL_PAIRS = {
     **{(dtype, dtype): f"{name}_{name}" for dtype, name in DTYPE_NAMES.items()},
     **{(dtype, torch.float8_e4m3fn): f"{name}_f8" for dtype, name in DTYPE_NAMES.items()},
+    **{(dtype, torch.int8): f"{name}_i8" for dtype, name in DTYPE_NAMES.items()},
 }
 # Weights in few bits, by name.
 KINDS = {"int8": "int8", "int4": "int4", "fp8": "fp8"}
@@ -58,7 +60,7 @@ _FUNCTIONS: dict[str, tuple[dict[Any, str], list[Any]]] = {
     "group_rows": (_UNTYPED, [_P, _P, _I, _P, _I, _I]),
     "write_kv": (POOL_PAIRS, [_P, _P, _P, _I, _P, _I, _F, _F]),
     "rotate_and_write": (POOL_PAIRS, [_P, _P, _P, _P, _I, _P, _I, _P, _P, _I, _I, _P, _P, _F, _F, _F]),
-    "decode": (POOL_PAIRS, [_P, _I, _P, _P, _P, _P, _I, _P, _P, _I, _I, _F, _F, _I, _F]),
+    "decode": (POOL_PAIRS, [_P, _I, _P, _P, _P, _P, _I, _P, _P, _I, _I, _I, _F, _F, _I, _F]),
     "prefill": (POOL_PAIRS, [_P, _I, _P, _P, _P, _P, _I, _P, _P, _P, _I, _I, _F, _F, _I, _F]),
     "linear": (LINEAR_PAIRS, [_P, _P, _P, _P, _I, _I, _I]),
     "grouped_linear": (LINEAR_PAIRS, [_P, _P, _P, _P, _I, _I, _I, _I]),
@@ -98,7 +100,8 @@ class PoolView:
         self.dtype = pool.dtype
         # Of one block and layer.
         self.block_nbytes = 2 * pool.shape[3] * pool.shape[4] * pool.shape[5] * pool.element_size()
-        self.struct = PoolStruct(pool.data_ptr(), pool.shape[3], pool.shape[4], pool.shape[5], *strides[:4])
+        sizes = pool.shape[3], pool.shape[4], head_dim_of(pool)
+        self.struct = PoolStruct(pool.data_ptr(), *sizes, *strides[:4])
         self.address = ctypes.addressof(self.struct)
 
 

@@ -24,6 +24,11 @@ LIBRARY: Library = _library
 _MAX_GIL_HELD_NBYTES = 2 << 20
 _MAX_GIL_HELD_VALUES = 1 << 18
 
+# Rows (tokens × query heads of a kv head) of a sequence up to which decode is faster than prefill; by whether
+# prefill has the bf16 dot product.
+_BF16 = torch.bfloat16
+_MAX_DECODE_ROWS = {True: 8, False: 16}
+
 _rms_norm = LIBRARY.gil_held["rms_norm"]
 _silu_mul = LIBRARY.gil_held["silu_mul"]
 _argmax_rows = LIBRARY.gil_held["argmax_rows"]
@@ -149,9 +154,11 @@ def paged_decode_attention(
     context_lens: Tensor,
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    if q.dim() == 4:
-        return _multi_query_decode(q, pool, layer, block_table, context_lens, **options)
     view = view_of(pool)
+    num_queries, num_heads = 1 if q.dim() == 3 else q.shape[1], q.shape[-2]
+    most = _MAX_DECODE_ROWS[q.dtype is view.dtype is _BF16] * pool.shape[3]
+    if num_queries > 1 and num_queries * num_heads > most:
+        return _multi_query_decode(q, pool, layer, block_table, context_lens, **options)
     batch, max_blocks = block_table.shape
     is_long = batch * max_blocks * view.block_nbytes > _MAX_GIL_HELD_NBYTES
     function = (_decode_gil_released if is_long else _decode).get((q.dtype, view.dtype))
@@ -163,7 +170,7 @@ def paged_decode_attention(
     function(
         view.address, layer, q.data_ptr(), out.data_ptr(), _address(options.get("lse")),
         block_table.data_ptr(), block_table.stride(0), _address(options.get("q_positions")),
-        context_lens.data_ptr(), batch, q.shape[1], *_rules(options),
+        context_lens.data_ptr(), batch, num_queries, num_heads, *_rules(options),
     )  # fmt: skip
     return out
 

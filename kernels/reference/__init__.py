@@ -15,7 +15,7 @@ from moonpool.kernels.reference.attention import (
     paged_prefill_attention,
 )
 from moonpool.kernels.reference.checksums import checksum_spans
-from moonpool.kernels.reference.dtypes import FP8, to_pool_dtype
+from moonpool.kernels.reference.dtypes import FP8, codes_and_scales, head_dim_of, to_codes, to_pool_dtype
 from moonpool.kernels.reference.experts import (
     combine_experts,
     group_by_expert,
@@ -34,10 +34,12 @@ __all__ = [
     "add_lora",
     "argmax_rows",
     "checksum_spans",
+    "codes_and_scales",
     "combine_experts",
     "group_by_expert",
     "group_rows",
     "grouped_matmul",
+    "head_dim_of",
     "merge_attention_states",
     "paged_decode_attention",
     "paged_prefill_attention",
@@ -47,6 +49,7 @@ __all__ = [
     "rotate_and_write",
     "route_experts",
     "silu_mul",
+    "to_codes",
     "to_pool_dtype",
     "write_kv",
 ]

@@ -7,7 +7,7 @@ from typing import Required, TypedDict
 import torch
 from torch import Tensor
 
-from moonpool.kernels.reference.dtypes import to_compute_dtype
+from moonpool.kernels.reference.dtypes import codes_and_scales, to_compute_dtype
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -30,9 +30,12 @@ def _sequence_kv(
     """K and V of tokens first_token … end_token - 1: [num_kv_heads, tokens, head_dim] each."""
     block_size = pool.shape[4]
     first_block, end_block = first_token // block_size, -(-end_token // block_size)
-    blocks = pool[
-        table[first_block:end_block].long(), layer
-    ]  # [blocks, 2, num_kv_heads, block_size, head_dim]
+    at = table[first_block:end_block].long(), layer  # → [blocks, 2, num_kv_heads, block_size, head_dim]
+    if pool.dtype == torch.int8:
+        codes, scales = codes_and_scales(pool)
+        blocks = codes[at].float() * scales[at][..., None]
+    else:
+        blocks = pool[at]
     tokens = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)
     start = first_block * block_size
     return tuple(to_compute_dtype(tokens[:, :, first_token - start : end_token - start]).unbind(0))  # type: ignore[return-value]
@@ -98,7 +101,8 @@ def paged_prefill_attention(
     of its table; by default the last query is the last of them. (A rank with only some of a sequence's keys
     passes positions relative to its first key; a query at context_lens or beyond sees all of them.)
 
-    The pool has the dtype of q or is float8_e4m3fn; float8 values are multiplied by k_scale and v_scale. With
+    The pool has the dtype of q, or is float8_e4m3fn, whose values are multiplied by k_scale and v_scale, or
+    is int8 with scales in the pool (``codes_and_scales``; only on CPUs). With
     ``key_only`` the caller uses the result from that element of each head on only: the first ones, which a
     latent has for scores, are undefined.
 

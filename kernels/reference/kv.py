@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moonpool.kernels.reference.dtypes import to_compute_dtype, to_pool_dtype
+from moonpool.kernels.reference.dtypes import codes_and_scales, to_codes, to_compute_dtype, to_pool_dtype
 
 
 def write_kv(
@@ -22,12 +22,19 @@ def write_kv(
 
     k, v: [num_tokens, num_kv_heads, head_dim]; slot_mapping: int64 [num_tokens], -1 skips the token. A slot
     is ``block * block_size + offset``; two tokens of one call must not share one. A float8_e4m3fn pool stores
-    k / k_scale and v / v_scale, rounded to nearest and clamped to ±448.
+    k / k_scale and v / v_scale, rounded to nearest and clamped to ±448. An int8 pool stores codes and scales
+    (``codes_and_scales``); it has no other scales.
     """
     block_size = pool.shape[4]
     used = slot_mapping >= 0
     slots = slot_mapping[used]
     blocks, offsets = slots // block_size, slots % block_size
+    if pool.dtype == torch.int8:
+        codes, scales = codes_and_scales(pool)
+        for component, x in enumerate((k, v)):
+            found = to_codes(x[used])
+            codes[blocks, layer, component, :, offsets], scales[blocks, layer, component, :, offsets] = found
+        return
     pool[blocks, layer, 0, :, offsets] = to_pool_dtype(k[used], k_scale, pool.dtype)
     pool[blocks, layer, 1, :, offsets] = to_pool_dtype(v[used], v_scale, pool.dtype)
 

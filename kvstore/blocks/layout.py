@@ -10,7 +10,10 @@ from typing import Protocol
 from moonpool.kvstore.errors import LayoutError
 
 #: Bytes of one element, by the dtype's name.
-DTYPE_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+DTYPE_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
+
+# What a token has in each head beside its elements: int8 codes have a float32 scale.
+_SCALE_NBYTES = {"int8": 4}
 
 # Part of every fingerprint: raise it when the order of bytes inside a block changes.
 FORMAT_VERSION = 1
@@ -33,7 +36,9 @@ class KVLayout:
     """One block is ``[num_layers, components, num_kv_heads, block_size, head_dim]`` of ``dtype``, contiguous.
 
     Heads come before tokens, so that a tensor-parallel shard is one run per layer; layers come first, so that
-    a pipeline stage is one run. ``num_layers`` and ``num_kv_heads`` are those of one rank.
+    a pipeline stage is one run. ``num_layers`` and ``num_kv_heads`` are those of one rank. With int8 the last
+    dimension is head_dim + 4: a head's bytes are the codes of all its tokens, then a float32 scale of each,
+    so scales go wherever the head goes.
     """
 
     num_layers: int
@@ -56,8 +61,9 @@ class KVLayout:
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """``[num_layers, components, num_kv_heads, block_size, head_dim]``."""
-        return (self.num_layers, self.num_components, self.num_kv_heads, self.block_size, self.head_dim)
+        """``[num_layers, components, num_kv_heads, block_size, head_dim]``; of int8 head_dim + 4."""
+        row = self.head_dim + _SCALE_NBYTES.get(self.dtype, 0)
+        return (self.num_layers, self.num_components, self.num_kv_heads, self.block_size, row)
 
     @property
     def num_components(self) -> int:
@@ -70,7 +76,7 @@ class KVLayout:
     @property
     def head_nbytes(self) -> int:
         """One component of one head of one layer, which no rank splits."""
-        return self.block_size * self.head_dim * DTYPE_NBYTES[self.dtype]
+        return self.block_size * self.shape[-1] * DTYPE_NBYTES[self.dtype]
 
     def __str__(self) -> str:
         kind = "KV heads" if self.components == ("k", "v") else "+".join(self.components)

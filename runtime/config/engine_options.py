@@ -148,8 +148,9 @@ class EngineOptions(Section, name="engine"):
     kv_dtype: str = option(
         "auto",
         "name",
-        "dtype of the KV pool; auto: as computed; fp8_e4m3 uses the k_scale and v_scale of the checkpoint",
-        choices=("auto", "fp8_e4m3"),
+        "dtype of the KV pool; auto: as computed; fp8_e4m3 uses the k_scale and v_scale of the checkpoint; "
+        "int8 has a scale for each token and head, on CPUs",
+        choices=("auto", "fp8_e4m3", "int8"),
     )
     weights: str = option(
         "auto",

@@ -8,7 +8,7 @@ from moonpool.bench.engine.perplexity import VARIANTS, perplexity
 
 # Of the perplexity with plain weights: 1.001, 1.012 and 1.002 were measured. A weight is off by half a step
 # at most: 2^-8 of the largest in its row with 8 bits, 2^-4 of the largest in its group with 4.
-BOUNDS = {"int8 weights": 1.01, "int4 weights": 1.05, "fp8_e4m3 KV": 1.01}
+BOUNDS = {"int8 weights": 1.01, "int4 weights": 1.05, "fp8_e4m3 KV": 1.01, "int8 KV": 1.003}
 
 
 async def test_perplexity_is_bounded() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moonpool.kernels import reference
 from moonpool.kernels.reference import to_pool_dtype
 
 # Largest error allowed, relative to the largest value expected; a result in 16 bits is rounded once.
@@ -51,8 +52,14 @@ class PagedBatch:
         size, dim = shape.block_size, shape.head_dim
         counts = [-(-total // size) for _, total in shape.lens]
         num_blocks = sum(counts) + 3
-        pool_shape = (num_blocks, shape.layers, 2, shape.num_kv_heads, size, dim)
-        self.pool = torch.full(pool_shape, float("nan"), dtype=shape.kv_dtype or shape.dtype)
+        in_codes = shape.kv_dtype == torch.int8
+        row = dim + 4 if in_codes else dim
+        pool_shape = (num_blocks, shape.layers, 2, shape.num_kv_heads, size, row)
+        if in_codes:
+            self.pool = torch.full(pool_shape, 77, dtype=torch.int8)
+            reference.codes_and_scales(self.pool)[1].fill_(float("nan"))
+        else:
+            self.pool = torch.full(pool_shape, float("nan"), dtype=shape.kv_dtype or shape.dtype)
         free = torch.randperm(num_blocks, generator=generator).to(torch.int32).tolist()
         self.block_table = torch.full((len(counts), max(counts, default=0) + 2), -1, dtype=torch.int32)
         self.keys: list[Tensor] = []
@@ -60,16 +67,30 @@ class PagedBatch:
         queries = [torch.empty(0, shape.num_heads, dim, dtype=shape.dtype)]
         for i, (new, total) in enumerate(shape.lens):
             k, v = torch.randn(2, total, shape.num_kv_heads, dim, generator=generator).unbind(0)
-            k = to_pool_dtype(k, shape.k_scale, self.pool.dtype)
-            v = to_pool_dtype(v, shape.v_scale, self.pool.dtype)
+            if not in_codes:
+                k = to_pool_dtype(k, shape.k_scale, self.pool.dtype)
+                v = to_pool_dtype(v, shape.v_scale, self.pool.dtype)
+            stored = []  # codes, and what they stand for
+            for x in (k, v) if in_codes else ():
+                codes, scales = reference.to_codes(x)
+                stored.append((codes, scales, codes.float() * scales[..., None]))
             first_seen = max(0, total - new - shape.window + 1) if shape.window and new else 0
             for block in range(first_seen // size, counts[i]):
                 place = free.pop()
                 self.block_table[i, block] = place
                 tokens = slice(block * size, min(total, (block + 1) * size))
                 length = tokens.stop - tokens.start
+                if in_codes:
+                    everywhere = reference.codes_and_scales(self.pool)
+                    for component, found in enumerate(stored):
+                        for part, of_tokens in zip(everywhere, found, strict=False):
+                            at = part[place, shape.layer, component, :, :length]
+                            at.copy_(of_tokens[tokens].transpose(0, 1))
+                    continue
                 self.pool[place, shape.layer, 0, :, :length] = k[tokens].transpose(0, 1)
                 self.pool[place, shape.layer, 1, :, :length] = v[tokens].transpose(0, 1)
+            if in_codes:
+                k, v = (numbers for _, _, numbers in stored)
             self.keys.append(k.double() * shape.k_scale)
             self.values.append(v.double() * shape.v_scale)
             queries.append(torch.randn(new, shape.num_heads, dim, generator=generator).to(shape.dtype))

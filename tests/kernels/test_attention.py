@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from moonpool.kernels import reference
 from moonpool.kernels.cpu.library import load
+from moonpool.kernels.reference import FP8
 from tests.kernels.attending import decode, prefill
 from tests.kernels.paged import PagedBatch, Shape, assert_near
 
@@ -198,3 +199,32 @@ def test_compiled_equals_reference(shape: Shape, seed: int) -> None:
     assert_near(prefill(ops, batch), prefill(reference, batch), shape.dtype, factor=2)
     batch = PagedBatch(replace(shape, lens=tuple((1, total) for _, total in shape.lens)), seed)
     assert_near(decode(ops, batch), decode(reference, batch), shape.dtype, factor=2)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8, FP8])
+@pytest.mark.parametrize(("num_heads", "queries"), [(2, 4), (6, 4), (4, 2), (14, 16)])
+@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (19, 2.0)])
+def test_a_few_queries_of_each_sequence(
+    form: ModuleType, dtype: torch.dtype, kv_dtype: torch.dtype | None, num_heads: int, queries: int,
+    window: int, soft_cap: float,
+) -> None:  # fmt: skip
+    """Each as if it were alone: a token sees those before it, in its window, also across chunks."""
+    lens = tuple((queries, n) for n in (queries, 17, 32, 258, 300))
+    shape = Shape(lens, num_heads, 2, dtype=dtype, kv_dtype=kv_dtype, window=window, soft_cap=soft_cap)
+    batch = PagedBatch(shape)
+    q = batch.q.view(len(lens), queries, num_heads, 32)
+    lse = torch.empty(q.shape[:3])
+    out = decode(form, batch, q=q, lse=lse)
+    expected, expected_lse = batch.expected_states()
+    assert_near(out.flatten(0, 1), expected, dtype)
+    assert_near(lse.flatten(0, 1), expected_lse, dtype, factor=4)
+
+
+def test_queries_before_the_first_token_give_zeros(form: ModuleType) -> None:
+    batch = PagedBatch(Shape(((2, 2), (4, 40))))
+    q = torch.randn(2, 4, 4, 32)
+    lse = torch.empty(2, 4, 4)
+    out = decode(form, batch, q=q, lse=lse)
+    assert out[0, :2].eq(0).all()
+    assert lse[0, :2].isneginf().all()
+    assert not out.isnan().any()

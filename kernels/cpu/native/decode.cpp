@@ -1,9 +1,9 @@
-// Attention of one query token of each sequence.
+// Attention of the last query token of each sequence, or of the last few.
 //
 // A sequence is computed in chunks of tokens: all scores of a chunk, their weights, then the weighted sum of V.
 // Both passes read a block's kv heads in memory order and prefetch a few kilobytes ahead. The query heads that
-// share a kv head are computed together, so that K and V are read once. A sequence's result does not depend
-// on the batch.
+// share a kv head, and a sequence's few tokens, are computed together, so that K and V are read once. A token's
+// result does not depend on the batch, nor, without a window, on the other tokens.
 
 #include <algorithm>
 #include <vector>
@@ -21,18 +21,19 @@ constexpr double READ_NS = 0.1;            // nanoseconds of one thread for a by
 
 // Scratch of one sequence.
 struct Gathered {
-    std::vector<float> scores;    // [heads, PITCH]
-    std::vector<float> sums;      // [heads, dim]
-    std::vector<float> queries;   // [heads, dim], if converted to float32
-    std::vector<float> converted;      // [W, dim], keys and values as float32
-    std::vector<Softmax> states;  // [heads]
+    // A row is one token's query head; all rows of a kv head follow each other.
+    std::vector<float> scores;     // [rows, PITCH]
+    std::vector<float> sums;       // [rows, dim]
+    std::vector<float> queries;    // [rows, dim], if converted to float32 or put in order
+    std::vector<float> converted;  // [W, dim], keys and values as float32
+    std::vector<Softmax> states;   // [rows]
 
-    void begin(int64_t heads, int64_t dim) {
-        scores.resize(heads * PITCH);
-        sums.assign(heads * dim, 0.0f);
-        queries.resize(heads * dim);
+    void begin(int64_t rows, int64_t dim) {
+        scores.resize(rows * PITCH);
+        sums.assign(rows * dim, 0.0f);
+        queries.resize(rows * dim);
         converted.resize(W * dim);
-        states.assign(heads, Softmax());
+        states.assign(rows, Softmax());
     }
 };
 
@@ -63,7 +64,10 @@ struct Blocks {
                 const T* prefetch = then ? then + prefetch_head * pool.head_stride : nullptr;
                 if (prefetch_block <= last_block) prefetch = at(prefetch_block, prefetch_head, kv);
                 if (++prefetch_head == heads) prefetch_head = 0, prefetch_block++;
-                f(head, Run<T>{at(block, head, kv) + offset * pool.head_dim, prefetch, count}, token - first);
+                const T* rows = at(block, head, kv);
+                const float* scales = block_scales(pool, rows);
+                f(head, Run<T>{rows + offset * pool.head_dim, prefetch, count, scales ? scales + offset : nullptr},
+                  token - first);
             }
             token += count;
         }
@@ -80,23 +84,49 @@ struct Seen {
     bool empty() const { return end <= first; }
 };
 
-// heads: query heads of the blocks' kv heads; q, out and lse are of the first of them.
+// The last tokens of a sequence and the query heads that share some kv heads.
+template <class Q>
+struct Queries {
+    const Q* q;  // of the first token and head
+    Q* out;
+    float* lse;  // or null
+    int64_t tokens, heads;
+    int64_t num_heads;          // from a token to the next
+    int64_t position, context;  // of the first token; number of keys
+
+    MP_INLINE Seen seen(int64_t token, const Rules& rules) const { return Seen(position + token, context, rules); }
+    // What any of the tokens sees.
+    MP_INLINE Seen seen(const Rules& rules) const {
+        Seen all = seen(0, rules);
+        all.end = seen(tokens - 1, rules).end;
+        return all;
+    }
+    // Calls f(row of the scratch, token, head).
+    template <class F>
+    MP_INLINE void for_rows(int64_t group, F f) const {
+        int64_t row = 0;
+        for (int64_t head = 0; head < heads; head += group)
+            for (int64_t token = 0; token < tokens; token++)
+                for (int64_t member = 0; member < group; member++) f(row++, token, head + member);
+    }
+};
+
 template <class Q, class T>
-void attend(const Blocks<T>& blocks, const Q* q, Seen seen, int64_t heads, const Rules& rules, Gathered& gathered,
-            const T* then, Q* out, float* lse) {
+void attend(const Blocks<T>& blocks, const Queries<Q>& asked, const Rules& rules, Gathered& gathered, const T* then) {
     const int64_t dim = blocks.pool.head_dim, size = blocks.pool.block_size;
-    const int64_t group = heads / blocks.heads;
-    const Score<Wide<T>> score = score_for<Wide<T>>(dim);
-    gathered.begin(heads, dim);
+    const int64_t group = asked.heads / blocks.heads, rows = group * asked.tokens;  // of a kv head
+    const Seen seen = asked.seen(rules);
+    const Score<Asking<T>, Wide<T>> score = score_for<Asking<T>, Wide<T>>(dim);
+    gathered.begin(asked.heads * asked.tokens, dim);
     float* converted = gathered.converted.data();
-    const Wide<T>* queries;
-    if constexpr (std::is_same<Q, Wide<T>>::value) {
-        queries = q;
-    } else {
-        for_vectors(heads * dim, [&](int64_t i, int n) {
-            store_some(gathered.queries.data() + i, load_some(q + i, n), n);
+    const Asking<T>* queries = (const Asking<T>*)asked.q;
+    if (asked.tokens > 1 || !std::is_same<Q, Asking<T>>::value) {
+        Asking<T>* to = (Asking<T>*)gathered.queries.data();
+        queries = to;
+        asked.for_rows(group, [&](int64_t row, int64_t token, int64_t head) {
+            const Q* from = asked.q + (token * asked.num_heads + head) * dim;
+            for_vectors(dim, [&](int64_t i, int n) { store_some(to + row * dim + i, load_some(from + i, n), n); });
         });
-        queries = gathered.queries.data();
     }
     float* scores = gathered.scores.data();
     float* sums = gathered.sums.data();
@@ -104,44 +134,57 @@ void attend(const Blocks<T>& blocks, const Q* q, Seen seen, int64_t heads, const
         end = std::min(first / CHUNK * CHUNK + CHUNK, seen.end);
         blocks.walk(first, end, 0, blocks.at(first / size, 0, 1), [&](int64_t head, Run<T> keys, int64_t at) {
             for_wide(keys, dim, converted, [&](Run<Wide<T>> some, int64_t before) {
-                score(queries + head * group * dim, group, dim, some, rules.scale,
-                      scores + head * group * PITCH + at + before);
+                score(queries + head * rows * dim, rows, dim, some, rules.scale,
+                      scores + head * rows * PITCH + at + before);
             });
+            scale_rows(keys, scores + head * rows * PITCH + at, rows);
         });
         const int64_t count = end - first, whole = (count + W - 1) / W * W;
-        for (int64_t head = 0; head < heads; head++) {
-            float* row = scores + head * PITCH;
+        asked.for_rows(group, [&](int64_t at, int64_t token, int64_t) {
+            float* row = scores + at * PITCH;
             if (rules.soft_cap > 0) cap_scores(row, whole, rules.soft_cap);
             std::fill(row + count, row + whole, -INF);
-            const float factor = gathered.states[head].take(row, whole);
-            if (factor == 1.0f) continue;
+            if (asked.tokens > 1) {
+                const Seen own = asked.seen(token, rules);
+                const int64_t stop = std::clamp<int64_t>(own.end - first, 0, count);
+                std::fill(row, row + std::clamp<int64_t>(own.first - first, 0, stop), -INF);
+                std::fill(row + stop, row + count, -INF);
+            }
+            const float factor = gathered.states[at].take(row, whole);
+            if (factor == 1.0f) return;
             for_vectors(dim, [&](int64_t i, int n) {
-                store_some(sums + head * dim + i, load_some(sums + head * dim + i, n) * factor, n);
+                store_some(sums + at * dim + i, load_some(sums + at * dim + i, n) * factor, n);
             });
-        }
+        });
         const T* next = end < seen.end ? blocks.at(end / size, 0, 0) : then;
         blocks.walk(first, end, 1, next, [&](int64_t head, Run<T> values, int64_t at) {
+            scale_rows(values, scores + head * rows * PITCH + at, rows);
             for_wide(values, dim, converted, [&](Run<Wide<T>> some, int64_t before) {
-                gather(scores + head * group * PITCH + at + before, group, some, dim, sums + head * group * dim);
+                gather(scores + head * rows * PITCH + at + before, rows, some, dim, sums + head * rows * dim);
             });
         });
     }
-    for (int64_t head = 0; head < heads; head++) {
-        const Softmax& state = gathered.states[head];
-        const float total = seen.empty() ? 1.0f : state.total / rules.v_scale;
+    asked.for_rows(group, [&](int64_t row, int64_t token, int64_t head) {
+        const Softmax& state = gathered.states[row];
+        // The sums of a token that sees no key are zero.
+        const float total = state.total == 0.0f ? 1.0f : state.total / rules.v_scale;
+        Q* out = asked.out + (token * asked.num_heads + head) * dim;
         for_vectors(dim, [&](int64_t i, int n) {
-            store_some(out + head * dim + i, load_some(sums + head * dim + i, n) / total, n);
+            store_some(out + i, load_some(sums + row * dim + i, n) / total, n);
         });
-        if (lse) lse[head] = log_sum(state);
-    }
+        if (asked.lse) asked.lse[token * asked.num_heads + head] = log_sum(state);
+    });
 }
 
 template <class Q, class T>
 void decode(const Pool& pool, int64_t layer, const Q* q, Q* out, float* lse, const int32_t* tables,
-            int64_t table_stride, const int32_t* positions, const int32_t* contexts, int64_t batch, int64_t heads,
-            const Rules& rules) {
-    const auto seen_by = [&](int64_t i) {
-        return Seen(positions ? positions[i] : contexts[i] - 1, contexts[i], rules);
+            int64_t table_stride, const int32_t* positions, const int32_t* contexts, int64_t batch, int64_t tokens,
+            int64_t heads, const Rules& rules) {
+    const auto asked_by = [=](int64_t i, int64_t head, int64_t num) {
+        const int64_t at = i * tokens * heads + head;
+        const int64_t position = positions ? positions[i] : contexts[i] - tokens;
+        return Queries<Q>{q + at * pool.head_dim, out + at * pool.head_dim, lse ? lse + at : nullptr, tokens, num,
+                          heads, position, contexts[i]};
     };
     // One thread reads all kv heads of a sequence in memory order. Several threads divide the sequences, and the
     // heads of each where there are few sequences.
@@ -149,7 +192,10 @@ void decode(const Pool& pool, int64_t layer, const Q* q, Q* out, float* lse, con
     const int64_t kv_heads = pool.num_kv_heads, group = heads / kv_heads, wanted = 2 * num_threads();
     const int64_t parts = num_threads() == 1 ? 1 : std::min(kv_heads, (wanted - 1) / batch + 1);
     double keys = 0;
-    for (int64_t i = 0; i < batch; i++) keys += (double)std::max<int64_t>(0, seen_by(i).end - seen_by(i).first);
+    for (int64_t i = 0; i < batch; i++) {
+        const Seen seen = asked_by(i, 0, heads).seen(rules);
+        keys += (double)std::max<int64_t>(0, seen.end - seen.first);
+    }
     const double ns = keys / (double)(batch * parts) * (double)(kv_heads * pool.head_dim * sizeof(T)) * READ_NS;
     parallel_ranges(batch * parts, ns, [=, &pool, &rules](int64_t begin, int64_t end) {
         static thread_local Gathered gathered;
@@ -158,13 +204,12 @@ void decode(const Pool& pool, int64_t layer, const Q* q, Q* out, float* lse, con
             const int64_t head = kv_heads * part / parts, num = kv_heads * (part + 1) / parts - head;
             const Blocks<T> blocks{pool, layer, tables + i * table_stride, head, num};
             const T* then = nullptr;
-            if (i + 1 < batch && parts == 1 && !seen_by(i + 1).empty()) {
+            if (i + 1 < batch && parts == 1) {
+                const Seen seen = asked_by(i + 1, 0, heads).seen(rules);
                 const Blocks<T> next{pool, layer, blocks.table + table_stride, head, num};
-                then = next.at(seen_by(i + 1).first / pool.block_size, 0, 0);
+                if (!seen.empty()) then = next.at(seen.first / pool.block_size, 0, 0);
             }
-            const int64_t first = i * heads + head * group;
-            attend(blocks, q + first * pool.head_dim, seen_by(i), num * group, rules, gathered, then,
-                   out + first * pool.head_dim, lse ? lse + first : nullptr);
+            attend(blocks, asked_by(i, head * group, num * group), rules, gathered, then);
         }
     });
 }
@@ -174,10 +219,10 @@ void decode(const Pool& pool, int64_t layer, const Q* q, Q* out, float* lse, con
 #define MP_DECODE(Q, T, NAME)                                                                                 \
     MP_EXPORT void decode_##NAME(const Pool* pool, int64_t layer, const Q* q, Q* out, float* lse,             \
                                  const int32_t* tables, int64_t table_stride, const int32_t* positions,       \
-                                 const int32_t* contexts, int64_t batch, int64_t num_heads, float scale,      \
-                                 float v_scale, int64_t window, float soft_cap) {                             \
-        decode<Q, T>(*pool, layer, q, out, lse, tables, table_stride, positions, contexts, batch, num_heads,  \
-                     Rules{scale, soft_cap, v_scale, window});                                                \
+                                 const int32_t* contexts, int64_t batch, int64_t tokens, int64_t num_heads,   \
+                                 float scale, float v_scale, int64_t window, float soft_cap) {                \
+        decode<Q, T>(*pool, layer, q, out, lse, tables, table_stride, positions, contexts, batch, tokens,     \
+                     num_heads, Rules{scale, soft_cap, v_scale, window});                                     \
     }
 
 MP_FOR_POOLS(MP_DECODE)

@@ -46,10 +46,32 @@ MP_INLINE void rotate_head(const float* head, const float* cos, const float* sin
     });
 }
 
-// One head, copied or quantized.
+constexpr float TINY = 1e-30f;  // a head with less is zeros, as 127 / TINY is finite
+
+// One head in codes of 8 bits, and its scale: the largest |value| / 127. With a NaN or an infinity that is NaN.
+template <class Q>
+MP_INLINE void put_codes(const Q* head, int64_t dim, code8* to, float* scale) {
+    vf most = {}, zeros = {};
+    for_vectors(dim, [&](int64_t i, int count) {
+        const vf v = load_some(head + i, count);
+        most = vmax(most, vmax(v, -v));
+        zeros += v * 0.0f;
+    });
+    const float largest_value = largest(most), factor = largest_value > TINY ? 127.0f / largest_value : 0.0f;
+    *scale = largest_value / 127.0f + sum(zeros);
+    for_vectors(dim, [&](int64_t i, int count) {
+        store_some(to + i, load_some(head + i, count) * factor, count);
+    });
+}
+
+// One head of token `offset` of a block, copied or quantized.
 template <class Q, class T>
-MP_INLINE void put_head(const Q* head, int64_t dim, float factor, T* to) {
-    if constexpr (std::is_same<Q, T>::value) {
+MP_INLINE void put_head(const Q* head, const Pool& pool, T* block, int64_t offset, float factor) {
+    const int64_t dim = pool.head_dim;
+    T* to = block + offset * dim;
+    if constexpr (has_scales<T>) {
+        put_codes(head, dim, to, block_scales(pool, block) + offset);
+    } else if constexpr (std::is_same<Q, T>::value) {
         memcpy(to, head, dim * sizeof(T));
     } else {
         for_vectors(dim, [&](int64_t i, int count) {
@@ -68,7 +90,7 @@ void rotate_and_write(const Q* qkv, const int64_t* positions, Rotary rotary, con
                       const int64_t* slots, Q* q, int64_t n, int64_t num_heads, const Q* q_norm, const Q* k_norm,
                       float eps, Factors factors) {
     const int64_t dim = pool.head_dim;
-    float head[1024];
+    float head[1024], turned[1024];
     for (int64_t token = 0; token < n; token++, qkv += (num_heads + 2 * pool.num_kv_heads) * dim) {
         const float* cos = rotary.cos + positions[token] * rotary.half;
         const float* sin = rotary.sin + positions[token] * rotary.half;
@@ -79,10 +101,15 @@ void rotate_and_write(const Q* qkv, const int64_t* positions, Rotary rotary, con
         if (slots[token] < 0) continue;
         const int64_t block = slots[token] / pool.block_size, offset = slots[token] % pool.block_size;
         for (int64_t h = 0; h < pool.num_kv_heads; h++) {
-            T* to = block_k<T>(pool, block, layer, h) + offset * dim;
+            T* to = block_k<T>(pool, block, layer, h);
             take_head(qkv + (num_heads + h) * dim, k_norm, eps, dim, head);
-            rotate_head(head, cos, sin, rotary.half, dim, factors.k, to);
-            put_head(qkv + (num_heads + pool.num_kv_heads + h) * dim, dim, factors.v, to + pool.kv_stride);
+            if constexpr (has_scales<T>) {
+                rotate_head(head, cos, sin, rotary.half, dim, 1.0f, turned);
+                put_head(turned, pool, to, offset, 1.0f);
+            } else {
+                rotate_head(head, cos, sin, rotary.half, dim, factors.k, to + offset * dim);
+            }
+            put_head(qkv + (num_heads + pool.num_kv_heads + h) * dim, pool, to + pool.kv_stride, offset, factors.v);
         }
     }
 }
@@ -95,9 +122,9 @@ void write_kv(const Q* k, const Q* v, const Pool& pool, int64_t layer, const int
         if (slots[token] < 0) continue;
         const int64_t block = slots[token] / pool.block_size, offset = slots[token] % pool.block_size;
         for (int64_t h = 0; h < pool.num_kv_heads; h++) {
-            T* to = block_k<T>(pool, block, layer, h) + offset * dim;
-            put_head(k + (token * pool.num_kv_heads + h) * dim, dim, factors.k, to);
-            put_head(v + (token * pool.num_kv_heads + h) * dim, dim, factors.v, to + pool.kv_stride);
+            T* to = block_k<T>(pool, block, layer, h);
+            put_head(k + (token * pool.num_kv_heads + h) * dim, pool, to, offset, factors.k);
+            put_head(v + (token * pool.num_kv_heads + h) * dim, pool, to + pool.kv_stride, offset, factors.v);
         }
     }
 }

@@ -28,6 +28,7 @@ constexpr double ATTEND_NS = 0.02;  // nanoseconds of one thread for a row, key 
 // Scratch of one block of rows. dim is head_dim rounded up to whole vectors; the padding is zero.
 struct Scratch {
     std::vector<float> keys, values, queries, scores, sums;
+    float k_scales[TILE], v_scales[TILE];
     std::vector<Softmax> states;
 
     void fit(int64_t dim) {
@@ -51,7 +52,11 @@ void take_tile(Scratch& s, const T** rows, int64_t begin, int64_t end, int64_t k
             continue;
         }
         const T* v = rows[i - begin] + kv_stride;
-        for_vectors(head_dim, [&](int64_t d, int n) { store_some(to + d, load_some(v + d, n), n); });
+        for_vectors(head_dim, [&](int64_t d, int n) {
+            vf some = load_some(v + d, n);
+            if constexpr (has_scales<T>) some *= s.v_scales[i - begin];
+            store_some(to + d, some, n);
+        });
     }
     for (int64_t first = 0; first < TILE; first += W)
         for_vectors(head_dim, [&](int64_t d, int n) {
@@ -59,6 +64,8 @@ void take_tile(Scratch& s, const T** rows, int64_t begin, int64_t end, int64_t k
             for (int i = 0; i < W; i++) {
                 const int64_t key = first + i;
                 block[i] = key < begin || key >= end ? splat(0.0f) : load_some(rows[key - begin] + d, n);
+                if constexpr (has_scales<T>)
+                    if (key >= begin && key < end) block[i] *= s.k_scales[key - begin];
             }
             transpose(block);
             for (int j = 0; j < n; j++) store(s.keys.data() + (d + j) * TILE + first, block[j]);
@@ -121,6 +128,8 @@ void attend(Scratch& s, const QueryBlock<Q>& block, const Pool& pool, int64_t la
         const T* found[TILE];
         const int64_t from = std::max(first, tile), to = std::min(end, tile + TILE);
         find_tokens(pool, layer, block.head, block.table, from, to, found);
+        if constexpr (has_scales<T>)
+            find_scales<T>(pool, layer, block.head, block.table, from, to, s.k_scales, s.v_scales);
         take_tile(s, found, from - tile, to - tile, pool.kv_stride, head_dim, dim);
         score(s, rows, head_dim, dim);
         for (int64_t row = 0; row < rows; row++) {

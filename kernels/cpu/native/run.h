@@ -12,11 +12,26 @@ struct Run {
     const T* rows;
     const T* prefetch;  // or null
     int64_t count;
+    const float* scales = nullptr;  // of each token, or null: none
 };
+
+// rows[g][i] *= scales[i], for rows of scores.
+template <class T>
+MP_INLINE void scale_rows(Run<T> run, float* rows, int64_t group) {
+    if constexpr (has_scales<T>)
+        for (int64_t g = 0; g < group; g++, rows += PITCH)
+            for_vectors(run.count, [&](int64_t i, int n) {
+                store_some(rows + i, load_some(rows + i, n) * load_some(run.scales + i, n), n);
+            });
+}
 
 // The type that rows of T are computed in: float8 is converted once for all heads that share a row.
 template <class T>
 using Wide = std::conditional_t<std::is_same<T, fp8>::value, float, T>;
+
+// The type of the queries.
+template <class T>
+using Asking = std::conditional_t<has_scales<T>, float, Wide<T>>;
 
 // Prefetches n values and advances. The prefetch is spread over the work, as issuing all at once would stall.
 template <class T>

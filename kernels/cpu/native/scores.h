@@ -7,8 +7,8 @@
 #include "run.h"
 
 // Lanes with the sum q · k, for N vectors of dimensions; N = 0: any number of dimensions.
-template <int N, class T>
-MP_INLINE vf products_of(const T* q, const T* k, int64_t dim) {
+template <int N, class Q, class T>
+MP_INLINE vf products_of(const Q* q, const T* k, int64_t dim) {
     vf products = {};
     if constexpr (N == 0) {
         for_vectors(dim, [&](int64_t i, int n) { products += load_some(q + i, n) * load_some(k + i, n); });
@@ -23,7 +23,7 @@ MP_INLINE vf products_of(const T* q, const T* k, int64_t dim) {
 template <int N>
 MP_INLINE vf products_of(const bf16* q, const bf16* k, int64_t dim) {
     if constexpr (N % 2 != 0 || N == 0) {
-        return products_of<0, bf16>(q, k, dim);
+        return products_of<0, bf16, bf16>(q, k, dim);
     } else {
         __m512 products = _mm512_setzero_ps();
 #pragma GCC unroll 16
@@ -36,8 +36,8 @@ MP_INLINE vf products_of(const bf16* q, const bf16* k, int64_t dim) {
 #endif
 
 // One head and W keys; keys beyond `last` repeat it.
-template <int N, class T>
-MP_INLINE void score_head(const T* q, const T* k, int64_t last, int64_t dim, float scale, float* scores) {
+template <int N, class Q, class T>
+MP_INLINE void score_head(const Q* q, const T* k, int64_t last, int64_t dim, float scale, float* scores) {
     vf products[W];
     if (last >= W - 1) {
 #pragma GCC unroll 16
@@ -49,8 +49,8 @@ MP_INLINE void score_head(const T* q, const T* k, int64_t last, int64_t dim, flo
 }
 
 // Two heads and W keys, half of the keys at a time, so that a key is loaded once for both heads.
-template <int N, class T>
-MP_INLINE void score_two_heads(const T* q, const T* k, int64_t dim, float scale, float* scores) {
+template <int N, class Q, class T>
+MP_INLINE void score_two_heads(const Q* q, const T* k, int64_t dim, float scale, float* scores) {
     vf halves[2];
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++, k += W / 2 * dim) {
@@ -67,8 +67,8 @@ MP_INLINE void score_two_heads(const T* q, const T* k, int64_t dim, float scale,
 }
 
 // scores[g][i] = scale · q[g] · k[i]. Writes whole vectors.
-template <class T, int N>
-void score(const T* q, int64_t group, int64_t any_dim, Run<T> keys, float scale, float* scores) {
+template <class Q, class T, int N>
+void score(const Q* q, int64_t group, int64_t any_dim, Run<T> keys, float scale, float* scores) {
     const int64_t dim = N > 0 ? N * W : any_dim, prefetch_size = (W * dim + group - 1) / group;
     const T* k = keys.rows;
     for (int64_t first = 0; first < keys.count; first += W, k += W * dim) {
@@ -87,15 +87,15 @@ void score(const T* q, int64_t group, int64_t any_dim, Run<T> keys, float scale,
     }
 }
 
-template <class T>
-using Score = void (*)(const T*, int64_t, int64_t, Run<T>, float, float*);
+template <class Q, class T>
+using Score = void (*)(const Q*, int64_t, int64_t, Run<T>, float, float*);
 
-template <class T>
-Score<T> score_for(int64_t dim) {
-    if (dim == W) return score<T, 1>;
-    if (dim == 2 * W) return score<T, 2>;
-    if (dim == 4 * W) return score<T, 4>;
-    if (dim == 8 * W) return score<T, 8>;
-    if (dim == 16 * W) return score<T, 16>;
-    return score<T, 0>;
+template <class Q, class T>
+Score<Q, T> score_for(int64_t dim) {
+    if (dim == W) return score<Q, T, 1>;
+    if (dim == 2 * W) return score<Q, T, 2>;
+    if (dim == 4 * W) return score<Q, T, 4>;
+    if (dim == 8 * W) return score<Q, T, 8>;
+    if (dim == 16 * W) return score<Q, T, 16>;
+    return score<Q, T, 0>;
 }

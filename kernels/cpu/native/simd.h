@@ -38,6 +38,7 @@ typedef int32_t vi __attribute__((vector_size(W * 4)));
 typedef uint32_t vu __attribute__((vector_size(W * 4)));
 typedef uint16_t vh __attribute__((vector_size(W * 2)));
 typedef uint8_t vb __attribute__((vector_size(W)));
+typedef int8_t vc __attribute__((vector_size(W)));
 
 struct bf16 {
     uint16_t bits;
@@ -47,6 +48,10 @@ struct fp16 {
 };
 struct fp8 {  // e4m3fn: no infinity, NaN is 0x7f and 0xff, the largest number 448
     uint8_t bits;
+};
+
+struct code8 {  // times the scale of its token and head
+    int8_t code;
 };
 
 constexpr float INF = std::numeric_limits<float>::infinity();
@@ -193,10 +198,30 @@ MP_INLINE vf load(const fp8* p) {
     return nan ? splat(std::numeric_limits<float>::quiet_NaN()) : v;
 }
 
+MP_INLINE vf load(const code8* p) {
+#if defined(MP_AVX512)
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(MP_AVX2)
+    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+    vc codes;
+    memcpy(&codes, p, sizeof codes);
+    return __builtin_convertvector(__builtin_convertvector(codes, vi), vf);
+#endif
+}
+
 MP_INLINE void store(float* p, vf v) { memcpy(p, &v, sizeof v); }
 
 MP_INLINE void store(fp8* p, vf v) {
     for (int i = 0; i < W; i++) from_float(p + i, v[i]);
+}
+
+// Rounds to nearest, ties to even. |v| at most 127; NaN becomes 0.
+MP_INLINE void store(code8* p, vf v) {
+    const vf shift = splat(12582912.0f);  // 1.5 * 2^23
+    const vi whole = (vi)(v + shift) - (vi)shift;
+    const vc codes = __builtin_convertvector(v == v ? whole : vi{}, vc);
+    memcpy(p, &codes, sizeof codes);
 }
 
 MP_INLINE void store(bf16* p, vf v) {
