@@ -158,7 +158,11 @@ def plan_defragment(
     moves: list[Move] = []
     for request in sorted(waiting, key=lambda one: (-one.num_tokens, one.request_id)):
         needed = request.num_blocks(block_size)
-        free = [load.num_free_blocks - load.num_running for load in loads.values() if not load.closed]
+        free = [
+            load.num_free_blocks - load.num_running
+            for name, load in loads.items()
+            if name == request.node_id or not load.closed
+        ]
         if not request.computed or max(free, default=0) >= needed or sum(free) < needed:
             continue
         leaving = [one for one in running if one.node_id == request.node_id]

@@ -95,6 +95,8 @@ class ScriptedNode(
         self.stop_at = -1  # index of the token that ends a sequence by itself; -1: none
         self.dead = False
         self.deaf = False  # cancels do not reach it
+        # Waits until a new request has its blocks.
+        self.admit: Callable[[node_pb2.DecodeRequest], Awaitable[None]] | None = None
         # Takes a running request over: returns its tokens at the moment when its node stopped.
         self.take: Callable[[node_pb2.DecodeRequest], Awaitable[list[int]]] | None = None
         self.record = NodeRecord(node_id, time.time_ns(), role, layout=LAYOUT, model="tiny-1")
@@ -241,7 +243,8 @@ class ScriptedNode(
             node_pb2.StepTokens(
                 tokens=tokens,
                 num_running=running,
-                num_free_blocks=4096,
+                num_waiting=self.load.num_waiting,
+                num_free_blocks=self.load.free_blocks,
                 num_steps=int(any(token.has_token for token in tokens)),
             )
         )
@@ -264,6 +267,8 @@ class ScriptedNode(
     async def _generate(self, request: node_pb2.DecodeRequest) -> None:
         work, token_ids = request.work, lineage(request.work)
         if not request.migrates:
+            if self.admit is not None:
+                await self.admit(request)
             token_ids.append(next_token(token_ids))
         elif self.take is not None:
             token_ids = await self.take(request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -20,6 +21,8 @@ from tests.conductor.core_nodes import (
 
 NUM_TOKENS = 100
 PAUSE, STOP = 2, 5  # the source's token before which it waits; the first one of the target
+# With r gone, the prompt fits on its node; before, on neither.
+FREE_BLOCKS, OTHER_BLOCKS, PROMPT_TOKENS = 12, 12, 200
 # A step takes 1 ms, and 1 ms more for each sequence.
 PROFILE = {"prefill_base_s": 1e-3, "prefill_token_s": 1e-5, "decode_base_s": 1e-3, "decode_sequence_s": 1e-3}
 
@@ -73,3 +76,54 @@ async def test_one_request_leaves_a_node_whose_steps_are_too_long(
         # Two take 3 ms a step: fast enough, and so the others stay.
         assert len(moved) == (causes == ("hot-spot",))
         assert not any("retry" in cluster.names(one) for one in names)
+
+
+@pytest.mark.parametrize(("cause", "priority"), [("defragment", 0), ("priority", -1)])
+async def test_a_request_leaves_to_make_room_for_one_that_waits(
+    redis: RedisProcess, cause: str, priority: int
+) -> None:
+    go_on, paused, admitted, moved = (asyncio.Event() for _ in range(4))
+
+    async def script(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
+        if work.request_id == "r" and work.attempt == 0 and index == PAUSE:
+            paused.set()
+            await go_on.wait()
+
+    async def admit(decode: node_pb2.DecodeRequest) -> None:
+        if decode.work.request_id == "waits":
+            node = cluster.nodes["d0"]
+            node.load = replace(node.load, num_waiting=1)
+            await node.announce()
+            await admitted.wait()
+
+    async def take(decode: node_pb2.DecodeRequest) -> list[int]:
+        assert decode.work.request_id == "r"
+        moved.set()
+        return PROMPT + continuation(PROMPT, STOP)
+
+    async with (
+        asyncio.timeout(60),
+        running(redis.url, "p0", namespace=f"room-{cause}", migrate=(cause,), rejection="none") as cluster,
+    ):
+        await cluster.add("d0", script)
+        first = asyncio.create_task(cluster.generate(request("r", max_tokens=NUM_TOKENS)))
+        await paused.wait()
+        node = cluster.nodes["d0"]
+        node.admit, node.load = admit, replace(node.load, free_blocks=FREE_BLOCKS)
+        await node.announce()
+        prompt = list(range(200, 200 + PROMPT_TOKENS))
+        asked = request("waits", prompt, max_tokens=4, priority=priority)
+        second = asyncio.create_task(cluster.generate(asked))
+        members = cluster.conductor._deps.registry.members
+        await cluster.until(lambda: members["d0"].view.num_waiting == 1)
+        other = await cluster.add("d1", script)
+        other.take, other.load = take, replace(other.load, free_blocks=OTHER_BLOCKS)
+        await other.announce()
+        await moved.wait()
+        admitted.set()
+        go_on.set()
+        assert await first == continuation(PROMPT, NUM_TOKENS)
+        assert await second == continuation(prompt, 4)
+        await cluster.until(lambda: "migrated" in cluster.names("r"))
+        events = cluster.conductor.timeline("r").events
+        assert [event.facts["cause"] for event in events if event.name == "migrated"] == [cause]
