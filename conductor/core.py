@@ -26,6 +26,7 @@ from moonpool.conductor.fleet.administration import FleetAdmin
 from moonpool.conductor.fleet.node_status import node_status, warnings_of
 from moonpool.conductor.fleet.providers.provider import Provider
 from moonpool.conductor.fleet.registry import NodeRegistry
+from moonpool.conductor.fleet.rollout import Rollouts
 from moonpool.conductor.fleet.served_model import ServedModel
 from moonpool.conductor.migration.migrator import Migrator
 from moonpool.conductor.observing.activity import Activity
@@ -44,6 +45,7 @@ from moonpool.conductor.request import GenerateRequest, TokenEvent
 from moonpool.conductor.requests.dependencies import RequestDependencies
 from moonpool.conductor.requests.lifecycle import RequestRun
 from moonpool.conductor.requests.migration import Migrated
+from moonpool.conductor.requests.probe import Probe
 from moonpool.conductor.requests.stream_records import StreamRecords
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.layout import KVLayout
@@ -177,6 +179,14 @@ class Conductor:
             rng=rng,
         )
         self.fleet.before_stop = self._deps.replicator.hand_on
+        self.rollouts = Rollouts(
+            self.fleet,
+            registry,
+            Probe(self.generate, self.timeline, model.vocab_size),
+            lambda: activity.demand.total,
+            clock,
+            activity.event,
+        )
         self._migrator = Migrator(
             registry,
             self._deps.runs,
@@ -217,6 +227,7 @@ class Conductor:
         await self._engines.close()
         await self._migrator.close()
         await self._planner.close()
+        await self.rollouts.close()
         await self.fleet.close()
         await self.streams.close()
         await self._other_conductors.close()

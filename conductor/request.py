@@ -54,6 +54,7 @@ class GenerateRequest:
     batch: bool = False  # of the batch class: uses only idle capacity
     follows: bool = False  # another one of the same API request was admitted: this one waits for room
     output_ids: tuple[int, ...] = ()  # tokens that another conductor has streamed: it goes on after them
+    avoid: frozenset[str] = frozenset()  # nodes to use only if no other of their role is left
     prompt_logprobs: bool = False  # turns the prefix cache off for this request
 
 

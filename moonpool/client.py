@@ -145,6 +145,18 @@ class Client:
         """Have a node finish its requests and end. Returns at once."""
         return await self._post(f"/v1/fleet/drain/{quote(node_id, safe='')}")
 
+    async def rollout(self, settings: Sequence[str], watch_s: float) -> dict[str, Any]:
+        """Begin to replace all nodes by ones with these settings; see ``rollout_status``."""
+        query = "&".join([f"watch_s={watch_s:g}", *(f"set={quote(one, safe='')}" for one in settings)])
+        return await self._post(f"/v1/fleet/rollout?{query}")
+
+    async def rollout_status(self) -> dict[str, Any]:
+        return await self._get("/v1/fleet/rollout")
+
+    async def abort_rollout(self) -> dict[str, Any]:
+        """Roll back what was replaced. Returns at once."""
+        return await self._post("/v1/fleet/rollout/abort")
+
     async def metrics(self) -> str:
         """Return the conductor's own /metrics."""
         return (await self._read("/metrics")).decode()

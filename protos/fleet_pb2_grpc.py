@@ -45,6 +45,11 @@ class SupervisorStub:
                 request_serializer=moonpool_dot_protos_dot_fleet__pb2.StopNodeRequest.SerializeToString,
                 response_deserializer=moonpool_dot_protos_dot_fleet__pb2.StopNodeReply.FromString,
                 _registered_method=True)
+        self.Settle = channel.unary_unary(
+                '/moonpool.Supervisor/Settle',
+                request_serializer=moonpool_dot_protos_dot_fleet__pb2.SettleRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_fleet__pb2.SettleReply.FromString,
+                _registered_method=True)
         self.List = channel.unary_unary(
                 '/moonpool.Supervisor/List',
                 request_serializer=moonpool_dot_protos_dot_fleet__pb2.ListNodesRequest.SerializeToString,
@@ -70,6 +75,13 @@ class SupervisorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Settle(self, request, context):
+        """Nodes that are started from now on have these settings, besides those of the cluster.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def List(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -88,6 +100,11 @@ def add_SupervisorServicer_to_server(servicer, server):
                     servicer.Stop,
                     request_deserializer=moonpool_dot_protos_dot_fleet__pb2.StopNodeRequest.FromString,
                     response_serializer=moonpool_dot_protos_dot_fleet__pb2.StopNodeReply.SerializeToString,
+            ),
+            'Settle': grpc.unary_unary_rpc_method_handler(
+                    servicer.Settle,
+                    request_deserializer=moonpool_dot_protos_dot_fleet__pb2.SettleRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_fleet__pb2.SettleReply.SerializeToString,
             ),
             'List': grpc.unary_unary_rpc_method_handler(
                     servicer.List,
@@ -150,6 +167,33 @@ class Supervisor:
             '/moonpool.Supervisor/Stop',
             moonpool_dot_protos_dot_fleet__pb2.StopNodeRequest.SerializeToString,
             moonpool_dot_protos_dot_fleet__pb2.StopNodeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Settle(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.Supervisor/Settle',
+            moonpool_dot_protos_dot_fleet__pb2.SettleRequest.SerializeToString,
+            moonpool_dot_protos_dot_fleet__pb2.SettleReply.FromString,
             options,
             channel_credentials,
             insecure,

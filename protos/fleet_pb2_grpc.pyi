@@ -37,6 +37,8 @@ class SupervisorStub:
     """Start one more node. Answers when its process runs; it joins when it has loaded the model."""
     Stop: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.StopNodeRequest, _fleet_pb2.StopNodeReply]
     """Drain and end a node, and do not start it again. Answers at once. A node that is ending already is no error."""
+    Settle: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.SettleRequest, _fleet_pb2.SettleReply]
+    """Nodes that are started from now on have these settings, besides those of the cluster."""
     List: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ListNodesRequest, _fleet_pb2.ListNodesReply]
 
 @_typing.type_check_only
@@ -48,6 +50,8 @@ class SupervisorAsyncStub(SupervisorStub):
     """Start one more node. Answers when its process runs; it joins when it has loaded the model."""
     Stop: _aio.UnaryUnaryMultiCallable[_fleet_pb2.StopNodeRequest, _fleet_pb2.StopNodeReply]  # type: ignore[assignment]
     """Drain and end a node, and do not start it again. Answers at once. A node that is ending already is no error."""
+    Settle: _aio.UnaryUnaryMultiCallable[_fleet_pb2.SettleRequest, _fleet_pb2.SettleReply]  # type: ignore[assignment]
+    """Nodes that are started from now on have these settings, besides those of the cluster."""
     List: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListNodesRequest, _fleet_pb2.ListNodesReply]  # type: ignore[assignment]
 
 class SupervisorServicer(metaclass=_abc_1.ABCMeta):
@@ -68,6 +72,14 @@ class SupervisorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.StopNodeReply, _abc.Awaitable[_fleet_pb2.StopNodeReply]]:
         """Drain and end a node, and do not start it again. Answers at once. A node that is ending already is no error."""
+
+    @_abc_1.abstractmethod
+    def Settle(
+        self,
+        request: _fleet_pb2.SettleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.SettleReply, _abc.Awaitable[_fleet_pb2.SettleReply]]:
+        """Nodes that are started from now on have these settings, besides those of the cluster."""
 
     @_abc_1.abstractmethod
     def List(

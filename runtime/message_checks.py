@@ -103,6 +103,8 @@ MOST: Mapping[str, int] = {
     "moonpool.UsageRequest.owner": 16,
     "moonpool.UsageReply.tiers": 64,
     "moonpool.ListNodesReply.nodes": _NODES,
+    "moonpool.StartNodeRequest.settings": 64,
+    "moonpool.SettleRequest.settings": 64,
     "moonpool.LoadReport.loads": _NODES,
     "moonpool.LoadReport.open": _NODES,
     "moonpool.LoadReport.tenants": _NODES,

@@ -12,6 +12,9 @@ from moonpool.conductor.api.errors import ApiError
 from moonpool.conductor.api.status_routes import reply
 from moonpool.conductor.fleet.administration import MAX_NODES
 
+WATCH_S = 5.0
+MOST_WATCH_S = 3600.0
+
 
 async def listed(http: web.Request) -> web.Response:
     """``GET /v1/fleet``"""
@@ -31,6 +34,30 @@ async def switch(http: web.Request) -> web.Response:
     """``POST /v1/fleet/switch/{node}/{role}``"""
     info = http.match_info
     return reply(await http.app[CONTEXT].conductor.fleet.switch_role(info["node"], info["role"]))
+
+
+async def rollout(http: web.Request) -> web.Response:
+    """``POST /v1/fleet/rollout?set=SECTION.KEY=VALUE&…&watch_s=SECONDS``: answers when it has begun."""
+    text = http.query.get("watch_s", str(WATCH_S))
+    try:
+        watch_s = float(text)
+    except ValueError:
+        watch_s = -1.0
+    if not 0 <= watch_s <= MOST_WATCH_S:
+        raise ApiError(
+            400, f"watch_s: must be from 0 to {MOST_WATCH_S:g}, got {text[:32]!r}", param="watch_s"
+        )
+    return reply(http.app[CONTEXT].conductor.rollouts.begin(http.query.getall("set", []), watch_s))
+
+
+async def rollout_status(http: web.Request) -> web.Response:
+    """``GET /v1/fleet/rollout``: the latest one of this conductor."""
+    return reply(http.app[CONTEXT].conductor.rollouts.status)
+
+
+async def abort_rollout(http: web.Request) -> web.Response:
+    """``POST /v1/fleet/rollout/abort``: roll it back; answers at once."""
+    return reply(http.app[CONTEXT].conductor.rollouts.abort())
 
 
 async def drain(http: web.Request) -> web.Response:

@@ -193,6 +193,11 @@ def _paths() -> dict[str, Any]:
             "post": _page("Change the role of a node", switched, 404, 409, 503, node="path", role="path")
         },
         "/v1/fleet/drain/{node}": {"post": _page("Drain and end a node", ending, 404, 503, node="path")},
+        "/v1/fleet/rollout": {
+            "get": _page("The latest rollout of this conductor", anything),
+            "post": _page("Replace all nodes by ones with other settings", anything, 400, 409, set=_TEXT),
+        },
+        "/v1/fleet/rollout/abort": {"post": _page("Roll back the rollout that runs", anything, 409)},
         "/v1/completions": {"post": _generation("CompletionBody", "Completion", "Continue a prompt")},
         "/v1/chat/completions": {"post": _generation("ChatBody", "ChatCompletion", "Answer in a chat")},
         "/v1/requests/{id}/migrate": {

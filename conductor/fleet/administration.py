@@ -11,7 +11,7 @@ from typing import Any
 from moonpool.conductor.engines.client import EngineClient
 from moonpool.conductor.fleet.errors import FleetUnchanged, NodeMissing, ProviderFailed
 from moonpool.conductor.fleet.member import Member
-from moonpool.conductor.fleet.providers.provider import STOPPING, Provider, SuppliedNode
+from moonpool.conductor.fleet.providers.provider import STOPPING, Provider, SuppliedNode, VersionedProvider
 from moonpool.conductor.fleet.registry import NodeRegistry
 from moonpool.conductor.fleet.removal import Removable, least_missed
 from moonpool.kvstore.index.redis.node_record import ROLES, NodeRecord, stages_of
@@ -172,6 +172,15 @@ class FleetAdmin:
         assert self.provider is not None
         node_id = await self.provider.start(role, self._model, fence)
         log.info("%s starts: %s", node_id, why)
+        self._on_change("started", node_id, why)
+        return node_id
+
+    async def start_with(
+        self, provider: VersionedProvider, role: str, settings: Sequence[str], why: str
+    ) -> str:
+        """As ``start``, with settings for this node alone. Raises ``ProviderFailed``."""
+        node_id = await provider.start_with(role, self._model, settings)
+        log.info("%s starts with %s: %s", node_id, ", ".join(settings), why)
         self._on_change("started", node_id, why)
         return node_id
 

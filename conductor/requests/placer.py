@@ -89,7 +89,7 @@ class RequestPlacer:
             reads_cache=not self._wants_prompt_logprobs,
             fairness_delay_s=self._fairness_delay_s(began_s),
         )
-        view = deps.registry.view(keys, self.avoid)
+        view = deps.registry.view(keys, self.avoid | self._request.avoid)
         self._prefixes = view.prefix_blocks
         outcome = place(request, view, Slo() if begun else deps.slo, deps.policy)
         self.hash_s, self.place_s = hashed_s - began_s, deps.clock() - hashed_s

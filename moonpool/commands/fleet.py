@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -18,7 +19,7 @@ _FIGURES = ("requests",)
 
 @click.group()
 def fleet() -> None:
-    """List the nodes of a cluster, change their number and roles, drain one, move a request.
+    """List the nodes of a cluster, change their number, roles and settings, drain one, move a request.
 
     Changes need an admin key, or where no API keys are configured the cluster's key.
     """
@@ -97,6 +98,65 @@ def drain_command(node: str, url: str) -> None:
     """Have NODE finish its requests and end. A provider does not start it again."""
     done = run_with_client(url, lambda client: client.drain(node))
     console.print(f"{done['node_id']} drains and ends")
+
+
+@fleet.command("rollout")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="an option of nodes; repeatable")
+@click.option("--model", help="a checkpoint directory of the same model, as model.path")
+@click.option("--watch-s", default=5.0, show_default=True, help="how long each new node is watched")
+@click.option("--status", is_flag=True, help="show the latest rollout instead")
+@click.option("--abort", is_flag=True, help="roll back the one that runs")
+@url_option
+@json_option
+def rollout_command(
+    settings: tuple[str, ...],
+    model: str | None,
+    watch_s: float,
+    status: bool,
+    abort: bool,
+    url: str,
+    as_json: bool,
+) -> None:
+    """Replace all nodes, one by one, by nodes with other settings, while they serve.
+
+    Each new node must join, answer, and be watched before the requests of the one before it move away and it
+    ends. A new node that fails is removed with its reason, and those before it are replaced back. Exit code
+    1: it was rolled back, or has failed.
+    """
+    chosen = [*settings, *([f"model.path={model}"] if model else [])]
+
+    async def done(client: Client) -> dict[str, Any]:
+        if status:
+            return await client.rollout_status()
+        found = await (client.abort_rollout() if abort else client.rollout(chosen, watch_s))
+        while found["state"] in ("running", "rolling back"):
+            await asyncio.sleep(0.5)
+            found = await client.rollout_status()
+        return found
+
+    found = run_with_client(url, done)
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+    else:
+        console.print(rollout_view(found))
+    if not status and not abort and found["state"] != "done":
+        raise click.exceptions.Exit(1)
+
+
+def rollout_view(found: dict[str, Any]) -> RenderableType:
+    """A table with a row for each node that was replaced."""
+    table = plain_table(("node", "by", "state"), ("probe before", "after"))
+    for move in found["moves"]:
+        probes = (f"{move[name]:.3f} s" for name in ("old_probe_s", "probe_s"))
+        table.add_row(move["old"], move["new"], move["state"], *probes)
+    title = (
+        f"rollout of {', '.join(found['settings']) or 'nothing'}: {found['state']}, {found['seconds']:.0f} s"
+    )
+    kept = [f"{what} {part:.1%}" for what, part in found["attained"].items() if part is not None]
+    parts: list[RenderableType] = [Text(title, style="bold"), table]
+    parts += [Text(f"requests within the SLO: {', '.join(kept)}")] if kept else []
+    parts += [Text(found["reason"], style="yellow")] if found["reason"] else []
+    return Group(*parts)
 
 
 def fleet_view(found: dict[str, Any]) -> RenderableType:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from moonpool.local.node_configs import (
 )
 from moonpool.local.preflight import available_nbytes
 from moonpool.local.vllm_engine import VllmEngine
-from moonpool.runtime.config.loading import to_toml
+from moonpool.runtime.config.loading import override, to_toml
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.errors import ConfigError, MoonpoolError
 from moonpool.runtime.machine.gpus import computes_on_gpus
@@ -53,6 +53,7 @@ class Children:
         self._spans: dict[str, range] = {}  # GPUs by node
         self._numbers = dict.fromkeys((*_COMPUTE, "store"), 0)
         self._num_engines = 0
+        self._settled: tuple[str, ...] = ()  # settings of later nodes, from rollouts
         # A file rather than arguments: a secret among the options must not show in the process list.
         self._file = directory / "cluster.toml"
         self._file.touch(mode=0o600)
@@ -74,23 +75,31 @@ class Children:
         ]
         return nodes + [self._node("store", (), range(0)) for _ in range(counts.store)]
 
-    def another(self, role: str, live: Collection[str]) -> Child:
-        """One more node that computes, beside the nodes named ``live``.
+    def settle(self, settings: Sequence[str]) -> None:
+        """Use these settings for all later nodes. Raises ``ConfigError``."""
+        override(self._config, settings)
+        self._settled += tuple(settings)
+
+    def another(self, role: str, live: Collection[str], settings: Sequence[str] = ()) -> Child:
+        """One more node that computes, beside the nodes named ``live``. ``settings``: its own.
 
         Raises:
-            ConfigError: there is no such role.
+            ConfigError: there is no such role, or no such setting.
             TooLittleMemory, NoRoom: this machine has no memory or no GPU left for it.
         """
         if role not in _COMPUTE:
             raise ConfigError(
                 f"a local cluster starts nodes of {', '.join(_COMPUTE)}, not {role[:32]!r}", "role"
             )
-        config = config_of(self._config, role)
+        settings = (*self._settled, *settings)
+        if settings and self._config.cluster.engine == "vllm":
+            raise ConfigError("vLLM engines take no settings of ours: nothing was started", settings[0])
+        config = override(config_of(self._config, role), settings)
         if not self._gpus:
             needed, available = config.engine.host_pool_nbytes * config.engine.parallel.dp, available_nbytes()
             if needed > available:
                 raise TooLittleMemory(needed, available)
-            return self._node(role, (), range(0))
+            return self._node(role, (), range(0), settings)
         taken = [span for name, span in self._spans.items() if name in live]
         span = free_gpus(config, taken, self._gpus)
         if span is None:
@@ -98,9 +107,9 @@ class Children:
                 f"no {role} node was started: the {self._gpus} GPUs of this machine have nodes; stop one "
                 "first, or let a provider of several machines supply nodes"
             )
-        return self._node(role, alone_on(config, span), span)
+        return self._node(role, alone_on(config, span), span, settings)
 
-    def _node(self, role: str, gpu: tuple[str, ...], span: range) -> Child:
+    def _node(self, role: str, gpu: tuple[str, ...], span: range, settings: Sequence[str] = ()) -> Child:
         # Names are never used again: a new node must not be taken for one that left.
         name = f"{role}-{self._numbers[role]}"
         self._numbers[role] += 1
@@ -110,7 +119,7 @@ class Children:
         own = {"prefill": self._config.cluster.prefill_options, "decode": self._config.cluster.decode_options}
         listening = (f"node.id={name}", "node.port=0", "node.metrics_port=0")
         module = ("moonpool.kvstore.store_node",) if role == "store" else ("moonpool.node", "--role", role)
-        return self._child(name, module, *gpu, *own.get(role, ()), *listening)
+        return self._child(name, module, *gpu, *own.get(role, ()), *settings, *listening)
 
     def _vllm_engine(self, name: str, role: str) -> VllmEngine:
         """The next engine, with its part of the cores."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 
 from moonpool.conductor.fleet.providers.provider import FAILED, RUNNING, STARTING, STOPPING, SuppliedNode
 from moonpool.local.children import Children, ready_timeout_s
@@ -61,7 +61,7 @@ class ElasticNodes:
     def nodes(self) -> list[Child]:
         return [child for name, child in self.children.items() if name not in _NO_NODES]
 
-    async def start_node(self, role: str) -> str:
+    async def start_node(self, role: str, settings: Sequence[str] = ()) -> str:
         """Start one more node; return its name once its process runs, long before it serves.
 
         Raises:
@@ -69,7 +69,7 @@ class ElasticNodes:
             OSError: its process could not be started.
         """
         assert self._made is not None
-        child = self._made.another(role, self.children.keys())
+        child = self._made.another(role, self.children.keys(), settings)
         self._add(child)
         try:
             await child.start()
@@ -79,6 +79,11 @@ class ElasticNodes:
         self._report(f"{child.name} was asked for and starts")
         self._in_background(self._bring_up(child), child.name)
         return child.name
+
+    def settle(self, settings: Sequence[str]) -> None:
+        """See ``Supervised``."""
+        assert self._made is not None
+        self._made.settle(settings)
 
     def stop_node(self, name: str) -> None:
         """Drain and end a node, and do not start it again. Returns at once. Idempotent.

@@ -43,8 +43,11 @@ class Supervised(Protocol):
     @property
     def served_name(self) -> str: ...
 
-    async def start_node(self, role: str) -> str:
-        """Return its name once its process runs."""
+    async def start_node(self, role: str, settings: Sequence[str] = ()) -> str:
+        """Return its name once its process runs. ``settings``: its own."""
+
+    def settle(self, settings: Sequence[str]) -> None:
+        """Use these settings for all later nodes. Raises ``ConfigError``."""
 
     def stop_node(self, name: str) -> None:
         """Raises ``NodeNotSupplied``."""
@@ -79,12 +82,18 @@ class Supervisor(fleet_pb2_grpc.SupervisorServicer):
         served = self._cluster.served_name
         if request.model not in ("", served):
             raise OtherModel(f"this cluster serves {served}, not {request.model[:128]}: nothing was started")
-        return fleet_pb2.StartNodeReply(node_id=await self._cluster.start_node(request.role))
+        return fleet_pb2.StartNodeReply(
+            node_id=await self._cluster.start_node(request.role, list(request.settings))
+        )
 
     async def Stop(self, request: fleet_pb2.StopNodeRequest, context: Context) -> fleet_pb2.StopNodeReply:
         self._check(request.fence)
         self._cluster.stop_node(request.node_id)
         return fleet_pb2.StopNodeReply()
+
+    async def Settle(self, request: fleet_pb2.SettleRequest, context: Context) -> fleet_pb2.SettleReply:
+        self._cluster.settle(list(request.settings))
+        return fleet_pb2.SettleReply()
 
     async def List(self, request: fleet_pb2.ListNodesRequest, context: Context) -> fleet_pb2.ListNodesReply:
         return fleet_pb2.ListNodesReply(

@@ -92,6 +92,7 @@ PERMITTED: Final = {
     "DecodeNode/Yield": frozenset({NODE}),
     "Supervisor/Start": _SCHEDULING,
     "Supervisor/Stop": _SCHEDULING,
+    "Supervisor/Settle": _SCHEDULING,
     "Supervisor/List": _SCHEDULING,
     "Store/Begin": _OBJECTS,
     "Store/Commit": _OBJECTS,
@@ -131,6 +132,8 @@ _ADMINISTRATIVE: Final = frozenset(
 
 def is_administrative(caller: Caller | None, method: str) -> bool:
     """Whether a call gets an audit line. caller: None where no proof is demanded."""
-    if method in ("Node/Drain", "Roles/Switch", "Supervisor/Start", "Supervisor/Stop"):
+    if method in ("Node/Drain", "Roles/Switch"):
+        return True
+    if method in ("Supervisor/Start", "Supervisor/Stop", "Supervisor/Settle"):
         return True
     return method in _ADMINISTRATIVE and (caller is None or caller.role not in (CONDUCTOR, NODE))

@@ -25,8 +25,17 @@ class LocalProvider:
         self._supervisor = fleet_pb2_grpc.SupervisorStub(self._channel)
 
     async def start(self, role: str, model: str, fence: int = 0) -> str:
-        with self._failures(f"a {role} node was not started"):
-            request = fleet_pb2.StartNodeRequest(role=role, model=model, fence=fence)
+        return await self._start(fleet_pb2.StartNodeRequest(role=role, model=model, fence=fence))
+
+    async def start_with(self, role: str, model: str, settings: Sequence[str]) -> str:
+        return await self._start(fleet_pb2.StartNodeRequest(role=role, model=model, settings=settings))
+
+    async def settle(self, settings: Sequence[str]) -> None:
+        with self._failures("later nodes will not have the new settings"):
+            await self._supervisor.Settle(fleet_pb2.SettleRequest(settings=settings), timeout=_TIMEOUT_S)
+
+    async def _start(self, request: fleet_pb2.StartNodeRequest) -> str:
+        with self._failures(f"a {request.role} node was not started"):
             reply = await self._supervisor.Start(request, timeout=_TIMEOUT_S)
         return str(reply.node_id)
 

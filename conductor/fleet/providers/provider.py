@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 STARTING: Final = "starting"
 """Its process was asked for, and has not said that it serves."""
@@ -58,3 +58,14 @@ class Provider(Protocol):
 
     async def close(self) -> None:
         """Let go of connections; nodes stay. Idempotent."""
+
+
+@runtime_checkable
+class VersionedProvider(Provider, Protocol):
+    """A provider whose nodes can have other settings than those before: ``section.key=value``."""
+
+    async def start_with(self, role: str, model: str, settings: Sequence[str]) -> str:
+        """As ``start``, with these settings for this node alone."""
+
+    async def settle(self, settings: Sequence[str]) -> None:
+        """Have all nodes that are started from now on have these settings."""
