@@ -84,8 +84,8 @@ def handing_over(prefill: Server, decode: Server) -> Ask:
         exchange = await decode.http.post(COMPLETIONS, orjson.dumps(body))
         exchange.sent_s = asked.sent_s  # the first token is waited for since then
         answer = read_answer(exchange)
-        if answer.error or answer.cached_tokens != len(prompt) - 1:
-            raise RequestFailed(f"{decode.name}: {answer.cached_tokens} tokens came; {answer.error}")
+        if answer.error:
+            raise RequestFailed(f"{decode.name}: {answer.error}")
         return answer
 
     return ask
