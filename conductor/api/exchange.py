@@ -16,10 +16,10 @@ from moonpool.conductor.api.context import CONTEXT, ApiContext
 from moonpool.conductor.api.errors import ApiError, bad_request, name_of
 from moonpool.conductor.api.prompts import Prompt, chat_prompt, completion_prompts, output_limit
 from moonpool.conductor.api.request_body import read_object
-from moonpool.conductor.api.resume import Resumable, resumable
 from moonpool.conductor.api.schemas import ChatBody, CompletionBody, GenerationBody, parse
 from moonpool.conductor.api.sequence_runs import SequenceRun, Sink, run_all
-from moonpool.conductor.api.streaming import EventStream
+from moonpool.conductor.api.streams.resume import Resumable, resumable
+from moonpool.conductor.api.streams.streaming import EventStream
 from moonpool.conductor.api.transcript import transcribed
 from moonpool.conductor.observing.recent_requests import RequestRecord
 from moonpool.conductor.request import GenerateRequest

@@ -15,8 +15,8 @@ from moonpool.conductor.access.gate import PRINCIPAL
 from moonpool.conductor.api.context import CONTEXT, ApiContext
 from moonpool.conductor.api.errors import ApiError
 from moonpool.conductor.api.status_routes import reply
-from moonpool.conductor.api.stream_writer import StreamWriter
-from moonpool.conductor.api.streaming import SSE_HEADERS
+from moonpool.conductor.api.streams.stream_writer import StreamWriter
+from moonpool.conductor.api.streams.streaming import SSE_HEADERS
 from moonpool.conductor.dashboard.benchmark_results import BenchResults, ResultUnknown
 
 STATIC = Path(__file__).parent / "static"

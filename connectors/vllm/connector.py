@@ -19,8 +19,8 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
 from moonpool.connectors.checkpoint import fingerprint_of, layout_facts
 from moonpool.connectors.vllm.errors import Unsupported
+from moonpool.connectors.vllm.lookup.prefix_index import PrefixIndex
 from moonpool.connectors.vllm.plan import StepPlan
-from moonpool.connectors.vllm.prefix_index import PrefixIndex
 from moonpool.connectors.vllm.registration import registration_of
 from moonpool.connectors.vllm.scheduler import SchedulerSide
 from moonpool.connectors.vllm.settings import (

@@ -13,9 +13,9 @@ import orjson
 from xxhash import xxh3_64_intdigest
 
 from moonpool.connectors.vllm.hand_over import HandOver
+from moonpool.connectors.vllm.lookup.reasons import REASONS
 from moonpool.connectors.vllm.pages import PageReading, Pages
 from moonpool.connectors.vllm.plan import Load, Save
-from moonpool.connectors.vllm.reasons import REASONS
 from moonpool.connectors.vllm.registration import Registration
 from moonpool.connectors.vllm.request_log import RequestLog
 from moonpool.kvstore.blocks.keys import BlockKey, unpack

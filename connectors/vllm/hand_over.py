@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Protocol
 
-from moonpool.connectors.vllm.reasons import PromptHead
+from moonpool.connectors.vllm.lookup.reasons import PromptHead
 from moonpool.kvstore.blocks.keys import KEY_NBYTES, BlockKey
 
 _GIVE, _TAKE, _SOURCE = "do_remote_decode", "do_remote_prefill", "remote_engine_id"

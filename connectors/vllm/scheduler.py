@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from moonpool.connectors.vllm.costs import LoadCosts, Source
 from moonpool.connectors.vllm.hand_over import (
     HandedRequest,
     HandOver,
@@ -17,9 +16,10 @@ from moonpool.connectors.vllm.hand_over import (
     hand_over_of,
     source_of,
 )
+from moonpool.connectors.vllm.lookup.costs import LoadCosts, Source
+from moonpool.connectors.vllm.lookup.prefix_index import Holder
+from moonpool.connectors.vllm.lookup.reasons import SeenBlocks
 from moonpool.connectors.vllm.plan import Load, PrefixReport, Save, StepPlan
-from moonpool.connectors.vllm.prefix_index import Holder
-from moonpool.connectors.vllm.reasons import SeenBlocks
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.vllm_keys import key_of
 

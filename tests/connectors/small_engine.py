@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from moonpool.connectors.checkpoint import fingerprint_of, layout_facts
+from moonpool.connectors.vllm.lookup.prefix_index import PrefixIndex
 from moonpool.connectors.vllm.plan import Outcome
-from moonpool.connectors.vllm.prefix_index import PrefixIndex
 from moonpool.connectors.vllm.scheduler import SchedulerSide
 from moonpool.connectors.vllm.settings import identify, read_settings
 from moonpool.connectors.vllm.worker import WorkerSide

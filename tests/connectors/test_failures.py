@@ -187,7 +187,7 @@ def test_an_index_that_fails_is_a_miss(
     def broken(*_: object) -> None:
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr("moonpool.connectors.vllm.prefix_index._holders", broken)
+    monkeypatch.setattr("moonpool.connectors.vllm.lookup.prefix_index._holders", broken)
     for number in range(20):
         assert one.serve(prompt(f"f-x{number}")) == 0
     assert len(re.findall("the index was not asked", caplog.text)) == 1, "once a minute"

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moonpool.connectors.vllm.costs import LoadCosts, Source
-from moonpool.connectors.vllm.prefix_index import Holder
+from moonpool.connectors.vllm.lookup.costs import LoadCosts, Source
+from moonpool.connectors.vllm.lookup.prefix_index import Holder
 from moonpool.connectors.vllm.scheduler import SchedulerSide
 from moonpool.kvstore.blocks.keys import BlockKey
 

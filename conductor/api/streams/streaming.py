@@ -12,9 +12,9 @@ from moonpool.conductor.api.answer import Answer
 from moonpool.conductor.api.choice import Delta
 from moonpool.conductor.api.context import ApiContext
 from moonpool.conductor.api.errors import as_api_error, draining, name_of
-from moonpool.conductor.api.resume import HANDED_OVER, Resumable
 from moonpool.conductor.api.sequence_runs import SequenceRun, Sink
-from moonpool.conductor.api.stream_writer import StreamWriter
+from moonpool.conductor.api.streams.resume import HANDED_OVER, Resumable
+from moonpool.conductor.api.streams.stream_writer import StreamWriter
 from moonpool.conductor.observing.recent_requests import RequestRecord
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""Responses token by token, and how they go on at another conductor."""
