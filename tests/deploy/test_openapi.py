@@ -29,7 +29,7 @@ SHORT = {"max_tokens": 2, "max_completion_tokens": None, "min_tokens": 0, "n": 1
 async def test_the_server_does_as_documented(cluster: LocalCluster, mode: GenerationMode) -> None:
     schema = schemathesis.openapi.from_url(f"{cluster.url}/openapi.json")
     operations = [result.ok() for result in schema.get_all_operations()]
-    assert len(operations) == len(document()["paths"])
+    assert len(operations) == sum(len(methods) for methods in document()["paths"].values())
     for operation in operations:
         if mode is GenerationMode.NEGATIVE and not (operation.body or operation.query):
             continue  # there is nothing to be wrong
