@@ -22,10 +22,15 @@ class Cluster:
 
     def __init__(self) -> None:
         self.nodes: list[str] = []
+        self.settings: list[Sequence[str]] = []
 
-    async def start_node(self, role: str) -> str:
+    async def start_node(self, role: str, settings: Sequence[str] = ()) -> str:
         self.nodes.append(f"{role}-{len(self.nodes)}")
+        self.settings.append(settings)
         return self.nodes[-1]
+
+    def settle(self, settings: Sequence[str]) -> None:
+        self.settings = [settings]
 
     def stop_node(self, name: str) -> None:
         self.nodes.remove(name)
