@@ -34,6 +34,7 @@ _MOST = 16
 # How long a request that has moved or could not move is left alone, and a node that others left to make room
 # or to make it faster: what its steps and its blocks are then is known later.
 _PAUSE_S = 2.0
+_SERVING = ("ready", "unhealthy")
 
 
 class Migrator:
@@ -97,9 +98,14 @@ class Migrator:
         running = self._running(request_id, run)
         if running is None:
             raise MigrationFailed(request_id, "", "it does not decode now")
-        # Others may wait there, perhaps only for the next step: free blocks suffice where an operator asks.
-        loads = [replace(DecodeLoad.of(view), num_waiting=0) for view in self._registry.fleet("decode")]
-        best = best_target(running, loads, block_size=self._block_size, now_s=self._clock())
+        members = self._registry.members.values()
+        serving = [member.view for member in members if member.decodes and member.state in _SERVING]
+        best = None
+        # Where an operator asks, a node may do that warms up, or is left alone for being slow.
+        for views in (self._registry.fleet("decode"), serving):
+            # Others may wait there, perhaps only for the next step: free blocks suffice.
+            loads = [replace(DecodeLoad.of(view), num_waiting=0) for view in views]
+            best = best or best_target(running, loads, block_size=self._block_size, now_s=self._clock())
         if best is None:
             raise MigrationFailed(request_id, "", "no other node has room for it")
         return best.view.node_id

@@ -104,18 +104,23 @@ async def test_tokens_of_the_target_wait_for_those_of_the_source(redis: RedisPro
         assert "retry" not in it.cluster.names("r")
 
 
-async def test_a_move_may_go_to_a_node_where_others_wait(redis: RedisProcess) -> None:
-    """Perhaps for the next step only: its free blocks suffice."""
-    async with scene(redis, "waiting") as it:
+@pytest.mark.parametrize("state", ["waiting", "left alone"])
+async def test_a_move_that_is_asked_for_needs_free_blocks_only(redis: RedisProcess, state: str) -> None:
+    """Though others wait there, perhaps for the next step, or new requests do not go there."""
+    async with scene(redis, state.replace(" ", "-")) as it:
         it.take.set()
         await it.paused.wait()
         run = it.cluster.conductor._deps.runs["r"]
         await it.cluster.until(lambda: run.decodes_on)
         name = "d1" if it.summary.decode_node == "d0" else "d0"
         target, member = it.cluster.nodes[name], it.cluster.conductor._deps.registry.members[name]
-        target.load = replace(target.load, num_waiting=1)
-        await target.announce()
-        await it.cluster.until(lambda: member.view.num_waiting == 1)
+        if state == "waiting":
+            target.load = replace(target.load, num_waiting=1)
+            await target.announce()
+            await it.cluster.until(lambda: member.view.num_waiting == 1)
+        else:
+            member.breaker.lost()
+            assert member.view not in it.cluster.conductor._deps.registry.fleet("decode")
         move = asyncio.create_task(it.cluster.conductor.migrate("r", ""))
         await asyncio.wait(
             (move, taking := asyncio.create_task(it.taking.wait())), return_when="FIRST_COMPLETED"
