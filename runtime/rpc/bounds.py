@@ -35,7 +35,8 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     *_COMMON_OPTIONS,
     # A node that restarts on the same address is reconnected within a second.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # Also the longest that a connection may take: a busy node answers the first frame late.
+    ("grpc.min_reconnect_backoff_ms", 3_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     # Addresses of a cluster are direct: ignore proxies of the environment.
     ("grpc.enable_http_proxy", 0),

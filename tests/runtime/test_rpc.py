@@ -105,3 +105,24 @@ async def test_a_port_in_use_is_a_sentence() -> None:
     async with served() as (_, port, _):
         with pytest.raises(PortInUse, match=rf"port {port} .* in use.*node\.port"):
             await rpc.serve([], "127.0.0.1", port)
+
+
+async def test_a_node_that_answers_its_first_frame_late_is_reached() -> None:
+    """A busy one: its process gets no processor for a while."""
+
+    async def late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        upstream, to_server = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.sleep(0.5)
+        await asyncio.gather(copy(reader, to_server), copy(upstream, writer))
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            writer.write(data)
+            await writer.drain()
+        writer.close()
+
+    async with served() as (_, port, _):
+        proxy = await asyncio.start_server(late, "127.0.0.1", 0)
+        async with proxy, rpc.channel(f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}") as channel:
+            stub: Any = node_pb2_grpc.NodeStub(channel)
+            assert (await stub.Status(node_pb2.StatusRequest(), timeout=20)).node_id == ""
