@@ -14,6 +14,9 @@ import psutil
 
 # Before its import: nothing is reported to Ray's makers.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# Ray ends a process whose connection to its control store was lost for this long, by default after a minute.
+# A conductor serves on.
+os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(10 * 365 * 24 * 3600))
 
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
