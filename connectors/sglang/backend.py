@@ -237,6 +237,7 @@ class MoonpoolStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no ty
                 f"HiCache pages: {operation} failed, which is a miss: {error or type(error).__name__}"
             )
         except Exception:
+            # Whatever it is: the engine must serve on, and its log has the traceback.
             log.exception("HiCache pages: %s failed, which is a miss", operation)
         metrics.PAGES.labels(operation, "failed").inc(num_pages)
         return None
