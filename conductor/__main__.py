@@ -26,6 +26,7 @@ from moonpool.runtime.config.loading import shown_options
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.machine.description import commit_here, describe_machine, versions_of
 from moonpool.runtime.service.lifecycle import ServiceContext, run_service
+from moonpool.runtime.structure.grammars import Grammars
 
 log = logging.getLogger("moonpool.conductor")  # __name__ is __main__ here
 
@@ -88,6 +89,7 @@ def make_context(config: Config, path: Path, conductor: Conductor) -> ApiContext
         metrics=RequestMetrics(conductor.model.name, slo=Slo.of(config.conductor)),
         options=config.conductor,
         log_options=config.log,
+        grammars=Grammars(path, conductor.model.vocab_size, conductor.model.eos_token_ids),
         streams=conductor.streams,
         gate=Gate.load(config.conductor.tenants_path),
         about=_about(config),

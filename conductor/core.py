@@ -22,11 +22,13 @@ from moonpool.conductor.coordination.arbitration import Arbitration
 from moonpool.conductor.coordination.other_conductors import OtherConductors
 from moonpool.conductor.costs.model import CostModel
 from moonpool.conductor.engines.configured import ConfiguredEngines
+from moonpool.conductor.fleet.adapters import AdapterDirectory
 from moonpool.conductor.fleet.administration import FleetAdmin
 from moonpool.conductor.fleet.node_status import node_status, warnings_of
 from moonpool.conductor.fleet.providers.provider import Provider
 from moonpool.conductor.fleet.registry import NodeRegistry
-from moonpool.conductor.fleet.rollout import Rollouts
+from moonpool.conductor.fleet.rollout.record import RolloutRecord
+from moonpool.conductor.fleet.rollout.rollouts import Rollouts
 from moonpool.conductor.fleet.served_model import ServedModel
 from moonpool.conductor.migration.migrator import Migrator
 from moonpool.conductor.observing.activity import Activity
@@ -129,6 +131,7 @@ class Conductor:
             kv_index, conductor_id, arbitration.peers.meet, lease_ttl_s=index.lease_ttl_s
         )
         planner = planner or PlannerOptions()
+        self.adapters = AdapterDirectory(registry, model.name, time.time)
         self.fleet = FleetAdmin(
             registry, provider, model.name, clock, activity.event, planned=planner.mode == ACT
         )
@@ -179,11 +182,13 @@ class Conductor:
             rng=rng,
         )
         self.fleet.before_stop = self._deps.replicator.hand_on
+        registry.on_newcomer = self._deps.replicator.newcomer
         self.rollouts = Rollouts(
             self.fleet,
             registry,
+            RolloutRecord(kv_index, ttl_s=index.lease_ttl_s),
             Probe(self.generate, self.timeline, model.vocab_size),
-            lambda: activity.demand.total,
+            lambda: demand.total,
             clock,
             activity.event,
         )
@@ -214,6 +219,7 @@ class Conductor:
         self.describe(peer_address=peers.address)
         self._deps.replicator.start()
         self._planner.start()
+        self.rollouts.start()
         self._migrator.start()
         self._other_conductors.start()
         self.streams.start()

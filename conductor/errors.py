@@ -30,6 +30,18 @@ class RequestInvalid(ConductorError):
     code = "INVALID_ARGUMENT"
 
 
+class NoStructures(ConductorError):
+    """The request's structure cannot be enforced: no node of a role can."""
+
+    code = "UNIMPLEMENTED"
+
+    def __init__(self, node_id: str) -> None:
+        super().__init__(
+            f"structured output is not supported: node {node_id} cannot enforce it, nor can another of its "
+            "role; install moonpool[serve] there"
+        )
+
+
 class DuplicateRequest(ConductorError):
     """A request with this id is in flight; that one continues."""
 

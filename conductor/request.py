@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from moonpool.conductor.admission.tenants import ANYONE, Tenant
 from moonpool.protos import node_pb2
+from moonpool.runtime.structure.grammars import Structure
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +34,14 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
+    structure: Structure | None = None  # what the text must match
 
     def to_proto(self, seed: int) -> node_pb2.Sampling:
         """The message for nodes; ``seed``: 64 bits."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
+        structure = values.pop("structure")
+        if structure is not None:
+            values["structure"] = node_pb2.Structure(kind=structure.kind, text=structure.text)
         return node_pb2.Sampling(**values | {"seed": seed})
 
 
@@ -54,8 +59,14 @@ class GenerateRequest:
     batch: bool = False  # of the batch class: uses only idle capacity
     follows: bool = False  # another one of the same API request was admitted: this one waits for room
     output_ids: tuple[int, ...] = ()  # tokens that another conductor has streamed: it goes on after them
-    avoid: frozenset[str] = frozenset()  # nodes to use only if no other of their role is left
+    only: str = ""  # a node that it tries: the stages which that serves go there
     prompt_logprobs: bool = False  # turns the prefix cache off for this request
+    adapter: node_pb2.Adapter | None = None  # LoRA; None: the model alone
+
+    @property
+    def adapter_key(self) -> str:
+        """What names the content of its adapter in block keys; empty: none."""
+        return "" if self.adapter is None else f"{self.adapter.name}@{self.adapter.digest}"
 
 
 @dataclass(frozen=True, slots=True)

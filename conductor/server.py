@@ -12,11 +12,15 @@ from aiohttp.typedefs import Handler
 
 from moonpool.conductor.access import sign_in
 from moonpool.conductor.access.gate import PRINCIPAL
+from moonpool.conductor.api import adapter_routes as adapters
 from moonpool.conductor.api import fleet_routes as fleet
 from moonpool.conductor.api import status_routes as pages
 from moonpool.conductor.api.context import CONTEXT, ApiContext
+from moonpool.conductor.api.endpoints import tokens
+from moonpool.conductor.api.endpoints.generation import chat_completions, completions
+from moonpool.conductor.api.endpoints.responses import responses
 from moonpool.conductor.api.errors import ApiError, as_api_error
-from moonpool.conductor.api.exchange import REQUEST_ID, REQUEST_ID_HEADER, chat_completions, completions
+from moonpool.conductor.api.exchange import REQUEST_ID, REQUEST_ID_HEADER
 from moonpool.conductor.api.openapi import openapi
 from moonpool.conductor.dashboard import routes as dashboard_routes
 from moonpool.conductor.dashboard.benchmark_results import BenchResults
@@ -50,8 +54,14 @@ def create_app(context: ApiContext) -> web.Application:
         [
             web.post("/v1/completions", completions),
             web.post("/v1/chat/completions", chat_completions),
+            web.post("/v1/responses", responses),
+            web.post("/tokenize", tokens.tokenize),
+            web.post("/detokenize", tokens.detokenize),
+            web.post("/v1/embeddings", tokens.embeddings),
             web.get("/v1/models", pages.models),
             web.get("/v1/models/{name:.+}", pages.model),
+            web.post("/v1/load_lora_adapter", adapters.load),
+            web.post("/v1/unload_lora_adapter", adapters.unload),
             web.get("/v1/cluster", pages.cluster),
             web.get("/v1/fleet", fleet.listed),
             web.post("/v1/fleet/scale/{role}/{count}", fleet.scale),

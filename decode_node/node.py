@@ -30,6 +30,7 @@ from moonpool.runtime.errors import LifeEnded, MoonpoolError, RemoteError
 from moonpool.runtime.observing import tracing
 from moonpool.runtime.security import process
 from moonpool.runtime.security.roles import Caller, NotPermitted
+from moonpool.runtime.structure.grammars import StructureInvalid, StructureUnsupported
 
 log = logging.getLogger(__name__)
 
@@ -193,14 +194,18 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
         """Read the blocks and start decoding. Errors go to the conductor."""
         key, engine, taken = sequence.key, self.engine, Taken(False, node_pb2.KvReceived())
         try:
-            async with asyncio.timeout(request.work.deadline_unix_s - self.clock()):
+            async with (
+                asyncio.timeout(request.work.deadline_unix_s - self.clock()),
+                self.with_adapter(request.work, sequence),
+            ):
+                await self.prepare(sequence)
                 taken = await self._bring(request, sequence)
+                if not taken.finished:
+                    engine.add(sequence)
             received = taken.received
             RECEIVED_BYTES.inc(received.nbytes)
             RECEIVED_BLOCKS.labels("read").inc(received.num_blocks)
             RECEIVED_BLOCKS.labels("local").inc(received.num_local_blocks)
-            if not taken.finished:
-                engine.add(sequence)
         except BaseException as error:
             if taken.stream is not None:
                 taken.stream.cancel()
@@ -221,6 +226,7 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
                     attempt=key[1],
                     finish_reason=node_pb2.FINISH_ERROR,
                     error=reason,
+                    invalid=isinstance(error, StructureInvalid | StructureUnsupported),
                     # The prefill node's.
                     ended_life=isinstance(error, RemoteError) and error.kind == LifeEnded.__name__,
                 )

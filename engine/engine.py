@@ -14,6 +14,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from moonpool.engine.adapters.arena import row_nbytes
+from moonpool.engine.adapters.loader import AdapterLoader
+from moonpool.engine.adapters.residency import AdapterResidency
 from moonpool.engine.batching.reservations import Reservations
 from moonpool.engine.batching.scheduler import Scheduler
 from moonpool.engine.batching.sequence import FinishReason, Sequence, State
@@ -21,6 +24,7 @@ from moonpool.engine.batching.step_plan import StepEvent
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.collectives.exchange_clock import ExchangeClock
 from moonpool.engine.device.device import Device
+from moonpool.engine.device.selection import TORCH_DTYPES
 from moonpool.engine.device.threads import use_threads
 from moonpool.engine.errors import DeviceLost, DuplicateSequence, EngineClosed, RankLost
 from moonpool.engine.execution.cost_profile import NOT_MEASURED, StepCosts, measure
@@ -33,7 +37,7 @@ from moonpool.engine.ranks.leader import ParallelRunner, StepTimes
 from moonpool.engine.setup import EngineSetup
 from moonpool.engine.sharding.expert_placement import ExpertPlacement
 from moonpool.engine.stats import EngineStats
-from moonpool.runtime.config.options import EngineOptions, ModelOptions
+from moonpool.runtime.config.options import EngineOptions, LoraOptions, ModelOptions
 from moonpool.runtime.machine.processor import usable_cores
 from moonpool.runtime.service.load_progress import Progress
 
@@ -63,12 +67,15 @@ class Engine:
         ranks: RankGroup | None = None,
         hosts: HostListener | None = None,
         separate_pools: bool = False,
+        adapters_nbytes: int = LoraOptions().memory_nbytes,
     ) -> None:
         """Read the checkpoint's configuration; ``start`` reads the weights.
 
         ``ranks``: a started group of another engine that has closed; None: start one where the plan needs it.
         ``separate_pools``: see ``RankGroup``. ``hosts``: the listener for the other machines, needed with
         ``options.parallel.hosts``.
+
+        ``adapters_nbytes``: memory for the weights of LoRA adapters, on all ranks together.
 
         ``pool_memory``: uint8, memory for rank 0's part of the KV pool on a CPU; None: allocated here, from
         ``options.pool_nbytes`` for all ranks. ``device``: None: the one ``model_options`` name.
@@ -100,6 +107,8 @@ class Engine:
         self._reservations = Reservations(self._take_blocks, self.release)
         self._num_expected_blocks = 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="moonpool-step")
+        self.adapter_reader = ThreadPoolExecutor(1, thread_name_prefix="moonpool-adapters")
+        self._adapters_nbytes = adapters_nbytes
         self._loop: StepLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._closed = False
@@ -164,6 +173,15 @@ class Engine:
         self._scheduler.timely_tokens = costs.timely_tokens
         self._loop = StepLoop(
             self._scheduler, self._reservations, runner, costs, self._worker, self._clock, self._report_step
+        )
+        nbytes = row_nbytes(self.config, TORCH_DTYPES[self.dtype])
+        self.adapters = AdapterResidency(
+            self._adapters_nbytes // nbytes if nbytes else 0,
+            AdapterLoader(
+                runner.model.adapters, self.ranks.ranks if self.ranks is not None else (), self.adapter_reader
+            ),
+            self._loop.uses_adapter,
+            clock=self._clock,
         )
         if self.ranks is not None:
             self.ranks.on_lost = self._loop.fail
@@ -257,6 +275,7 @@ class Engine:
             else:
                 await self.ranks.close()
         self._worker.shutdown(wait=False)
+        self.adapter_reader.shutdown(wait=False)
         self._reservations.close()
 
     async def wait(self) -> None:
@@ -281,6 +300,7 @@ class Engine:
         if sequence.key in loop.sequences:
             raise DuplicateSequence(*sequence.key)
         sequence.check(self.max_model_len, self.config.vocab_size)
+        assert sequence.sampling.structure is None or sequence.automaton is not None
         sequence.prefill_only = prefill_only
         stop_ids = sequence.sampling.stop_token_ids
         if not sequence.sampling.ignore_eos:

@@ -177,3 +177,26 @@ class NodeDraining(MoonpoolError):
 
     def __init__(self, node_id: str) -> None:
         super().__init__(f"node {node_id} is draining and takes no new requests")
+
+
+class AdapterRefused(EngineError):
+    """A LoRA adapter cannot be served; ``path`` is the file that says why. Nothing was changed."""
+
+    code = "INVALID_ARGUMENT"
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"adapter {path}: {reason}")
+        self.path = path
+        self.reason = reason
+
+
+class AdapterNameTaken(EngineError):
+    """Another adapter has this name. It stays."""
+
+    code = "ALREADY_EXISTS"
+
+    def __init__(self, name: str, path: str) -> None:
+        super().__init__(
+            f"the adapter {name!r} is loaded from {path} with another content: unload it, or replace it "
+            "with load_inplace"
+        )

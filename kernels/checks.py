@@ -27,12 +27,12 @@ _KV = "[n, num_kv_heads, head_dim]"
 # equal. All but "strided" tensors must be contiguous.
 _TENSORS = {
     "add_lora": {
-        "y": "[n, out]",
+        "y": "strided [n, out]",
         "x": "[n, in]",
-        "a": "[adapters, rank, in]",
-        "b": "[adapters, out, rank]",
+        "a": "[rows, in]",
+        "b": "[rows, out]",
         "adapter_ids": "int32 [n]",
-        "scales": "float32 [adapters]",
+        "extents": "int32 [adapters, 2]",
     },
     "argmax_rows": {"logits": "strided [n, vocab]"},
     "checksum_spans": {"memory": "[n]", "offsets": "int64 [k]", "nbytes": "int64 [k]"},
@@ -258,8 +258,13 @@ def _check_offsets(a: Arguments) -> None:
 
 
 def _check_adapter_ids(a: Arguments) -> None:
-    last = a["a"].shape[0] - 1
+    extents, num_rows = a["extents"], a["a"].shape[0]
+    last = len(extents) - 1
     _require(_in_range(a["adapter_ids"], -1, last + 1), f"an adapter id is outside of -1 … {last}")
+    inside = extents.shape[1] == 2 and _in_range(extents, 0, num_rows + 1)
+    _require(inside and _in_range(extents.sum(1), 0, num_rows + 1), f"an adapter is beyond {num_rows} rows")
+    _require(_in_range(extents[:, 1], 1, a["max_rank"] + 1), f"a rank is outside of 1 … {a['max_rank']}")
+    _require(a["y"].stride(1) == 1, "a row of y must be contiguous")
 
 
 def _in_range(values: Tensor, least: int, end: int) -> bool:

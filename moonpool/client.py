@@ -69,6 +69,9 @@ class Turn:
         return now_s - self._since_s < RESUME_S
 
 
+_LOAD_S = 70.0  # nodes read an adapter's files meanwhile
+
+
 class Client:
     """``async with Client(url)``. Every method raises ``ApiError``: no answer, or an error of the API."""
 
@@ -117,6 +120,15 @@ class Client:
             return {"Authorization": f"Bearer {self._api_key}"}
         token = self._security.token(f"{method} {URL(url).raw_path_qs}") if self._security else ""
         return {"Authorization": f"Moonpool {token}"} if token else {}
+
+    async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> None:
+        """Have all nodes serve the LoRA adapter in the directory ``path`` as ``name``."""
+        body = {"lora_name": name, "lora_path": path, "load_inplace": replace}
+        await self._read("/v1/load_lora_adapter", "POST", body, timeout_s=_LOAD_S)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Have all nodes forget a LoRA adapter. Requests that have begun finish with it."""
+        await self._read("/v1/unload_lora_adapter", "POST", {"lora_name": name}, timeout_s=_LOAD_S)
 
     async def cluster(self) -> dict[str, Any]:
         return await self._get("/v1/cluster")
@@ -257,11 +269,15 @@ class Client:
         answer: dict[str, Any] = json.loads(await self._read(path, "POST"))
         return answer
 
-    async def _read(self, path: str, method: str = "GET") -> bytes:
+    async def _read(
+        self, path: str, method: str = "GET", body: object = None, *, timeout_s: float = 10
+    ) -> bytes:
         url = f"{self.url}{path}"
         try:
-            timeout, headers = aiohttp.ClientTimeout(total=10), self._authorization(method, url)
-            async with self._session.request(method, url, timeout=timeout, headers=headers) as response:
+            timeout, headers = aiohttp.ClientTimeout(total=timeout_s), self._authorization(method, url)
+            async with self._session.request(
+                method, url, timeout=timeout, headers=headers, json=body
+            ) as response:
                 await _raise_for_status(url, response)
                 return await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:

@@ -28,6 +28,7 @@ from moonpool.runtime.config.options import Config
 from moonpool.runtime.errors import LifeEnded, MoonpoolError, NodeUnavailable, RemoteError
 from moonpool.runtime.observing import tracing
 from moonpool.runtime.service.vital import vital
+from moonpool.runtime.structure.grammars import StructureInvalid
 from moonpool.transfer import TransferError
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,14 @@ log = logging.getLogger(__name__)
 
 class PrefillFailed(MoonpoolError):
     """The engine could not compute this prompt. All its blocks are released."""
+
+
+def _failure(event: StepEvent) -> MoonpoolError:
+    """Return the error of a sequence that ended without its first token."""
+    automaton = event.sequence.automaton
+    if automaton is not None and automaton.error:
+        return StructureInvalid(automaton.error)
+    return PrefillFailed(event.error or "the prefill was cancelled")
 
 
 class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
@@ -98,9 +107,11 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         handover = self._handover(sequence.key) if request.followed else None
         self._prefills.add(sequence.key)
         try:
-            if not request.prompt_logprobs:
-                loaded, fetched, fetch_error = await self._gather(request, sequence)
-            event = await self._compute(sequence)
+            await self.prepare(sequence)
+            async with self.with_adapter(request.work, sequence):
+                if not request.prompt_logprobs:
+                    loaded, fetched, fetch_error = await self._gather(request, sequence)
+                event = await self._compute(sequence)
         except BaseException as error:
             self._abort(sequence, error)
             raise
@@ -237,7 +248,7 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
                 if event.token_id >= 0:
                     first_token.set_result(event)
                 else:
-                    first_token.set_exception(PrefillFailed(event.error or "the prefill was cancelled"))
+                    first_token.set_exception(_failure(event))
             elif (handover := self._handovers.get(sequence.key)) is not None and not event.preempted:
                 handover.progress(sequence, event.num_computed_tokens)
 

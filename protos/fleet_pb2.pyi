@@ -26,12 +26,15 @@ class StartNodeRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
     SETTINGS_FIELD_NUMBER: _builtins.int
+    ROLLOUT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """"prefill" or "decode" """
     model: _builtins.str
     """the served name; empty: that of the cluster"""
     fence: _builtins.int
     """epoch of the planner's lease, 0: an operator; older ones are refused"""
+    rollout: _builtins.int
+    """epoch of the rollout that asks, 0: none; older ones are refused"""
     @_builtins.property
     def settings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """"section.key=value", for this node alone"""
@@ -43,10 +46,11 @@ class StartNodeRequest(_message.Message):
         model: _builtins.str = ...,
         fence: _builtins.int = ...,
         settings: _abc.Iterable[_builtins.str] | None = ...,
+        rollout: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "model", b"model", "role", b"role", "settings", b"settings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "model", b"model", "role", b"role", "rollout", b"rollout", "settings", b"settings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -77,18 +81,22 @@ class StopNodeRequest(_message.Message):
 
     NODE_ID_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
+    ROLLOUT_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     fence: _builtins.int
+    """as in StartNodeRequest"""
+    rollout: _builtins.int
     """as in StartNodeRequest"""
     def __init__(
         self,
         *,
         node_id: _builtins.str = ...,
         fence: _builtins.int = ...,
+        rollout: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "node_id", b"node_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "node_id", b"node_id", "rollout", b"rollout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -535,6 +535,129 @@ class Roles:
             _registered_method=True)
 
 
+class AdaptersStub:
+    """---------------------------------------------------------------- LoRA adapters
+
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Load = channel.unary_unary(
+                '/moonpool.Adapters/Load',
+                request_serializer=moonpool_dot_protos_dot_node__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_node__pb2.Adapter.FromString,
+                _registered_method=True)
+        self.Unload = channel.unary_unary(
+                '/moonpool.Adapters/Unload',
+                request_serializer=moonpool_dot_protos_dot_node__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_node__pb2.UnloadAdapterReply.FromString,
+                _registered_method=True)
+
+
+class AdaptersServicer:
+    """---------------------------------------------------------------- LoRA adapters
+
+    """
+
+    def Load(self, request, context):
+        """Read and check an adapter, and know it by its name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Unload(self, request, context):
+        """Forget a name. Requests that have begun keep the adapter.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_AdaptersServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Load': grpc.unary_unary_rpc_method_handler(
+                    servicer.Load,
+                    request_deserializer=moonpool_dot_protos_dot_node__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_node__pb2.Adapter.SerializeToString,
+            ),
+            'Unload': grpc.unary_unary_rpc_method_handler(
+                    servicer.Unload,
+                    request_deserializer=moonpool_dot_protos_dot_node__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_node__pb2.UnloadAdapterReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'moonpool.Adapters', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('moonpool.Adapters', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Adapters:
+    """---------------------------------------------------------------- LoRA adapters
+
+    """
+
+    @staticmethod
+    def Load(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.Adapters/Load',
+            moonpool_dot_protos_dot_node__pb2.LoadAdapterRequest.SerializeToString,
+            moonpool_dot_protos_dot_node__pb2.Adapter.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Unload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.Adapters/Unload',
+            moonpool_dot_protos_dot_node__pb2.UnloadAdapterRequest.SerializeToString,
+            moonpool_dot_protos_dot_node__pb2.UnloadAdapterReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class ExpertsStub:
     """---------------------------------------------------------------- nodes with MoE models
 

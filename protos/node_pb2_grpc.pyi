@@ -192,6 +192,49 @@ class RolesServicer(metaclass=_abc_1.ABCMeta):
 
 def add_RolesServicer_to_server(servicer: RolesServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
+class AdaptersStub:
+    """---------------------------------------------------------------- LoRA adapters"""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> AdaptersAsyncStub: ...
+    Load: _grpc.UnaryUnaryMultiCallable[_node_pb2.LoadAdapterRequest, _node_pb2.Adapter]
+    """Read and check an adapter, and know it by its name."""
+    Unload: _grpc.UnaryUnaryMultiCallable[_node_pb2.UnloadAdapterRequest, _node_pb2.UnloadAdapterReply]
+    """Forget a name. Requests that have begun keep the adapter."""
+
+@_typing.type_check_only
+class AdaptersAsyncStub(AdaptersStub):
+    """---------------------------------------------------------------- LoRA adapters"""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Load: _aio.UnaryUnaryMultiCallable[_node_pb2.LoadAdapterRequest, _node_pb2.Adapter]  # type: ignore[assignment]
+    """Read and check an adapter, and know it by its name."""
+    Unload: _aio.UnaryUnaryMultiCallable[_node_pb2.UnloadAdapterRequest, _node_pb2.UnloadAdapterReply]  # type: ignore[assignment]
+    """Forget a name. Requests that have begun keep the adapter."""
+
+class AdaptersServicer(metaclass=_abc_1.ABCMeta):
+    """---------------------------------------------------------------- LoRA adapters"""
+
+    @_abc_1.abstractmethod
+    def Load(
+        self,
+        request: _node_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.Adapter, _abc.Awaitable[_node_pb2.Adapter]]:
+        """Read and check an adapter, and know it by its name."""
+
+    @_abc_1.abstractmethod
+    def Unload(
+        self,
+        request: _node_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.UnloadAdapterReply, _abc.Awaitable[_node_pb2.UnloadAdapterReply]]:
+        """Forget a name. Requests that have begun keep the adapter."""
+
+def add_AdaptersServicer_to_server(servicer: AdaptersServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
 class ExpertsStub:
     """---------------------------------------------------------------- nodes with MoE models"""
 

@@ -21,6 +21,7 @@ from moonpool.simulator.cluster.hot_prefixes import HotPrefixCopies
 from moonpool.simulator.cluster.job import CacheUse, Job
 from moonpool.simulator.cluster.membership import Cluster
 from moonpool.simulator.cluster.memory import PinnedBlocks
+from moonpool.simulator.cluster.moves import Moves
 from moonpool.simulator.cluster.network import Flow
 from moonpool.simulator.cluster.node import Node
 from moonpool.simulator.inputs.scenario import ClusterEvent, Scenario
@@ -62,6 +63,8 @@ class Simulation:
         )
         self._placed: dict[Job, _Placed] = {}
         self._num_open = len(self.jobs)
+        self._num_late = 0  # without a first token within the SLO
+        self._most_late: int | None = None
         self.demand = DemandCounter()
         self.fleet: ElasticFleet | None = None
         if scenario.elastic is not None:
@@ -75,14 +78,40 @@ class Simulation:
             )
         self._lengths = OutputLengths()
         self._longest = max((request.output_tokens for request in requests), default=1)
+        self.moves = Moves(
+            self.cluster,
+            self.clock,
+            self._lengths,
+            causes=scenario.migrate,
+            tbt_s=scenario.slo.tbt_s,
+            block_tokens=scenario.block_tokens,
+            longest=self._longest,
+            has_open_requests=lambda: self._num_open > 0,
+            on_replaced=self._place_again,
+            on_moved=self._moved,
+        )
 
     def run(self) -> Outcome:
+        self._run()
+        return self._outcome()
+
+    def run_while(self, attained: float) -> Outcome | None:
+        """As ``run``; None as soon as fewer than this fraction of the requests can be within the SLO."""
+        self._most_late = int((1 - attained) * len(self.jobs) + 1e-9)
+        self._run()
+        return self._outcome() if self._num_late <= self._most_late else None
+
+    def _run(self) -> None:
         for event in self.scenario.events:
             self.clock.at(event.at_s, self._apply_event, event)
         for job in self.jobs:
             self.clock.at(job.request.arrival_s + self.scenario.hardware.request_s, self._arrive, job)
         self.clock.run()
-        return self._outcome()
+
+    def _count_late(self) -> None:
+        self._num_late += 1
+        if self._most_late is not None and self._num_late > self._most_late:
+            self.clock.stop()
 
     # ------------------------------------------------------------------ nodes join and fail
 
@@ -106,6 +135,9 @@ class Simulation:
         job.attempt += 1
         self._leave(job)
         self._arrive(job)
+
+    def _moved(self, job: Job, node: Node) -> None:
+        self._placed[job].decode = node
 
     def _leave(self, job: Job) -> None:
         """Remove a job from its nodes and release its blocks. Idempotent."""
@@ -151,7 +183,7 @@ class Simulation:
             # Placement needs room for the prompt and one token; the simulator reserves the whole output.
             self._reject(job, "too large")
             return
-        if job.first_token_s < 0 and (decode is None or job.remaining > 1):
+        if job.attempt == 1 and (decode is None or job.remaining > 1):
             outlook = self.cluster.outlook(decode, job, expected)
             policy = REJECTIONS[self.scenario.rejection]
             rejection = policy.at_arrival(placement, outlook, self.scenario.slo, now_s)
@@ -243,7 +275,10 @@ class Simulation:
         if job.first_token_s < 0:
             job.first_token_s = job.since_s = now_s
             job.num_produced = 1
-            self.demand.first_token(now_s - job.request.arrival_s <= self.scenario.slo.ttft_s)
+            in_time = now_s - job.request.arrival_s <= self.scenario.slo.ttft_s
+            self.demand.first_token(in_time)
+            if not in_time:
+                self._count_late()
         else:
             job.add_tokens(np.array([now_s - job.since_s]))
         if job.remaining == 0:
@@ -253,13 +288,14 @@ class Simulation:
         if not decode.alive:
             self._place_again(job)
             return
-        expected = self._lengths.expected(job.request.input_tokens, job.num_produced, job.remaining)
-        outlook = self.cluster.outlook(decode, job, expected)
-        assert outlook is not None
-        policy = REJECTIONS[self.scenario.rejection]
-        if policy.before_decode(outlook, self.scenario.slo, now_s) is not None:
-            self._reject(job, "decode")
-            return
+        if self.scenario.rejection != "none":
+            expected = self._lengths.expected(job.request.input_tokens, job.num_produced, job.remaining)
+            outlook = self.cluster.outlook(decode, job, expected)
+            assert outlook is not None
+            policy = REJECTIONS[self.scenario.rejection]
+            if policy.before_decode(outlook, self.scenario.slo, now_s) is not None:
+                self._reject(job, "decode")
+                return
         decode.load.decoding(job)
         if decode is node:
             decode.decode(job)
@@ -309,6 +345,8 @@ class Simulation:
 
     def _reject(self, job: Job, stage: str) -> None:
         self.demand.rejected()
+        if job.first_token_s < 0:
+            self._count_late()
         job.rejected = stage
         self._end(job)
 

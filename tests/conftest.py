@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -16,9 +17,19 @@ settings.load_profile("moonpool")
 # Processes of tests that are forked too, and what they import.
 _EARLY = {
     "tests.transfer.peer_process": ["moonpool.transfer", "uvloop"],
+    "tests.runtime.fork_target": [],
+    "tests.runtime.replica_node": ["moonpool.runtime.replicas.group", "moonpool.runtime.service.lifecycle"],
     "moonpool": ["moonpool.cli", "moonpool.objects.command", "moonpool.commands.index"],
 }
-_LATE: dict[str, list[str]] = {"tests.engine.ranks.link_rank": []}
+_LATE: dict[str, list[str]] = {
+    "tests.engine.ranks.link_rank": [],
+    "tests.kvstore.ssd_worker": [],
+    "tests.kvstore.store_worker": [],
+    "tests.runtime.loaded_names": [],
+    "tests.objects.in_namespace": [],
+    "tests.store_node.putter": [],
+    "tests.connectors.small_engine": ["moonpool.connectors.vllm.worker"],
+}
 
 pytest_plugins = ["tests.shared_cluster", "tests.ci_skips"]
 if find_spec("pytest_asyncio") is None:
@@ -33,12 +44,19 @@ def pytest_configure() -> None:
         from moonpool.local.preload import PRELOAD
         from moonpool.runtime.service.fork_server import use_fork_server
 
-        use_fork_server(_EARLY | PRELOAD | _LATE)
+        nodes = {"moonpool.node": [*PRELOAD["moonpool.node"], "tests.engine.short_profile"]}
+        use_fork_server(_EARLY | PRELOAD | nodes | _LATE)
 
         from moonpool.runtime.security.local_key import local_key
 
         # Made by the first cluster of a user: processes of tests before and after it must agree.
         local_key()
+
+
+def pytest_collection_finish() -> None:
+    # Tests collect garbage to see that nothing leaks: not through all that was imported.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

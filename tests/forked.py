@@ -39,24 +39,26 @@ def start_module(
     *arguments: str,
     environment: Mapping[str, str] | None = None,
     stderr_with_stdout: bool = False,
+    stderr: int = 2,
+    forked: bool = True,
 ) -> PipedProcess:
-    """``python -m module``, forked if the fork server has imported it."""
+    """``python -m module``, forked if the fork server has imported it. ``stderr``: a file descriptor."""
     environment = dict(os.environ if environment is None else environment)
     command = [sys.executable, "-m", module, *arguments]
     server = current_fork_server()
-    if server is None or not server.serves(command, environment):
+    if not forked or server is None or not server.serves(command, environment):
         return subprocess.Popen(  # type: ignore[return-value]
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT if stderr_with_stdout else None,
+            stderr=subprocess.STDOUT if stderr_with_stdout else stderr,
             env=environment,
         )
     child_reads, we_write = os.pipe()
     we_read, child_writes = os.pipe()
     try:
         status = server.ask(
-            command, environment, (child_reads, child_writes, child_writes if stderr_with_stdout else 2)
+            command, environment, (child_reads, child_writes, child_writes if stderr_with_stdout else stderr)
         )
     finally:
         os.close(child_reads)

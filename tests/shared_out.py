@@ -31,9 +31,8 @@ CLUSTERS = tuple(
     for name in ("attack", "cluster", "dashboard", "deploy", "docs", "moonpool", "store_node")
 )
 # What has a cluster in common.
-_SHARED = tuple(
-    f"tests/cluster/test_{name}.py" for name in ("conductors", "isolation", "replication", "serving")
-)
+_NAMES = ("callers", "conductors", "isolation", "migration", "replication", "serving")
+_SHARED = tuple(f"tests/cluster/test_{name}.py" for name in _NAMES)
 TOGETHER = {
     "tests/cluster/shared": (*_SHARED, "tests/deploy/", "tests/docs/"),
     "tests/dashboard/": ("tests/dashboard/",),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import click
 
-from moonpool.bench.elastic.comparison import Comparison, Fleet
+from moonpool.bench.elastic.comparison import Case, Comparison
+from moonpool.bench.elastic.fleets import Planned, Simulator, Task
+from moonpool.bench.elastic.live import LiveLoad, live_rows
 from moonpool.bench.harness.command import Run, benchmark
 from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.planning.plan import Bounds
@@ -16,23 +19,40 @@ from moonpool.runtime.reports.report import Row
 from moonpool.simulator.inputs import arguments
 from moonpool.simulator.inputs.azure_trace import load_azure_trace, times
 from moonpool.simulator.inputs.hardware import A800, LLAMA3_70B, tensor_parallel
-from moonpool.simulator.inputs.trace import BLOCK_TOKENS, TraceRequest
+from moonpool.simulator.inputs.trace import TraceRequest
 
-_QUICK_REQUESTS = 600
+_QUICK_REQUESTS, _QUICK_S = 600, 10.0
 
 
 @dataclass(frozen=True)
 class Settings:
+    """``trace``: as it is; ``requests``: so many times, for the simulator."""
+
+    trace: list[TraceRequest]
     requests: list[TraceRequest]
-    comparison: Comparison
+    cases: list[Case]
+    most: dict[str, Bounds]
+    live: LiveLoad
 
 
 def _simulated(run: Run, settings: Settings) -> Iterator[Row]:
-    yield from settings.comparison.rows(run.say)
-    run.curves += settings.comparison.curves()
+    with Simulator(settings.requests) as simulator:
+        comparison = Comparison(simulator, settings.cases, settings.most, run.say)
+        yield from comparison.rows()
+    run.curves += comparison.curves()
 
 
-@benchmark({"simulated": _simulated}, packages=("numpy",), rounds=None)
+async def _live(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    async for row in live_rows(run, settings.trace, settings.live):
+        yield row
+
+
+@benchmark(
+    {"simulated": _simulated, "live": _live},
+    packages=("numpy", "torch", "aiohttp", "grpcio", "redis"),
+    rounds=None,
+    default=("simulated",),
+)
 @click.option(
     "--trace",
     type=click.Path(path_type=Path),
@@ -62,12 +82,36 @@ def _simulated(run: Run, settings: Settings) -> Iterator[Row]:
     metavar="SECONDS",
     help="Until a node asked for serves: 10 where the weights are in its host's memory, 60 from a disk.",
 )
-@click.option("--slo-ttft", default=30.0, show_default=True, metavar="SECONDS")
+@click.option(
+    "--slo-ttft", "ttfts", multiple=True, default=(30.0,), show_default=True, metavar="SECONDS", type=float
+)
 @click.option("--slo-tbt", default=0.1, show_default=True, metavar="SECONDS")
-@click.option("--prefill", default="14:62", show_default=True, metavar="LEAST:MOST", help="Prefill nodes.")
-@click.option("--decode", default="2:16", show_default=True, metavar="LEAST:MOST", help="Decode nodes.")
-@click.option("--spare", default=1, show_default=True, help="Nodes of each role for the loss of one.")
-@click.option("--hold", "hold_s", default=60.0, show_default=True, metavar="SECONDS", help="planner.hold_s")
+@click.option("--prefill", default="4:62", show_default=True, metavar="LEAST:MOST", help="Prefill nodes.")
+@click.option("--decode", default="1:16", show_default=True, metavar="LEAST:MOST", help="Decode nodes.")
+@click.option("--spare", default=0, show_default=True, help="planner.spare; fixed fleets have none either.")
+@click.option(
+    "--target",
+    "targets",
+    multiple=True,
+    default=(0.95,),
+    show_default=True,
+    metavar="FRACTION",
+    type=float,
+    help="planner.attained. Repeatable, as --slo-ttft and --hold: each combination is a planned fleet.",
+)
+@click.option(
+    "--hold",
+    "holds",
+    multiple=True,
+    default=(30.0,),
+    show_default=True,
+    metavar="SECONDS",
+    type=float,
+    help="planner.hold_s.",
+)
+@click.option(
+    "--migrate", default="drain,queue", show_default=True, metavar="NAMES", help="conductor.migrate, of all."
+)
 def elastic(
     run: Run,
     *,
@@ -75,32 +119,37 @@ def elastic(
     hardware: str,
     copies: int,
     join_s: float,
-    slo_ttft: float,
+    ttfts: tuple[float, ...],
     slo_tbt: float,
     prefill: str,
     decode: str,
     spare: int,
-    hold_s: float,
+    targets: tuple[float, ...],
+    holds: tuple[float, ...],
+    migrate: str,
 ) -> Settings:
-    """Compare a planned number of nodes with fixed ones, on a trace, in virtual time.
+    """Compare a planned number of nodes with fixed ones, on a trace.
 
-    Fixed fleets: one with as many node-hours as the planned one used, and the smallest that keeps the SLOs as
-    often. The planner, placement and estimates are the conductor's own code.
+    simulated: planned fleets in virtual time, each with a fixed one of as many node-hours and the smallest
+    one that keeps the SLOs as often. live: the busiest three minutes on clusters on this machine, with a
+    quarter of the tokens. The planner, placement and estimates are the conductor's own code.
     """
     requests = load_azure_trace(trace)
     if run.quick:
         requests = requests[:_QUICK_REQUESTS]
-    requests = times(requests, copies, block_tokens=BLOCK_TOKENS)
     nodes = arguments.hardware(hardware, {}) if hardware else tensor_parallel(A800, LLAMA3_70B, 4)
-    run.machine = f"simulated {nodes.name}, {copies} times the trace"
-    fleet = Fleet(
-        hardware=nodes,
-        slo=Slo(slo_ttft, slo_tbt),
-        bounds={"prefill": _bounds("prefill", prefill, spare), "decode": _bounds("decode", decode, spare)},
-        join_s=join_s,
-        hold_s=hold_s,
-    )
-    return Settings(requests, Comparison(fleet, requests))
+    if "simulated" in run.parts:
+        run.machine = f"simulated {nodes.name}, {copies} times the trace"
+    bounds = {"prefill": _bounds("prefill", prefill, spare), "decode": _bounds("decode", decode, spare)}
+    causes = tuple(filter(None, migrate.split(",")))
+    least = bounds["prefill"].least, bounds["decode"].least
+    cases = [
+        Case(Task(nodes, Slo(ttft_s, slo_tbt), *least, migrate=causes, planned=planned), planned)
+        for ttft_s, target, hold_s in product(ttfts, targets, holds)
+        for planned in [Planned(bounds, target, hold_s, join_s)]
+    ]
+    live = LiveLoad(window_s=_QUICK_S) if run.quick else LiveLoad()
+    return Settings(requests, times(requests, copies), cases, bounds, live)
 
 
 def _bounds(role: str, text: str, spare: int) -> Bounds:

@@ -1,188 +1,185 @@
-"""A planned fleet against fixed ones in the simulator."""
+"""Planned fleets against the smallest fixed fleets that keep the SLOs as often."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 
 import numpy as np
 
-from moonpool.conductor.observing.slo import Slo
-from moonpool.conductor.planning.plan import ADD, COOLDOWN_S, LEND_S, REMOVE, SWITCH, Bounds, Rules
+from moonpool.bench.elastic.fleets import HOUR_S, Planned, Result, Simulator, Task
+from moonpool.conductor.planning.plan import ADD, REMOVE, SWITCH, Bounds
 from moonpool.runtime.reports.report import Curve, Row
-from moonpool.simulator.cluster.elastic_fleet import Change, ElasticFleet
-from moonpool.simulator.inputs.hardware import Hardware
-from moonpool.simulator.inputs.scenario import Elastic, Scenario
-from moonpool.simulator.inputs.trace import TraceRequest
-from moonpool.simulator.outcome import Outcome
-from moonpool.simulator.simulation import Simulation
+from moonpool.simulator.cluster.elastic_fleet import Change
 
-_HOUR_S = 3600.0
 _FLAP_S = 600.0
 
 
 @dataclass(frozen=True)
-class Fleet:
-    """``bounds``: of the planned fleet, by role; ``join_s``: until a node that was asked for serves."""
+class Case:
+    """One planned fleet."""
 
-    hardware: Hardware
-    slo: Slo
-    bounds: Mapping[str, Bounds]
-    join_s: float
-    hold_s: float
-
-
-@dataclass(frozen=True)
-class Fixed:
-    """A fleet of always as many nodes, and what it reached."""
-
-    prefill: int
-    decode: int
-    outcome: Outcome
+    task: Task
+    planned: Planned
 
     @property
     def name(self) -> str:
-        return f"fixed: {self.prefill} prefill + {self.decode} decode"
+        ttft_s, planned = self.task.slo.ttft_s, self.planned
+        return f"planned for {planned.target:g}, TTFT {ttft_s:g} s, hold {planned.hold_s:g} s"
 
 
 class Comparison:
     """One run: ``rows`` simulates, ``curves`` draws what it found."""
 
-    def __init__(self, fleet: Fleet, requests: Sequence[TraceRequest]) -> None:
-        self._fleet = fleet
-        self._requests = requests
-        self._history: Sequence[tuple[float, int, int]] = ()
+    def __init__(
+        self,
+        simulator: Simulator,
+        cases: Sequence[Case],
+        most: Mapping[str, Bounds],
+        say: Callable[[str], None],
+    ) -> None:
+        """``most``: the largest fixed fleet."""
+        self._simulator = simulator
+        self._cases = cases
+        self._most = most
+        self._say = say
+        self._known: dict[tuple[float, int, int], tuple[float, Result | None]] = {}
+        self._histories: dict[str, Sequence[tuple[float, int, int]]] = {}
 
-    def rows(self, say: Callable[[str], None]) -> Iterator[Row]:
-        say(f"{len(self._requests):,} requests, planned")
-        planned, fleet = self._planned()
-        self._history = fleet.history
-        hours = planned.node_s / _HOUR_S
-        yield from _figures("planned", planned, hours)
-        yield from _behaviour(fleet, planned.span_s, self._fleet.join_s)
-        least, decodes = self._equal_hours(planned, fleet)
-        say(f"fixed, of as many node-hours: {least} + {decodes}")
-        equal = self._fixed(least, decodes)
-        yield from _figures(f"{equal.name} (equal node-hours)", equal.outcome, _hours(equal))
-        as_good = self._as_good(planned.effective_ratio, least, decodes, say)
-        if as_good is None:
-            yield Row("fixed", "no fixed fleet within the ceilings keeps the SLOs as often", 1.0, "fleets")
-            return
-        yield from _figures(f"{as_good.name} (equal attainment)", as_good.outcome, _hours(as_good))
-        yield Row(
-            "planned",
-            "fewer node-hours at equal attainment",
-            100 * (1 - hours / _hours(as_good)),
-            "%",
-            peer=as_good.name,
-            peer_value=_hours(as_good),
-        )
+    def rows(self) -> Iterator[Row]:
+        self._say(f"{len(self._cases)} planned fleets")
+        for case, planned in zip(
+            self._cases, self._simulator.run(case.task for case in self._cases), strict=True
+        ):
+            assert planned is not None  # it has no least attainment
+            self._say(f"{case.name}: {planned.attained:.2%} in {planned.node_hours:.2f} node-hours")
+            self._histories[case.name] = planned.history
+            yield from _figures(case.name, planned)
+            yield from _behaviour(case, planned)
+            yield from self._against_fixed(case, planned)
 
     def curves(self) -> list[Curve]:
         """The nodes that served over time."""
         return [
-            Curve("nodes that serve", role, "s", "nodes", [(row[0], float(row[i])) for row in self._history])
+            Curve(
+                f"nodes that serve, {name}", role, "s", "nodes", [(row[0], float(row[i])) for row in history]
+            )
+            for name, history in self._histories.items()
             for i, role in ((1, "prefill"), (2, "decode"))
         ]
 
-    def _planned(self) -> tuple[Outcome, ElasticFleet]:
-        fleet = self._fleet
-        rules = Rules(
-            fleet.bounds,
-            hold_s=fleet.hold_s,
-            lend_s=min(LEND_S, fleet.hold_s),
-            cooldown_s=min(COOLDOWN_S, fleet.hold_s),
-            can=frozenset({ADD, REMOVE, SWITCH}),
+    def _against_fixed(self, case: Case, planned: Result) -> Iterator[Row]:
+        # Static at equal node-hours: as many nodes as were paid for on average, no fewer.
+        count = math.ceil(planned.node_hours * HOUR_S / planned.span_s)
+        decode = max(1, round(float(np.mean([row[2] for row in planned.history]))))
+        if count > decode:
+            (equal,) = self._fixed(case, [(count - decode, decode)], 0.0)
+            assert equal is not None
+            yield from _figures(f"{_name(case, count - decode, decode)} (equal node-hours)", equal)
+        found = self._smallest(case, planned.attained)
+        if found is None:
+            yield Row(case.name, "no fixed fleet within the ceilings keeps the SLOs as often", 1.0, "fleets")
+            return
+        prefill, decode, fixed = found
+        name = _name(case, prefill, decode)
+        yield from _figures(f"{name} (equal attainment)", fixed)
+        yield Row(
+            case.name,
+            "fewer node-hours at equal attainment",
+            100 * (1 - planned.node_hours / fixed.node_hours),
+            "%",
+            peer=name,
+            peer_value=fixed.node_hours,
         )
-        simulation = Simulation(
-            Scenario(
-                fleet.hardware,
-                num_prefill=fleet.bounds["prefill"].least,
-                num_decode=fleet.bounds["decode"].least,
-                slo=fleet.slo,
-                elastic=Elastic(rules, fleet.join_s),
-            ),
-            self._requests,
-        )
-        outcome = simulation.run()
-        assert simulation.fleet is not None
-        return outcome, simulation.fleet
 
-    def _fixed(self, prefill: int, decode: int) -> Fixed:
-        scenario = Scenario(self._fleet.hardware, num_prefill=prefill, num_decode=decode, slo=self._fleet.slo)
-        return Fixed(prefill, decode, Simulation(scenario, self._requests).run())
-
-    def _equal_hours(self, planned: Outcome, fleet: ElasticFleet) -> tuple[int, int]:
-        """The fixed fleet of at least as many node-hours, divided as the planned one was on average."""
-        total = planned.node_s / planned.span_s
-        serving = np.array(fleet.history)[:, 1:].mean(axis=0)
-        decode = max(1, round(total * serving[1] / serving.sum()))
-        return max(1, round(total - decode)), decode
-
-    def _as_good(self, attained: float, low: int, decode: int, say: Callable[[str], None]) -> Fixed | None:
-        """The smallest fixed fleet that keeps the SLOs for at least ``attained`` of the requests."""
-        high = self._fleet.bounds["prefill"].most
-        best = self._fixed(high, max(decode, self._fleet.bounds["decode"].least))
-        if best.outcome.effective_ratio < attained:
-            best = self._fixed(high, self._fleet.bounds["decode"].most)
-            if best.outcome.effective_ratio < attained:
-                return None
-        low = 0
-        while best.prefill - low > 1:
-            middle = (best.prefill + low) // 2
-            tried = self._fixed(middle, best.decode)
-            say(f"{tried.name}: {tried.outcome.effective_ratio:.2%} of requests keep the SLOs")
-            if tried.outcome.effective_ratio >= attained:
-                best = tried
-            else:
-                low = middle
+    def _smallest(self, case: Case, attained: float) -> tuple[int, int, Result] | None:
+        """The fixed fleet with the fewest nodes that keeps the SLOs for ``attained`` of the requests."""
+        best: tuple[int, int, Result] | None = None
+        most = self._most
+        for decode in range(1, most["decode"].most + 1):
+            # More decode nodes are worth it only with fewer prefill nodes.
+            high = most["prefill"].most if best is None else best[0] + best[1] - decode - 1
+            found = self._least_prefill(case, decode, high, attained)
+            if found is not None:
+                best = (found[0], decode, found[1])
+            elif best is not None:
+                break
         return best
 
+    def _least_prefill(
+        self, case: Case, decode: int, high: int, attained: float
+    ) -> tuple[int, Result] | None:
+        """The fewest prefill nodes, at most ``high``, that suffice; as many are tried at once as there are
+        cores."""
+        low, best = 0, None
+        if high < 1:
+            return None
+        (at_most,) = self._fixed(case, [(high, decode)], attained)
+        if at_most is None:
+            return None
+        best = (high, at_most)
+        while best[0] - low > 1:
+            gap = best[0] - low
+            tried = sorted({low + gap // 3 or low + 1, low + (2 * gap) // 3 or low + 1} - {low, best[0]})
+            for prefill, result in zip(
+                tried, self._fixed(case, [(n, decode) for n in tried], attained), strict=True
+            ):
+                if result is None:
+                    low = max(low, prefill)
+                elif prefill < best[0]:
+                    best = (prefill, result)
+        return best
 
-def _hours(fixed: Fixed) -> float:
-    return fixed.outcome.node_s / _HOUR_S
+    def _fixed(self, case: Case, sizes: Sequence[tuple[int, int]], attained: float) -> list[Result | None]:
+        """Results of fixed fleets, prefill and decode nodes; None: fewer requests keep the SLOs."""
+        ttft_s = case.task.slo.ttft_s
+        tasks = []
+        for prefill, decode in sizes:
+            tried, known = self._known.get((ttft_s, prefill, decode), (math.inf, None))
+            if known is None and attained < tried:
+                tasks.append(
+                    replace(case.task, planned=None, prefill=prefill, decode=decode, attained=attained)
+                )
+        for task, result in zip(tasks, self._simulator.run(tasks), strict=True):
+            kept = f"{result.attained:.2%}" if result is not None else f"less than {attained:.2%}"
+            self._say(f"{_name(case, task.prefill, task.decode)}: {kept}")
+            self._known[ttft_s, task.prefill, task.decode] = (attained, result)
+        found = [self._known[ttft_s, prefill, decode][1] for prefill, decode in sizes]
+        return [one if one is not None and one.attained >= attained else None for one in found]
 
 
-def _figures(case: str, outcome: Outcome, hours: float) -> Iterator[Row]:
-    ttft_ms = [1e3 * each.ttft_s for each in outcome.completed]
-    yield Row(case, "requests within both SLOs", 100 * outcome.effective_ratio, "%")
-    yield Row(case, "node-hours", hours, "h")
-    yield Row(
-        case,
-        "TTFT",
-        float(np.median(ttft_ms)),
-        "ms",
-        p95=float(np.quantile(ttft_ms, 0.95)),
-        p99=float(np.quantile(ttft_ms, 0.99)),
-    )
+def _name(case: Case, prefill: int, decode: int) -> str:
+    return f"fixed: {prefill} prefill + {decode} decode, TTFT {case.task.slo.ttft_s:g} s"
 
 
-def _behaviour(fleet: ElasticFleet, span_s: float, join_s: float) -> Iterator[Row]:
-    hours = span_s / _HOUR_S
-    switches = sum(change.kind == SWITCH for change in fleet.changes)
-    yield Row("planned", "role changes (switches)", switches / hours, "an hour")
-    yield Row("planned", "nodes added and removed", (len(fleet.changes) - switches) / hours, "an hour")
-    yield Row(
-        "planned", "reversed within 10 minutes", num_reversed(fleet.changes, _FLAP_S) / hours, "an hour"
-    )
+def _figures(name: str, result: Result) -> Iterator[Row]:
+    p50_s, p95_s, p99_s = result.ttft_s
+    yield Row(name, "requests within both SLOs", 100 * result.attained, "%")
+    yield Row(name, "node-hours", result.node_hours, "h")
+    yield Row(name, "TTFT", 1e3 * p50_s, "ms", p95=1e3 * p95_s, p99=1e3 * p99_s)
+
+
+def _behaviour(case: Case, planned: Result) -> Iterator[Row]:
+    name, hours = case.name, planned.span_s / HOUR_S
+    switches = sum(change.kind == SWITCH for change in planned.changes)
+    yield Row(name, "role changes (switches)", switches / hours, "an hour")
+    yield Row(name, "nodes added and removed", (len(planned.changes) - switches) / hours, "an hour")
+    flaps = num_reversed(planned.changes, _FLAP_S)
+    yield Row(name, "reversed within 10 minutes", flaps / hours, "an hour")
     # Until it serves, a node is paid for nothing: keeping one for that long would have cost as much.
-    in_vain = num_reversed(fleet.changes, join_s)
-    yield Row("planned", "removed and added within a join", in_vain / hours, "an hour")
-    served = np.array(fleet.history)[:, 1:].sum(axis=1)
-    yield Row("planned", "nodes that serve, fewest", float(served.min()), "nodes")
-    yield Row("planned", "nodes that serve, most", float(served.max()), "nodes")
-    short_s = [one.ended_s - one.began_s for one in fleet.shortages]
+    in_vain = num_reversed(planned.changes, case.planned.join_s)
+    yield Row(name, "removed and added within a join", in_vain / hours, "an hour")
+    yield Row(name, "prompts placed again", planned.num_replaced / hours, "an hour")
+    served = [row[1] + row[2] for row in planned.history]
+    yield Row(name, "nodes that serve, fewest", float(min(served)), "nodes")
+    yield Row(name, "nodes that serve, most", float(max(served)), "nodes")
+    short_s = [one.ended_s - one.began_s for one in planned.shortages]
     if short_s:
-        yield Row(
-            "planned",
-            "from a burst to enough nodes",
-            float(np.median(short_s)),
-            "s",
-            p95=float(np.quantile(short_s, 0.95)),
-            p99=float(np.quantile(short_s, 0.99)),
-        )
-        yield Row("planned", "time with too few nodes", 100 * sum(short_s) / span_s, "%")
+        p95_s, p99_s = (float(np.quantile(short_s, q)) for q in (0.95, 0.99))
+        yield Row(name, "from a burst to enough nodes", median(short_s), "s", p95=p95_s, p99=p99_s)
+        yield Row(name, "time with too few nodes", 100 * sum(short_s) / planned.span_s, "%")
 
 
 def num_reversed(changes: Sequence[Change], within_s: float) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import click
 
+from moonpool.bench.engine import masks
 from moonpool.bench.engine.driver import DecodeSteps, Session, session
 from moonpool.bench.engine.model_shapes import SHAPES, make_checkpoint
 from moonpool.bench.engine.perplexity import VARIANTS, perplexity
@@ -129,8 +130,20 @@ async def perplexity_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
         plain = plain or value
 
 
+async def mask_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    name = settings.name if settings.name in shapes.SHAPES else "qwen3-0.6b"
+    directory = shapes.shape_directory(name)
+    batches = (8,) if run.quick else (8, 1)
+    options = replace(settings.options, pool_nbytes=settings.options.pool_nbytes or 1 << 30)
+    async for row in masks.rows(directory, options, settings.device, batches, settings.num_steps, run.rounds):
+        yield row
+
+
 @benchmark(
-    {"engine": engine_rows, "perplexity": perplexity_rows}, packages=("torch", "triton", "numpy"), rounds=3
+    {"engine": engine_rows, "perplexity": perplexity_rows, "masks": mask_rows},
+    packages=("torch", "triton", "numpy"),
+    rounds=3,
+    default=("engine", "perplexity"),
 )
 @click.option(
     "--shape",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.model.latent import LatentInput, LatentOutput
 from moonpool.engine.model.weight_loader import Mlp
 from moonpool.runtime.config.options import EngineOptions, ModelOptions
+from moonpool.runtime.structure.automaton import Automaton
 
 _WARM_UP_STEPS = 8
 
@@ -29,13 +30,15 @@ class DecodeSteps:
 
     step_s: float
     device_s: float
+    cpu_s: float  # of all threads of the process
     context: float  # tokens of each sequence, in the middle of what was measured
 
 
 class Session:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._arrivals: list[tuple[float, int, float]] = []  # when, how many tokens, device seconds
+        # When, how many tokens, device seconds, CPU seconds of the process by then.
+        self._arrivals: list[tuple[float, int, float, float]] = []
         self._news = asyncio.Event()
         self._random = np.random.default_rng(0)
         self._count = 0
@@ -43,7 +46,8 @@ class Session:
 
     def _on_step(self, events: list[StepEvent]) -> None:
         num_tokens = sum(event.token_id >= 0 for event in events)
-        self._arrivals.append((time.perf_counter(), num_tokens, self.engine.stats().step_s))
+        device_s = self.engine.stats().step_s
+        self._arrivals.append((time.perf_counter(), num_tokens, device_s, time.process_time()))
         self._news.set()
 
     def weight_nbytes(self) -> int:
@@ -67,19 +71,31 @@ class Session:
         await self._run([sequence])
         return self._arrivals[-1][0] - begun_s
 
-    async def decode(self, batch: int, context: int, num_steps: int) -> DecodeSteps:
-        """Steps of ``batch`` sequences, each of ``context`` tokens and growing."""
+    async def decode(
+        self,
+        batch: int,
+        context: int,
+        num_steps: int,
+        sampling: Sampling | None = None,
+        automata: Iterable[Automaton] = (),
+    ) -> DecodeSteps:
+        """Steps of ``batch`` sequences, each of ``context`` tokens and growing. ``automata``: of their
+        structures, one each, where ``sampling`` has one."""
         total = num_steps + _WARM_UP_STEPS
         # Prompts end one by one: until the last one has, others decode already.
         slack = -(-batch * context // self.engine.options.max_batch_tokens) + 1
-        await self._run([self._sequence(context, total + slack) for _ in range(batch)])
-        full = [i for i, (_, num_tokens, _) in enumerate(self._arrivals) if num_tokens == batch]
+        sequences = [self._sequence(context, total + slack, sampling) for _ in range(batch)]
+        for sequence, automaton in zip(sequences, automata, strict=False):
+            sequence.automaton = automaton
+        await self._run(sequences)
+        full = [i for i, (_, num_tokens, *_) in enumerate(self._arrivals) if num_tokens == batch]
         whole = [i for i in full if i - 1 in full][_WARM_UP_STEPS:][:num_steps]
         assert whole, "no step had all sequences in it"
         seconds = [self._arrivals[i][0] - self._arrivals[i - 1][0] for i in whole]
         return DecodeSteps(
             statistics.median(seconds),
             statistics.median(self._arrivals[i][2] for i in whole),
+            statistics.mean(self._arrivals[i][3] - self._arrivals[i - 1][3] for i in whole),
             context + slack + len(whole) / 2,
         )
 
@@ -91,10 +107,10 @@ class Session:
             self._news.clear()
             await self._news.wait()
 
-    def _sequence(self, num_tokens: int, max_tokens: int) -> Sequence:
+    def _sequence(self, num_tokens: int, max_tokens: int, sampling: Sampling | None = None) -> Sequence:
         self._count += 1
         tokens = self._random.integers(0, self.engine.config.vocab_size, num_tokens, np.int32)
-        sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
+        sampling = replace(sampling or Sampling(ignore_eos=True), max_tokens=max_tokens)
         name = f"bench-{self._count}"
         return Sequence(name, 0, tokens, num_tokens, sampling=sampling, root_key=b"", arrived_s=self._count)
 

@@ -26,12 +26,14 @@ async def redis(url: str = "") -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def local_cluster(sets: Sequence[str]) -> AsyncIterator[str]:
+async def local_cluster(sets: Sequence[str], *, supervised: bool = False) -> AsyncIterator[str]:
     """The URL of the API of a cluster on this machine, with options as ``key=value``.
 
-    The conductor listens on a free port, unless one is set: the default may be in use.
+    The conductor listens on a free port, unless one is set: the default may be in use. ``supervised``: it may
+    start and stop nodes.
     """
-    async with LocalCluster(load_config(None, ("conductor.port=0", *sets))) as running:
+    config = load_config(None, ("conductor.port=0", *sets))
+    async with LocalCluster(config, restart=supervised, supervises=supervised) as running:
         yield running.url
 
 

@@ -93,31 +93,33 @@ def lora_rows(machine: Machine, quick: bool) -> Iterator[Row]:
     size, rank, adapters = 4096 if machine.is_cuda else 1024, 16, 8
     a, b = (
         torch.empty(shape, device=machine.device, dtype=machine.dtype).normal_(std=0.02)
-        for shape in ((adapters, rank, size), (adapters, size, rank))
+        for shape in 2 * [(adapters * rank, size)]
     )
     for n in (8,) if quick else (8, 64, 256):
-        yield from _lora(machine, a, b, n)
+        yield from _lora(machine, a, b, n, rank)
 
 
-def _lora(machine: Machine, a: Tensor, b: Tensor, n: int) -> Iterator[Row]:
-    adapters, rank, size = a.shape
-    scales = torch.ones(adapters, device=machine.device)
+def _lora(machine: Machine, a: Tensor, b: Tensor, n: int, rank: int) -> Iterator[Row]:
+    adapters, size = len(a) // rank, a.shape[1]
+    firsts = torch.arange(0, len(a), rank, device=machine.device)
+    extents = torch.stack((firsts, torch.full_like(firsts, rank)), 1).int()
     x, y = torch.randn(2, n, size, device=machine.device).to(machine.dtype).unbind(0)
     ids = (torch.arange(n, device=machine.device) % adapters).int()
 
     def looped() -> None:
         for j in range(min(n, adapters)):
-            y[j::adapters] += (x[j::adapters] @ a[j].T) @ b[j].T
+            some = slice(j * rank, (j + 1) * rank)
+            y[j::adapters] += (x[j::adapters] @ a[some].T) @ b[some]
 
     def error() -> tuple[Tensor, Tensor]:
         found, expected = torch.zeros_like(y), torch.zeros_like(y, dtype=torch.float64)
-        add_lora(found, x, a, b, ids, scales)
-        reference.add_lora(expected, x.double(), a.double(), b.double(), ids, scales)
+        add_lora(found, x, a, b, ids, extents, rank)
+        reference.add_lora(expected, x.double(), a.double(), b.double(), ids, extents, rank)
         return found, expected
 
     # All rows of an adapter read the same bytes.
     nbytes = (a.nbytes + b.nbytes) * min(n, adapters) // adapters + 3 * x.nbytes
     case = f"lora {adapters} adapters of rank {rank}, {size}x{size}, {name_of(machine.dtype)}, {n} rows"
-    ours = lambda: add_lora(y, x, a, b, ids, scales)  # noqa: E731
+    ours = lambda: add_lora(y, x, a, b, ids, extents, rank)  # noqa: E731
     peers = {"loop over adapters": looped}
     yield from contest(machine, case, ours, calls=1, amount=nbytes, limit="copy", error=error, peers=peers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import click
 from moonpool.bench.harness.command import Run, benchmark
 from moonpool.bench.migrate.checkpoint import with_positions
 from moonpool.bench.migrate.downtime import OUTPUT_TOKENS, downtime_rows
+from moonpool.bench.migrate.simulated import simulated_rows
 from moonpool.bench.migrate.tail_latency import tail_rows
 from moonpool.runtime.config.loading import load_config
 from moonpool.runtime.reports.report import Row
@@ -37,8 +38,12 @@ async def _tail(run: Run, settings: Settings) -> AsyncIterator[Row]:
         yield row
 
 
+def _simulated(run: Run, settings: Settings) -> Iterator[Row]:
+    yield from simulated_rows(run, settings.tbt_s)
+
+
 @benchmark(
-    {"downtime": _downtime, "tail": _tail},
+    {"downtime": _downtime, "tail": _tail, "simulated": _simulated},
     packages=("torch", "aiohttp", "grpcio", "redis", "uvloop"),
     rounds=3,
     default=("downtime",),
@@ -74,6 +79,7 @@ def migrate(
     """Measure moves of running requests between decode nodes, as their clients see them.
 
     tail: a load on two clusters, in turns: one where requests move for all reasons, one where they stay.
+    simulated: the same comparison in virtual time, on large nodes.
     downtime: a model of too few positions for the longest context gets more. Its weights stay as they are.
     """
     if run.quick:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Any, ClassVar
 
 import orjson
@@ -12,6 +13,7 @@ import orjson
 from moonpool.conductor.api.choice import Choice, Delta, TokenEntry
 from moonpool.conductor.api.schemas import GenerationBody
 from moonpool.conductor.text.tokenizer import Tokenizer
+from moonpool.conductor.tools.parser import CallDelta
 
 DONE = b"data: [DONE]\n\n"
 # JSON has no infinity: OpenAI and vLLM use this number.
@@ -27,12 +29,18 @@ class Outcome:
     entries: list[TokenEntry] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    calls: list[CallDelta] = field(default_factory=list)  # one each, whole
 
     def add(self, delta: Delta) -> None:
         self.text.append(delta.text)
         self.token_ids += delta.token_ids
         self.entries += delta.entries
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        for call in delta.calls:
+            if call.name:
+                self.calls.append(replace(call))
+            else:
+                self.calls[-1].arguments += call.arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +72,7 @@ class Answer(ABC):
     def __init__(
         self, answer_id: str, created: int, model: str, body: GenerationBody, tokenizer: Tokenizer
     ) -> None:
-        self._id = answer_id
+        self.answer_id = self._id = answer_id
         self._created = created
         self._model = model
         self._tokenizer = tokenizer
@@ -95,6 +103,11 @@ class Answer(ABC):
         open_ = self._opens.get(choice.index) or self._open(choice.index)
         if delta.finish_reason is None and not delta.entries and not self._token_ids:
             return open_ + orjson.dumps(delta.text) + self._plain if delta.text else b""
+        text = open_ + orjson.dumps(delta.text) + self.text_close
+        return text + b"," + orjson.dumps(self._rest(choice, delta))[1:] + self._tail
+
+    def _rest(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        """The fields of an event's choice after its text."""
         rest: dict[str, Any] = {
             "logprobs": self.logprobs(delta.entries) if delta.entries else None,
             "finish_reason": delta.finish_reason,
@@ -105,14 +118,22 @@ class Answer(ABC):
             first = choice.num_tokens == len(delta.token_ids)
             rest["prompt_token_ids"] = choice.prompt.token_ids.tolist() if first else None
             rest["token_ids"] = delta.token_ids
-        text = open_ + orjson.dumps(delta.text) + self.text_close
-        return text + b"," + orjson.dumps(rest)[1:] + self._tail
+        return rest
 
-    def usage_event(self, usage: Usage) -> bytes:
-        return self._head + b'],"usage":' + orjson.dumps(usage.to_dict()) + b"}\n\n"
+    def ending(
+        self, usage: Usage, *, include_usage: bool, explained: Sequence[dict[str, Any]] | None
+    ) -> bytes:
+        """The events after the last token. ``explained``: as of ``whole``."""
+        events = b""
+        if include_usage:
+            events += self._head + b'],"usage":' + orjson.dumps(usage.to_dict()) + b"}\n\n"
+        if explained is not None:
+            events += self._head + b'],"moonpool":' + orjson.dumps(explained) + b"}\n\n"
+        return events + DONE
 
-    def explain_event(self, explained: Sequence[dict[str, Any]]) -> bytes:
-        return self._head + b'],"moonpool":' + orjson.dumps(explained) + b"}\n\n"
+    def call_id(self, choice: int, call: int) -> str:
+        """The name of a call: the same at every conductor that goes on with the answer."""
+        return "call_" + blake2b(f"{self._id} {choice} {call}".encode(), digest_size=12).hexdigest()
 
     def whole(
         self,
@@ -181,8 +202,28 @@ class ChatAnswer(Answer):
         return chat_logprobs(entries, self._tokenizer)
 
     def choice(self, index: int, outcome: Outcome) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "".join(outcome.text), "refusal": None}
+        content = "".join(outcome.text)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if outcome.calls:
+            calls = [self._call(index, call) for call in outcome.calls]
+            message |= {"content": content or None, "tool_calls": calls}
         return {"index": index, "message": message}
+
+    def chunk(self, choice: Choice, delta: Delta) -> bytes:
+        if not delta.calls:
+            return super().chunk(choice, delta)
+        calls = [{"index": call.index, **self._call(choice.index, call)} for call in delta.calls]
+        new = {"tool_calls": calls} | ({"content": delta.text} if delta.text else {})
+        written = {"index": choice.index, "delta": new, **self._rest(choice, delta)}
+        return self._head + orjson.dumps(written) + self._tail
+
+    def _call(self, index: int, call: CallDelta) -> dict[str, Any]:
+        """A call, or a part of it: the first one has the name."""
+        function = {"arguments": call.arguments}
+        if not call.name:
+            return {"function": function}
+        written = {"name": call.name, **function}
+        return {"id": self.call_id(index, call.index), "type": "function", "function": written}
 
 
 def completion_logprobs(entries: Sequence[TokenEntry], tokenizer: Tokenizer) -> dict[str, Any]:

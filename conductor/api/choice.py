@@ -10,6 +10,8 @@ from moonpool.conductor.api.schemas import CompletionBody, GenerationBody
 from moonpool.conductor.request import TokenEvent, TokenLogprobs
 from moonpool.conductor.text.stop_strings import StopStrings
 from moonpool.conductor.text.tokenizer import Tokenizer
+from moonpool.conductor.tools.parser import CallDelta
+from moonpool.conductor.tools.use import ToolUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +32,28 @@ class Delta:
     entries: list[TokenEntry] = field(default_factory=list)  # if logprobs were requested
     finish_reason: str | None = None
     stop_reason: str | int | None = None  # stop string or stop token; None: ended by the model
+    calls: list[CallDelta] = field(default_factory=list)
 
 
 class Choice:
-    """The text of one sequence: detokenized, ended at the first stop string, counted."""
+    """The text of one sequence: detokenized, ended at the first stop string, divided into content and calls
+    of tools, counted."""
 
-    def __init__(self, index: int, prompt: Prompt, body: GenerationBody, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        index: int,
+        prompt: Prompt,
+        body: GenerationBody,
+        tokenizer: Tokenizer,
+        tools: ToolUse | None = None,
+    ) -> None:
         self.index = index
         self.prompt = prompt
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self._tokenizer = tokenizer
-        self._skip_special = body.skip_special_tokens
+        self._calls = None if tools is None else tools.reader()
+        self._skip_special = body.skip_special_tokens and not (tools is not None and tools.form.special)
         self._detokenizer = tokenizer.detokenizer(prompt.token_ids, skip_special=self._skip_special)
         self._stops = StopStrings(body.stop)
         self._stop_token_ids = frozenset(body.stop_token_ids)
@@ -74,6 +86,11 @@ class Choice:
             if event.logprobs is not None:
                 delta.entries.append(TokenEntry(event.token_id, event.logprobs, self._offset))
         self._add_text(event, delta)
+        if self._calls is not None:
+            ended = delta.finish_reason is not None
+            delta.text, delta.calls = self._calls.read(delta.text, ended=ended)
+            if delta.finish_reason == "stop" and self._calls.called:
+                delta.finish_reason = "tool_calls"
         return delta
 
     def prompt_text(self) -> str:

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from moonpool.conductor.access.gate import Gate
 from moonpool.conductor.api.errors import draining
+from moonpool.conductor.api.responses.conversations import Conversations
 from moonpool.conductor.api.sampling_defaults import SamplingDefaults
 from moonpool.conductor.core import Conductor
 from moonpool.conductor.observing.recent_requests import RecentRequests
@@ -22,6 +23,7 @@ from moonpool.conductor.requests.stream_records import StreamRecords
 from moonpool.conductor.text.chat_template import ChatTemplate
 from moonpool.conductor.text.tokenizer import Tokenizer
 from moonpool.runtime.config.options import ConductorOptions, LogOptions
+from moonpool.runtime.structure.grammars import Grammars
 
 
 def new_id() -> str:
@@ -40,9 +42,11 @@ class ApiContext:
     options: ConductorOptions
     log_options: LogOptions = field(default_factory=LogOptions)
     gate: Gate = field(default_factory=Gate.open)
+    grammars: Grammars | None = None  # None: answers cannot be made to match a structure
     streams: StreamRecords | None = None  # None: streams cannot be resumed
     about: Mapping[str, Any] = field(default_factory=dict)  # from the conductor's start
     recent: RecentRequests = field(default_factory=RecentRequests)
+    conversations: Conversations = field(default_factory=Conversations)
     clock: Callable[[], float] = time.perf_counter
     unix_clock: Callable[[], float] = time.time
     new_id: Callable[[], str] = new_id

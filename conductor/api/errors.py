@@ -15,14 +15,24 @@ from moonpool.conductor.errors import (
     DuplicateRequest,
     MigrationFailed,
     NoNodes,
+    NoStructures,
     RequestEndsLives,
     RequestFailed,
     RequestInvalid,
     RequestRejected,
 )
-from moonpool.conductor.fleet.errors import FleetUnchanged, NodeMissing, ProviderFailed
+from moonpool.conductor.fleet.errors import (
+    AdapterFailed,
+    AdapterInvalid,
+    AdapterMissing,
+    FleetUnchanged,
+    NodeMissing,
+    ProviderFailed,
+)
 from moonpool.conductor.text.chat_template import ChatTemplateError
+from moonpool.kvstore.errors import IndexUnavailable
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.structure.grammars import GrammarsBusy, StructureInvalid, StructureUnsupported
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +115,18 @@ def as_api_error(error: Exception) -> ApiError:
             return _unavailable(str(error), "no_nodes")
         case ConductorClosed():
             return _unavailable(str(error), "draining")
+        case NoStructures() | StructureUnsupported():
+            return ApiError(501, str(error), kind="not_implemented_error", code="structure_unsupported")
+        case StructureInvalid():
+            return bad_request(str(error), None, "invalid_structure")
+        case GrammarsBusy():
+            return ApiError(
+                429,
+                str(error),
+                kind="rate_limit_error",
+                code="rate_limit_exceeded",
+                headers={"Retry-After": "1"},
+            )
         case RequestInvalid():
             return bad_request(str(error), None, "invalid_request")
         case DuplicateRequest():
@@ -124,8 +146,16 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(404, str(error), code="node_not_found")
         case FleetUnchanged():
             return ApiError(409, str(error), code="fleet_unchanged")
+        case AdapterInvalid():
+            return bad_request(str(error), None, "invalid_adapter")
+        case AdapterMissing():
+            return ApiError(404, str(error), code="model_not_found")
+        case AdapterFailed():
+            return _unavailable(str(error), "adapter_failed")
         case ProviderFailed():
             return _unavailable(str(error), "provider_failed")
+        case IndexUnavailable():
+            return _unavailable(str(error), "index_unavailable")
         case web.HTTPException():
             return _from_http(error)
         case ConnectionError():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -10,29 +10,32 @@ from aiohttp import web
 
 from moonpool.conductor.access.gate import PRINCIPAL
 from moonpool.conductor.admission.tenants import BATCH, Tenant
-from moonpool.conductor.api.answer import DONE, Answer, ChatAnswer, CompletionAnswer, Outcome, Usage
+from moonpool.conductor.api.answer import Answer, Outcome, Usage
 from moonpool.conductor.api.choice import Choice, Delta
-from moonpool.conductor.api.context import CONTEXT, ApiContext
+from moonpool.conductor.api.context import ApiContext
 from moonpool.conductor.api.errors import ApiError, bad_request, name_of
-from moonpool.conductor.api.prompts import Prompt, chat_prompt, completion_prompts, output_limit
+from moonpool.conductor.api.prompts import Prompt, output_limit
 from moonpool.conductor.api.request_body import read_object
-from moonpool.conductor.api.schemas import ChatBody, CompletionBody, GenerationBody, parse
+from moonpool.conductor.api.schemas import CompletionBody, GenerationBody, parse
 from moonpool.conductor.api.sequence_runs import SequenceRun, Sink, run_all
 from moonpool.conductor.api.streams.resume import Resumable, resumable
 from moonpool.conductor.api.streams.streaming import EventStream
 from moonpool.conductor.api.transcript import transcribed
 from moonpool.conductor.observing.recent_requests import RequestRecord
 from moonpool.conductor.request import GenerateRequest
+from moonpool.conductor.tools.use import ToolUse
+from moonpool.protos import node_pb2
 from moonpool.runtime.observing import audit, tracing
 from moonpool.runtime.observing.log import request_id
+from moonpool.runtime.structure.grammars import Structure, StructureUnsupported
 
 REQUEST_ID_HEADER = "x-request-id"
 EXPLAIN_HEADER = "x-moonpool-explain"  # 1: the answer includes the placements and their reasons
 REQUEST_ID = web.RequestKey("request_id", str)
 
 MAX_SEQUENCES = 4096  # prompts times n
-DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's API; a chat may go on as long as the model can
 
+Translation = Callable[[dict[str, Any]], dict[str, Any]]
 B = TypeVar("B", bound=GenerationBody)
 T = TypeVar("T")
 
@@ -50,6 +53,8 @@ class GenerationExchange:
         unique = f"{client_id}-{context.new_id()[:8]}" if REQUEST_ID_HEADER in http.headers else client_id
         self._id = kind.id_prefix + unique
         self._explains = False
+        self._model = context.conductor.model.name  # or the name of the adapter
+        self._adapter: node_pb2.Adapter | None = None
         request_id.set(self._id)
         self._client = http[PRINCIPAL].client
         self.record = RequestRecord(
@@ -83,10 +88,12 @@ class GenerationExchange:
             usage.cached_tokens,
             max(usage.completion_tokens - before, 0),
         )
+        if record.sequences and (timeline := self._context.conductor.timeline(record.sequences[0])):
+            record.prefix_outcome = timeline.summary.prefix_outcome
         audit.usage(
             request_id=record.id,
             tenant=self._client.name,
-            model=self._context.conductor.model.name,
+            model=self._model,
             endpoint=record.endpoint,
             outcome=record.status,
             prompt_tokens=record.prompt_tokens,
@@ -110,15 +117,20 @@ class GenerationExchange:
             record.tpot_s = sum(clock.last_s - clock.first_s for clock in clocks) / gaps
         self._span.__exit__(kind, error, trace)
 
-    async def parse(self, schema: type[B]) -> B:
-        """The validated body. Raises ``ApiError``: JSON, size, a field or the model is wrong."""
+    async def parse(self, schema: type[B], translate: Translation | None = None) -> B:
+        """The validated body; ``translate``: what to validate instead of what was sent.
+
+        Raises ``ApiError``: JSON, size, a field or the model is wrong.
+        """
         self._explains = _wants_explanation(self._http)
         given = await read_object(self._http, self._context.options.max_body_nbytes)
         started_s = self._context.clock()
-        body = parse(schema, given)
-        served = self._context.conductor.model.name
-        if body.model is not None and body.model != served:
-            raise unknown_model(body.model, served)
+        body = parse(schema, given if translate is None else translate(given))
+        if body.model is not None and body.model != self._model:
+            self._adapter = self._context.conductor.adapters.find(body.model)
+            if self._adapter is None:
+                raise unknown_model(body.model, self._model)
+            self._model = body.model
         self.record.stream = body.stream
         self.record.parse_s = self._observe("parse", started_s)
         return body
@@ -130,10 +142,18 @@ class GenerationExchange:
         return result
 
     async def answer(
-        self, body: GenerationBody, prompts: Sequence[Prompt], default_limit: int | None
+        self,
+        body: GenerationBody,
+        prompts: Sequence[Prompt],
+        default_limit: int | None,
+        tools: ToolUse | None = None,
+        prepare: Callable[[Answer], None] | None = None,
     ) -> web.StreamResponse:
-        """Generate and reply. ``default_limit``: output tokens of a request without a limit."""
-        runs = self._runs = self._plan(body, prompts, default_limit)
+        """Generate and reply. ``default_limit``: output tokens of a request without a limit. ``prepare`` is
+        called with the answer before it is written."""
+        structure = body.structure if tools is None or tools.structure is None else tools.structure
+        await self._check(structure)
+        runs = self._runs = self._plan(body, prompts, default_limit, structure, tools)
         self.record.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self.record.sequences = [run.request.request_id for run in runs]
         context = self._context
@@ -144,13 +164,30 @@ class GenerationExchange:
         if answer_id != self._id:  # a stream goes on: it is found by its answer's id here, too
             self.record.client_id = answer_id
             context.recent.add(self.record)
-        answer = self._kind(answer_id, created, context.conductor.model.name, body, context.tokenizer)
+        answer = self._kind(answer_id, created, self._model, body, context.tokenizer)
+        if prepare is not None:
+            prepare(answer)
         if body.stream:
             return await self._stream(answer, runs, body, stream)
         return await self._reply(answer, runs, body)
 
+    async def _check(self, structure: Structure | None) -> None:
+        """Raises StructureInvalid, StructureUnsupported or GrammarsBusy."""
+        if structure is None:
+            return
+        if self._context.grammars is None:
+            raise StructureUnsupported("this conductor has no tokenizer for structures")
+        started_s = self._context.clock()
+        await self._context.grammars.check(structure)
+        self._observe("compile", started_s)
+
     def _plan(
-        self, body: GenerationBody, prompts: Sequence[Prompt], default_limit: int | None
+        self,
+        body: GenerationBody,
+        prompts: Sequence[Prompt],
+        default_limit: int | None,
+        structure: Structure | None,
+        tools: ToolUse | None,
     ) -> list[SequenceRun]:
         """One run per choice, prompt by prompt."""
         if len(prompts) * body.n > MAX_SEQUENCES:
@@ -167,6 +204,7 @@ class GenerationExchange:
                     max_tokens=max(limit, 1),
                     num_logprobs=body.num_logprobs,
                     choice=nth,
+                    structure=structure,
                 )
                 request = GenerateRequest(
                     request_id=self._id if alone else f"{self._id}-{len(runs)}",
@@ -179,8 +217,10 @@ class GenerationExchange:
                     batch=_is_batch(body, self._client),
                     follows=bool(runs),
                     prompt_logprobs=_wants_prompt_logprobs(body),
+                    adapter=self._adapter,
                 )
-                run = SequenceRun(request, Choice(len(runs), prompt, body, context.tokenizer), leader)
+                choice = Choice(len(runs), prompt, body, context.tokenizer, tools)
+                run = SequenceRun(request, choice, leader)
                 leader = leader or run
                 runs.append(run)
         return runs
@@ -200,8 +240,8 @@ class GenerationExchange:
         self, answer: Answer, runs: list[SequenceRun], body: GenerationBody, resumed: Resumable | None
     ) -> web.StreamResponse:
         def end() -> bytes:
-            usage = answer.usage_event(usage_of(runs)) if body.include_usage else b""
-            return usage + (answer.explain_event(self._explained()) if self._explains else b"") + DONE
+            explained = self._explained() if self._explains else None
+            return answer.ending(usage_of(runs), include_usage=body.include_usage, explained=explained)
 
         stream = EventStream(self._http, self._context, answer, self.record, resumed)
         return await stream.run(lambda sink: self._generate(runs, sink, body), end)
@@ -224,26 +264,6 @@ class GenerationExchange:
         seconds = self._context.clock() - started_s
         self._context.metrics.stage.labels(stage).observe(seconds)
         return seconds
-
-
-async def completions(http: web.Request) -> web.StreamResponse:
-    """``POST /v1/completions``"""
-    context = http.app[CONTEXT]
-    with context.serving(), GenerationExchange(http, context, CompletionAnswer) as exchange:
-        body = await exchange.parse(CompletionBody)
-        prompts = await exchange.tokenize(
-            completion_prompts(body, context.tokenizer, context.conductor.model)
-        )
-        return await exchange.answer(body, prompts, DEFAULT_COMPLETION_TOKENS)
-
-
-async def chat_completions(http: web.Request) -> web.StreamResponse:
-    """``POST /v1/chat/completions``"""
-    context = http.app[CONTEXT]
-    with context.serving(), GenerationExchange(http, context, ChatAnswer) as exchange:
-        body = await exchange.parse(ChatBody)
-        prompt = await exchange.tokenize(chat_prompt(body, context.template, context.tokenizer))
-        return await exchange.answer(body, [prompt], None)
 
 
 def unknown_model(name: str, served: str) -> ApiError:

@@ -47,17 +47,17 @@ async def rollout(http: web.Request) -> web.Response:
         raise ApiError(
             400, f"watch_s: must be from 0 to {MOST_WATCH_S:g}, got {text[:32]!r}", param="watch_s"
         )
-    return reply(http.app[CONTEXT].conductor.rollouts.begin(http.query.getall("set", []), watch_s))
+    return reply(await http.app[CONTEXT].conductor.rollouts.begin(http.query.getall("set", []), watch_s))
 
 
 async def rollout_status(http: web.Request) -> web.Response:
-    """``GET /v1/fleet/rollout``: the latest one of this conductor."""
-    return reply(http.app[CONTEXT].conductor.rollouts.status)
+    """``GET /v1/fleet/rollout``: the latest one of the cluster."""
+    return reply(await http.app[CONTEXT].conductor.rollouts.status())
 
 
 async def abort_rollout(http: web.Request) -> web.Response:
     """``POST /v1/fleet/rollout/abort``: roll it back; answers at once."""
-    return reply(http.app[CONTEXT].conductor.rollouts.abort())
+    return reply(await http.app[CONTEXT].conductor.rollouts.abort())
 
 
 async def drain(http: web.Request) -> web.Response:

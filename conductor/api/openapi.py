@@ -82,8 +82,8 @@ _ERROR = _object(
 _MODEL = _object(id=_STRING, object={"const": "model"}, created=_INTEGER, max_model_len=_INTEGER)
 
 
-def _answer(kind: str, **choice: Schema) -> Schema:
-    finish: Schema = {"type": "string", "enum": ["stop", "length"]}
+def _answer(kind: str, *reasons: str, **choice: Schema) -> Schema:
+    finish: Schema = {"type": "string", "enum": ["stop", "length", *reasons]}
     return _object(
         id=_STRING,
         object={"const": kind},
@@ -97,8 +97,15 @@ def _answer(kind: str, **choice: Schema) -> Schema:
 _ANSWERS = {
     "Completion": _answer("text_completion", text=_STRING),
     "ChatCompletion": _answer(
-        "chat.completion", message=_object(role={"const": "assistant"}, content=_STRING)
+        "chat.completion",
+        "tool_calls",
+        message=_object(role={"const": "assistant"}, content={"type": ["string", "null"]}),
     ),
+    "Response": _object(
+        id=_STRING, object={"const": "response"}, status=_STRING, output=_list_of({"type": "object"})
+    ),
+    "Tokens": _object(count=_INTEGER, max_model_len=_INTEGER, tokens=_list_of(_INTEGER)),
+    "Text": _object(prompt=_STRING),
 }
 _ERRORS = {
     "400": "The request is invalid; `param` names the field, `message` says how to correct it.",
@@ -111,6 +118,7 @@ _ERRORS = {
     "413": "The body is larger than conductor.max_body_nbytes.",
     "429": "Over a limit, or an SLO would be missed: retry after Retry-After seconds.",
     "500": "All attempts failed, or a defect; see the conductor's log.",
+    "501": "No node can make an answer match a structure.",
     "503": "No node of a role is available, the conductor is draining, or a provider failed.",
     "504": "The request's deadline passed.",
 }
@@ -166,8 +174,8 @@ def _paths() -> dict[str, Any]:
     about = _object(moonpool=_STRING, options=_list_of(anything))
     report = _object(environment=anything, rows=_list_of(anything))
     pages = {
-        "/v1/models": _page("The served model", _listed(_ref("Model"))),
-        "/v1/models/{name}": _page("The model by its name", _ref("Model"), 404, name="path"),
+        "/v1/models": _page("The served model and its LoRA adapters", _listed(_ref("Model"))),
+        "/v1/models/{name}": _page("The model or an adapter by its name", _ref("Model"), 404, name="path"),
         "/v1/cluster": _page("Nodes, their load and tiers", _object(nodes=_list_of(anything))),
         "/v1/fleet": _page(
             "Nodes, as the index and their provider know them", _object(nodes=_list_of(anything))
@@ -194,12 +202,26 @@ def _paths() -> dict[str, Any]:
         },
         "/v1/fleet/drain/{node}": {"post": _page("Drain and end a node", ending, 404, 503, node="path")},
         "/v1/fleet/rollout": {
-            "get": _page("The latest rollout of this conductor", anything),
+            "get": _page("The latest rollout", anything),
             "post": _page("Replace all nodes by ones with other settings", anything, 400, 409, set=_TEXT),
         },
         "/v1/fleet/rollout/abort": {"post": _page("Roll back the rollout that runs", anything, 409)},
+        "/v1/load_lora_adapter": {
+            "post": _with_body(
+                _page("Load a LoRA adapter on all nodes", _STRING, 400, 503),
+                ("lora_name", "lora_path"),
+                load_inplace={"type": "boolean", "description": "Replace another content of that name."},
+            )
+        },
+        "/v1/unload_lora_adapter": {
+            "post": _with_body(_page("Unload a LoRA adapter", _STRING, 400, 404, 503), ("lora_name",))
+        },
         "/v1/completions": {"post": _generation("CompletionBody", "Completion", "Continue a prompt")},
         "/v1/chat/completions": {"post": _generation("ChatBody", "ChatCompletion", "Answer in a chat")},
+        "/v1/responses": {"post": _call("Response", "Answer, in OpenAI's Responses API")},
+        "/tokenize": {"post": _call("Tokens", "Token ids of a `prompt`, or of the prompt of `messages`")},
+        "/detokenize": {"post": _call("Text", "The text of `tokens`")},
+        "/v1/embeddings": {"post": _call("Error", "Refused: the served model generates text")},
         "/v1/requests/{id}/migrate": {
             "post": _page(
                 "Move a running request to another decode node",
@@ -222,7 +244,9 @@ def _describe(schema: Schema) -> None:
     for name, field in schema["properties"].items():
         if name not in schema.get("required", ()):
             schema["properties"][name] = {"anyOf": [field, _NULL]}
-    refused = "; ".join(f"{name}: {why}" for name, why in sorted(REFUSED.items()))
+    refused = "; ".join(
+        f"{name}: {why}" for name, why in sorted(REFUSED.items()) if name not in schema["properties"]
+    )
     schema["description"] = f"Other fields are ignored, except these, which are refused: {refused}."
 
 
@@ -251,9 +275,18 @@ def _generation(body: str, answer: str, summary: str) -> dict[str, Any]:
                     "text/event-stream": {"schema": _STRING},
                 },
             },
-            **_errors(400, 401, 403, 404, 405, 409, 413, 429, 500, 503, 504),
+            **_errors(400, 401, 403, 404, 405, 409, 413, 429, 500, 501, 503, 504),
         },
     }
+
+
+def _call(answer: str, summary: str) -> dict[str, Any]:
+    """A request whose body is described elsewhere."""
+    body = {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}
+    content = {"application/json": {"schema": _ref(answer)}}
+    errors = _errors(400, 401, 403, 404, 405, 409, 413, 429, 500, 501, 503, 504)
+    answers = {"200": {"description": summary, "content": content}, **errors}
+    return {"summary": summary, "requestBody": body, "responses": answers}
 
 
 def _page(summary: str, schema: Schema, *errors: int, **parameters: Schema | str) -> dict[str, Any]:
@@ -267,6 +300,14 @@ def _page(summary: str, schema: Schema, *errors: int, **parameters: Schema | str
     content = {"application/json": {"schema": schema}}
     answers = {"200": {"description": summary, "content": content}, **_errors(*errors, 401, 403, 405)}
     return {"summary": summary, "parameters": described, "responses": answers}
+
+
+def _with_body(page: dict[str, Any], texts: tuple[str, ...], **optional: Schema) -> dict[str, Any]:
+    """The page of a request with a JSON object, answered with a text."""
+    schema = _object(**dict.fromkeys(texts, _TEXT))
+    schema["properties"] |= optional
+    page["responses"]["200"]["content"] = {"text/plain": {"schema": _STRING}}
+    return page | {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def _ready() -> dict[str, Any]:

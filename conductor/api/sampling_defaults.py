@@ -11,6 +11,7 @@ from moonpool.conductor.fleet.served_model import ServedModel
 from moonpool.conductor.request import SamplingParams
 from moonpool.conductor.text.checkpoint_json import read_json
 from moonpool.runtime.errors import ConfigError
+from moonpool.runtime.structure.grammars import Structure
 
 _SEED_MASK = 2**64 - 1
 # As good as the best token alone. Less may be 0 in the float32 of messages, which means off.
@@ -43,7 +44,14 @@ class SamplingDefaults:
         return cls(**found)  # type: ignore[arg-type]
 
     def params(
-        self, body: GenerationBody, model: ServedModel, *, max_tokens: int, num_logprobs: int, choice: int
+        self,
+        body: GenerationBody,
+        model: ServedModel,
+        *,
+        max_tokens: int,
+        num_logprobs: int,
+        choice: int,
+        structure: Structure | None = None,
     ) -> SamplingParams:
         """Parameters of the ``choice``-th of ``n`` choices; each has another seed.
 
@@ -67,6 +75,7 @@ class SamplingDefaults:
             stop_token_ids=tuple(body.stop_token_ids),
             ignore_eos=body.ignore_eos,
             min_tokens=min(body.min_tokens, max_tokens),
+            structure=structure,
         )
 
 

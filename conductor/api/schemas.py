@@ -10,6 +10,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from moonpool.conductor.api.errors import ApiError, bad_request
+from moonpool.conductor.api.structure.fields import ResponseFormat, StructuredOutputs
+from moonpool.conductor.api.structure.tool_fields import MAX_TOOLS, EarlierCalls, NamedTool, Tool, ToolChoice
+from moonpool.runtime.structure.grammars import Structure
 
 log = logging.getLogger(__name__)
 
@@ -21,16 +24,14 @@ MAX_INT32 = 2**31 - 1
 
 # Ignoring these would silently change the meaning of a request.
 REFUSED = {
-    "tools": "tool calls are not supported",
-    "functions": "function calls are not supported",
-    "response_format": "only free text is supported",
+    "tools": "tools are for /v1/chat/completions",
+    "functions": "this form is of an earlier API: use tools",
     "suffix": "filling in before a suffix is not supported",
     "use_beam_search": "beam search is not supported",
-    "structured_outputs": "constrained decoding is not supported",
-    "guided_json": "constrained decoding is not supported",
-    "guided_regex": "constrained decoding is not supported",
-    "guided_choice": "constrained decoding is not supported",
-    "guided_grammar": "constrained decoding is not supported",
+    "guided_json": "use structured_outputs",
+    "guided_regex": "use structured_outputs",
+    "guided_choice": "use structured_outputs",
+    "guided_grammar": "use structured_outputs",
     "prompt_embeds": "embeddings as prompts are not supported",
 }
 _HARMLESS: tuple[object, ...] = ([], {}, "", False, {"type": "text"})
@@ -99,12 +100,21 @@ class GenerationBody(_Schema):
     )  # seconds for the whole request; the server's limits stay
     user: str | None = None
     cache_salt: str = ""
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     service_tier: Literal["auto", "default", "priority", "flex"] = "auto"  # flex: the batch class
 
     @property
     def token_limit(self) -> int | None:
         """The limit of output tokens, under either of its names."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def structure(self) -> Structure | None:
+        """What the text of an answer must match; None: any text."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.structure
+        return None if self.response_format is None else self.response_format.structure
 
     @property
     def num_logprobs(self) -> int:
@@ -129,6 +139,10 @@ class GenerationBody(_Schema):
             raise ValueError(f"min_tokens: must be at most max_tokens, {limit}, got {self.min_tokens}")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only allowed together with stream: true")
+        if self.structured_outputs is not None and self.response_format is not None:
+            raise ValueError("structured_outputs: not allowed together with response_format")
+        if self.ignore_eos and self.structure is not None:
+            raise ValueError("ignore_eos: not allowed where the answer must match a structure")
         return self
 
 
@@ -156,6 +170,7 @@ class Message(_Schema):
 
     role: str = Field(min_length=1)
     content: Annotated[str | None, BeforeValidator(_as_text)] = None
+    tool_calls: EarlierCalls = []
 
     @model_validator(mode="after")
     def _says_something(self) -> Message:
@@ -174,6 +189,9 @@ class ChatBody(GenerationBody):
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    tools: list[Tool] = Field(default=[], max_length=MAX_TOOLS)
+    tool_choice: ToolChoice | None = None  # None: auto
+    parallel_tool_calls: bool = True
 
     @property
     def num_logprobs(self) -> int:
@@ -189,7 +207,22 @@ class ChatBody(GenerationBody):
             if "add_generation_prompt" in self.model_fields_set:
                 raise ValueError("continue_final_message: not allowed together with add_generation_prompt")
             self.add_generation_prompt = False
+        self._check_tools()
         return self
+
+    def _check_tools(self) -> None:
+        choice = self.tool_choice
+        if choice in (None, "none", "auto"):
+            return
+        if self.response_format is not None or self.structured_outputs is not None:
+            raise ValueError("tool_choice: a call cannot be required together with a structure of the answer")
+        names = [tool.function.name for tool in self.tools]
+        if not names:
+            raise ValueError("tool_choice: a call cannot be required without tools")
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise ValueError(f"tool_choice: {choice.function.name!r} is not one of the tools")
+        if self.ignore_eos:
+            raise ValueError("ignore_eos: not allowed where a call is required")
 
 
 B = TypeVar("B", bound=GenerationBody)
@@ -204,7 +237,7 @@ def parse(schema: type[B], body: Mapping[str, Any]) -> B:
     given = {name: value for name, value in body.items() if value is not None}
     if given.get("tool_choice") == "none":
         given.pop("tools", None)
-    for name in given.keys() & REFUSED.keys():
+    for name in given.keys() & REFUSED.keys() - schema.model_fields.keys():
         if given[name] not in _HARMLESS:
             raise bad_request(f"{name}: {REFUSED[name]}", name, "unsupported_parameter")
     try:

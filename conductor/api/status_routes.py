@@ -16,6 +16,7 @@ from moonpool.conductor.api.context import CONTEXT, ApiContext
 from moonpool.conductor.api.errors import ApiError
 from moonpool.conductor.api.exchange import unknown_model
 from moonpool.conductor.observing.timeline_spans import spans_of
+from moonpool.protos import node_pb2
 
 MAX_LISTED = 200
 _MOST_TARGET_CHARS = 256
@@ -29,15 +30,21 @@ def reply(value: Any, status: int = 200) -> web.Response:
 
 async def models(http: web.Request) -> web.Response:
     """``GET /v1/models``"""
-    return reply({"object": "list", "data": [_model(http.app[CONTEXT])]})
+    context = http.app[CONTEXT]
+    adapters = [_adapter(context, one) for one in context.conductor.adapters.all()]
+    return reply({"object": "list", "data": [_model(context), *adapters]})
 
 
 async def model(http: web.Request) -> web.Response:
     """``GET /v1/models/{name}``"""
     context = http.app[CONTEXT]
-    if http.match_info["name"] != context.conductor.model.name:
-        raise unknown_model(http.match_info["name"], context.conductor.model.name)
-    return reply(_model(context))
+    name = http.match_info["name"]
+    if name == context.conductor.model.name:
+        return reply(_model(context))
+    adapter = context.conductor.adapters.find(name)
+    if adapter is None:
+        raise unknown_model(name, context.conductor.model.name)
+    return reply(_adapter(context, adapter))
 
 
 async def healthz(http: web.Request) -> web.Response:
@@ -169,3 +176,8 @@ def _model(context: ApiContext) -> dict[str, Any]:
         "parent": None,
         "max_model_len": served.max_model_len,
     }
+
+
+def _adapter(context: ApiContext, adapter: node_pb2.Adapter) -> dict[str, Any]:
+    base = _model(context)
+    return base | {"id": adapter.name, "root": adapter.path, "parent": base["id"]}

@@ -105,10 +105,14 @@ class EngineAttempt(Attempt):
         return prefilled.params
 
     def _body(self, member: Member, given: Mapping[str, Any]) -> dict[str, Any]:
-        engine = member.engine
+        engine, work = member.engine, self.plan.prefill_request.work
         assert engine is not None
+        if self._next and work.sampling.HasField("structure"):
+            raise RemoteError(
+                member.node_id, "Failed", "UNIMPLEMENTED", "vLLM cannot go on in the middle of a structure"
+            )
         return body_of(
-            self.plan.prefill_request.work,
+            work,
             model=member.engine_client.model,
             max_model_len=engine.max_model_len,
             salt=self._salt,

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import orjson
 
 from moonpool.protos import node_pb2
 from moonpool.runtime.errors import RemoteError
@@ -47,7 +48,7 @@ def prefill_body_of(work: node_pb2.Work, *, model: str, salt: str) -> dict[str, 
         "temperature": 0.0,
         # The parameters of a hand-over are not in streams.
         "stream": False,
-        "kv_transfer_params": {"do_remote_decode": True},
+        "kv_transfer_params": {"do_remote_decode": True, **_tenant_of(work)},
     }
     return body | {"cache_salt": salt} if salt else body
 
@@ -107,11 +108,27 @@ def body_of(
         body["logit_bias"] = {str(token_id): bias for token_id, bias in sampling.logit_bias.items()}
     if sampling.num_logprobs >= 0:
         body |= {"logprobs": sampling.num_logprobs, "return_tokens_as_token_ids": True}
+    if sampling.HasField("structure"):
+        body["structured_outputs"] = _structured_outputs(sampling.structure)
     if salt:
         body["cache_salt"] = salt
-    if given:
-        body["kv_transfer_params"] = dict(given)
+    if params := {**given, **_tenant_of(work)}:
+        body["kv_transfer_params"] = params
     return body
+
+
+def _tenant_of(work: node_pb2.Work) -> dict[str, Any]:
+    """What the connector needs for the tenant's quota, which is 0 for no limit; empty: there is no tenant."""
+    if not work.tenant:
+        return {}
+    return {"tenant": work.tenant, "tenant_cached_nbytes": work.tenant_cached_nbytes}
+
+
+def _structured_outputs(structure: node_pb2.Structure) -> dict[str, Any]:
+    if structure.kind == "json_object":
+        return {"json_object": True}
+    parsed = structure.kind in ("json", "choice")
+    return {structure.kind: orjson.loads(structure.text) if parsed else structure.text}
 
 
 def delta_of(node_id: str, chunk: Mapping[str, Any]) -> Delta | None:

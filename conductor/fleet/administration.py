@@ -176,19 +176,24 @@ class FleetAdmin:
         return node_id
 
     async def start_with(
-        self, provider: VersionedProvider, role: str, settings: Sequence[str], why: str
+        self, provider: VersionedProvider, role: str, settings: Sequence[str], why: str, rollout: int
     ) -> str:
-        """As ``start``, with settings for this node alone. Raises ``ProviderFailed``."""
-        node_id = await provider.start_with(role, self._model, settings)
-        log.info("%s starts with %s: %s", node_id, ", ".join(settings), why)
+        """As ``start``, with settings for this node alone. ``rollout``: its epoch. Raises
+        ``ProviderFailed``."""
+        node_id = await provider.start_with(role, self._model, settings, rollout)
+        log.info("%s starts with %s: %s", node_id, ", ".join(settings) or "the former settings", why)
         self._on_change("started", node_id, why)
         return node_id
 
-    async def stop(self, node_id: str, why: str, *, fence: int = 0) -> None:
-        """``fence``: as in ``start``. Raises ``ProviderFailed``."""
+    async def stop(self, node_id: str, why: str, *, fence: int = 0, rollout: int = 0) -> None:
+        """``fence``: as in ``start``; ``rollout``: the epoch of the rollout that asks. Raises
+        ``ProviderFailed``."""
         assert self.provider is not None
         await self.before_stop(node_id)
-        await self.provider.stop(node_id, fence)
+        if rollout and isinstance(self.provider, VersionedProvider):
+            await self.provider.stop_for(node_id, rollout)
+        else:
+            await self.provider.stop(node_id, fence)
         log.info("%s drains and ends: %s", node_id, why)
         self._on_change("drained", node_id, why)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,10 @@ class CircuitBreaker:
     def has_room(self, num_requests: int) -> bool:
         """Whether a node that works on ``num_requests`` may get another one."""
         return self._successes >= _WARM or num_requests <= self._successes
+
+    def room(self, num_requests: int) -> float:
+        """How many requests more a node that works on ``num_requests`` may get."""
+        return math.inf if self._successes >= _WARM else max(self._successes + 1 - num_requests, 0)
 
     def succeeded(self) -> None:
         """The node served a request."""

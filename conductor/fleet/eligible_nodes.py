@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moonpool.conductor.fleet.member import Member
 from moonpool.conductor.placing.node_table import NodeTable
+from moonpool.conductor.placing.node_view import NodeView
 from moonpool.kvstore.index.redis.node_record import STAGES, stages_of
 
 _OPEN, _WARMING, _UNHEALTHY = range(3)
@@ -43,6 +44,12 @@ class EligibleNodes:
                 self.put(member, now_s)
         groups = self._groups[stage]
         return next((group for group in groups if len(group)), groups[_UNHEALTHY])
+
+    def serving(self, stage: str, now_s: float) -> list[NodeView]:
+        """Open members and those that warm up; without any, unhealthy ones."""
+        self.of(stage, now_s)
+        is_open, warming, unhealthy = self._groups[stage]
+        return [*is_open, *warming] or [*unhealthy]
 
     def count(self, stage: str, now_s: float) -> int:
         """Number of members that could get requests."""

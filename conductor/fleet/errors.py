@@ -21,3 +21,21 @@ class NodeMissing(ConductorError):
     """There is no node of that name. Nothing was changed."""
 
     code = "NOT_FOUND"
+
+
+class AdapterInvalid(ConductorError):
+    """An adapter is refused; the text says why."""
+
+    code = "INVALID_ARGUMENT"
+
+
+class AdapterMissing(ConductorError):
+    """There is no adapter of that name."""
+
+    code = "NOT_FOUND"
+
+
+class AdapterFailed(ConductorError):
+    """A node did not load or unload an adapter; ask again later."""
+
+    code = "UNAVAILABLE"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from google.protobuf.message import DecodeError
@@ -17,12 +17,14 @@ from moonpool.conductor.fleet.node_client import DecodeClient, NodeClient
 from moonpool.conductor.fleet.removal import Reuse
 from moonpool.conductor.fleet.timing import ClockOffset, StepWindow
 from moonpool.conductor.placing.load_ledger import LoadLedger
-from moonpool.conductor.placing.node_view import NodeView
+from moonpool.conductor.placing.node_view import ADAPTER_LOAD_S, NodeView
 from moonpool.kvstore.index.redis.engine_facts import EngineFacts
 from moonpool.kvstore.index.redis.node_record import NodeLoad, NodeRecord, stages_of
 from moonpool.protos import node_pb2
 
 log = logging.getLogger(__name__)
+
+_LONGEST_S = 3600.0  # of the load of an adapter that is believed
 
 
 class Member:
@@ -79,9 +81,14 @@ class Member:
         else:
             self.client = NodeClient(record.node_id, record.rpc_address, lambda: on_reachable(self))
         self._cost_model = cost_model
+        self.warming: bool | None = None  # it gets hot prefixes before requests; None: it was never connected
+        self.first_token_s: float | None = None  # from now to the first token of a request placed here
+        self._joined_s = clock()
         self._clock = clock
         self._unix_clock = unix_clock
+        self.adapters: Mapping[str, node_pb2.Adapter] = {}  # LoRA, by name
         self._steps = StepWindow()
+        self.gated = bool(record.extra.get("gated"))  # it gets no requests until a rollout's gate has passed
         self.update(record)
 
     @property
@@ -119,10 +126,14 @@ class Member:
         assert isinstance(self.client, EngineClient)
         return self.client
 
+    def serves(self, now_s: float) -> bool:
+        """Whether it would answer a request."""
+        ready = self.record.state in ("ready", "unhealthy")
+        return self.client.connected and ready and self.breaker.closed(now_s)
+
     def available(self, now_s: float) -> bool:
         """Whether new requests may go there."""
-        serves = self.record.state in ("ready", "unhealthy")
-        return self.client.connected and serves and self.breaker.closed(now_s)
+        return not self.gated and not self.warming and self.serves(now_s)
 
     @property
     def decodes(self) -> bool:
@@ -136,6 +147,11 @@ class Member:
         return isinstance(self.client, DecodeClient) and self.client.connected and leaves
 
     @property
+    def structures(self) -> bool:
+        """Whether it can make answers match a structure. vLLM's server can: it says otherwise by an error."""
+        return self.engine is not None or bool(self.record.extra.get("structured"))
+
+    @property
     def healthy(self) -> bool:
         """False: it is used only where no other node of its role is available."""
         return self.record.state != "unhealthy"
@@ -147,8 +163,10 @@ class Member:
 
     @property
     def state(self) -> str:
-        """The state it reports, or ``unreachable``."""
-        return self.record.state if self.client.connected else "unreachable"
+        """The state it reports, or ``unreachable``, or ``gated``: it serves, and gets no requests yet."""
+        if not self.client.connected:
+            return "unreachable"
+        return "gated" if self.gated and self.record.state == "ready" else self.record.state
 
     def update(self, record: NodeRecord) -> None:
         """A heartbeat of the same incarnation."""
@@ -161,9 +179,24 @@ class Member:
             # Its store node does not know the engine's load: its server tells.
             record = replace(record, load=self.record.load)
         self.record = record
+        if record is self.record or record.extra.get("adapters") != self.record.extra.get("adapters"):
+            self._see_adapters(record)
+        resident = record.extra.get("resident_adapters")
+        self.view.resident_adapters = frozenset(map(str, resident if isinstance(resident, list) else ()))
+        self.view.adapter_load_s = _positive(record.extra.get("adapter_load_s"), ADAPTER_LOAD_S)
         self.view.computes_rest = record.role == "decode" and record.can("prefill")
         self.view.chunk_tokens = int(record.extra.get("chunk_tokens", 0))
         self._see_load(record.load)
+
+    def _see_adapters(self, record: NodeRecord) -> None:
+        """What a record of this version says; anything else is no adapter."""
+        try:
+            self.adapters = {
+                name: node_pb2.Adapter(name=name, digest=digest, path=path, rank=rank, loaded_unix_s=unix_s)
+                for name, (digest, path, rank, unix_s) in record.extra.get("adapters", {}).items()
+            }
+        except (AttributeError, TypeError, ValueError) as error:
+            log.warning("the adapters of %s cannot be read: %s", self.node_id, error)
 
     def _see_load(self, load: NodeLoad) -> None:
         cost = self.view.cost
@@ -186,6 +219,11 @@ class Member:
         self.breaker.took(
             self.view.cost.prefill_s(uncached_tokens, num_cached_tokens, self._clock()), actual_s
         )
+
+    def produced_first(self) -> None:
+        """It has produced a request's first token, or has all that it needs to go on with one."""
+        if self.first_token_s is None:
+            self.first_token_s = self._clock() - self._joined_s
 
     def delivered(self) -> None:
         """A token of an engine arrived for a request placed here."""
@@ -225,3 +263,7 @@ class Member:
             num_waiting=step.num_waiting,
             num_free_blocks=step.num_free_blocks,
         )
+
+
+def _positive(value: object, default: float) -> float:
+    return float(value) if isinstance(value, int | float) and 0 < value < _LONGEST_S else default

@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 _CANCEL_TIMEOUT_S = 5.0
 _SWITCH_MARGIN_S = 5.0
+# The files of an adapter are read meanwhile.
+_ADAPTER_TIMEOUT_S = 60.0
 # The call only begins a drain.
 _DRAIN_TIMEOUT_S = 5.0
 # How long closing waits for cancels in flight.
@@ -57,6 +59,7 @@ class NodeClient:
         self._channel = rpc.channel(address)
         self._node = node_pb2_grpc.NodeStub(self._channel)
         self._roles = node_pb2_grpc.RolesStub(self._channel)
+        self._adapters = node_pb2_grpc.AdaptersStub(self._channel)
         self._prefill = node_pb2_grpc.PrefillNodeStub(self._channel)
         self._dependents: dict[RequestKey, Dependent] = {}
         self._cancels: dict[RequestKey, None] = {}  # not yet delivered; ordered
@@ -132,6 +135,18 @@ class NodeClient:
                 request, timeout=limit_s + _SWITCH_MARGIN_S
             )
         return reply
+
+    async def load_adapter(self, request: node_pb2.LoadAdapterRequest) -> node_pb2.Adapter:
+        """Have the node read and check a LoRA adapter, and know it by its name."""
+        with rpc.node_errors(self.node_id):
+            reply: node_pb2.Adapter = await self._adapters.Load(request, timeout=_ADAPTER_TIMEOUT_S)
+        return reply
+
+    async def unload_adapter(self, name: str) -> node_pb2.Adapter:
+        """Have the node forget a LoRA adapter. An unknown name is no error."""
+        with rpc.node_errors(self.node_id):
+            await self._adapters.Unload(node_pb2.UnloadAdapterRequest(name=name), timeout=_ADAPTER_TIMEOUT_S)
+        return node_pb2.Adapter(name=name)
 
     async def drain(self) -> None:
         """Have the node accept nothing new, finish its requests and end."""

@@ -34,6 +34,8 @@ def node_status(member: Member, now_s: float) -> dict[str, Any]:
         "pid": record.pid,
         "ranks": str(extra.get("ranks", "")),  # such as tp 2 × pp 1; empty: one process
         "join_s": extra.get("join_s"),  # from its start until it served
+        "join": extra.get("join", {}),  # seconds by phase: see engine.node.join_phases
+        "first_token_s": member.first_token_s,  # from when it joined to its first token; None: none yet
         "num_starts": extra.get("num_starts", 1),  # of its process
         "versions": extra.get("versions", {}),
         "epoch": str(record.epoch),  # JSON readers lose 64-bit integers
@@ -44,6 +46,7 @@ def node_status(member: Member, now_s: float) -> dict[str, Any]:
         "clock_offset_s": member.clock_offset.seconds,  # its host's clock less ours; None: not known yet
         "options": extra.get("options", {}),  # those that nodes must agree in
         "version": extra.get("version", ""),
+        "resident_adapters": extra.get("resident_adapters", []),  # digests of LoRA adapters in memory
         "agent": _agent(record.kv_address),
         "rpc_address": record.rpc_address,
         "metrics_url": record.metrics_url,

@@ -5,24 +5,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from moonpool.conductor.costs.learned import LearnedCosts
 from moonpool.conductor.costs.model import CostModel
 from moonpool.conductor.engines.compatibility import why_not
 from moonpool.conductor.fleet.eligible_nodes import EligibleNodes
 from moonpool.conductor.fleet.member import Member
+from moonpool.conductor.fleet.other_layouts import OtherLayouts
 from moonpool.conductor.fleet.served_model import ServedModel
 from moonpool.conductor.observing.activity import Activity
 from moonpool.conductor.observing.bulk_evictions import EvictionWatch
 from moonpool.conductor.placing.cluster_view import ClusterView
 from moonpool.conductor.placing.node_table import NodeTable
+from moonpool.conductor.placing.node_view import NodeView
 from moonpool.kvstore.blocks.keys import BlockKey, KeyChain, RootedChain, root_key, tenant_secret
 from moonpool.kvstore.blocks.layout import BlockFormat, KVLayout, OpaqueLayout
 from moonpool.kvstore.index.mirror import IndexMirror
 from moonpool.kvstore.index.redis.engine_facts import EngineFacts, facts_of
 from moonpool.kvstore.index.redis.kv_index import KVIndex
-from moonpool.kvstore.index.redis.node_record import EXTERNAL_ROLE, NodeRecord
+from moonpool.kvstore.index.redis.node_record import EXTERNAL_ROLE, NodeRecord, stages_of
 from moonpool.runtime.security import process
 
 log = logging.getLogger(__name__)
@@ -68,6 +73,7 @@ class NodeRegistry:
         self._connected = 0  # mirror flags of reachable nodes
         self._model = model
         self._layouts: dict[str, BlockFormat] = dict(model.layouts())
+        self._others = OtherLayouts(self.mirror, self._layouts)
         self._engine_key = engine_key
         self._learned = LearnedCosts()
         self._engine: EngineFacts | None = None  # of the first engine in use, whose keys are those of all
@@ -83,6 +89,8 @@ class NodeRegistry:
         self._closing: set[asyncio.Task[None]] = set()
         self._changed: asyncio.Future[None] | None = None
         self._turn = 0
+        # Called with a prefill node that joins: the copies to await before it gets requests; None: none.
+        self.on_newcomer: Callable[[str], Awaitable[object] | None] = lambda node_id: None
 
     async def start(self) -> None:
         """Read the index and connect to its nodes. Raises ``IndexUnavailable``; nothing runs then."""
@@ -109,8 +117,11 @@ class NodeRegistry:
         chain = self.chain(tenant)
         return None if chain is None else chain.root
 
-    def chain(self, tenant: str) -> KeyChain | None:
-        """How a tenant's blocks are named; None before the first node joined."""
+    def chain(self, tenant: str, adapter: str = "") -> KeyChain | None:
+        """How the blocks of a tenant and a LoRA adapter are named; None before the first node joined.
+
+        ``adapter``: what names its content; empty: none.
+        """
         layout = self.layout
         if layout is None or self._identity is None:
             return None
@@ -118,7 +129,8 @@ class NodeRegistry:
             return self._engine.chain(self.salt(tenant))
         assert isinstance(layout, KVLayout)
         secret = self._tenant_secret(tenant)
-        return RootedChain(root_key(model=self._identity[0].encode(), layout=layout, tenant=secret))
+        model = self._identity[0].encode()
+        return RootedChain(root_key(model=model, layout=layout, adapter=adapter, tenant=secret))
 
     def salt(self, tenant: str) -> str:
         """A tenant's ``cache_salt`` on engines of other projects; empty: no tenant."""
@@ -128,6 +140,10 @@ class NodeRegistry:
         if tenant and not self._tenants_secret:
             self._tenants_secret = process.current().derived_key("roots of tenants")
         return tenant_secret(self._tenants_secret, tenant)
+
+    def in_other_layout(self, tenant: str, token_ids: npt.NDArray[np.int32]) -> bool:
+        """Whether a node that is not used here has the first block of this prompt."""
+        return self._others.have(token_ids, secret=self._tenant_secret(tenant), salt=self.salt(tenant))
 
     def incompatible(self, record: NodeRecord) -> str:
         """The reason why a node cannot serve here, as a sentence; empty: it can."""
@@ -146,15 +162,16 @@ class NodeRegistry:
             return "it has another revision or dtype of the model than the nodes before it"
         return ""
 
-    def view(self, keys: Sequence[BlockKey], avoid: Collection[str]) -> ClusterView:
-        """The cluster as it is now, for a request with these block keys."""
+    def view(self, keys: Sequence[BlockKey], avoid: Collection[str], only: str = "") -> ClusterView:
+        """The cluster as it is now, for a request with these block keys. ``only``: a node, or one with
+        replicas, that the stages which it serves go to, whether it gets requests or not."""
         now_s = self._clock()
         layout = self.layout
         prefix_blocks = self.holders(keys)
         self._turn += 1
         return ClusterView(
-            prefill=self._fleets.of("prefill", now_s),
-            decode=self._fleets.of("decode", now_s),
+            prefill=self._of("prefill", only, now_s),
+            decode=self._of("decode", only, now_s),
             prefix_blocks=prefix_blocks,
             slow_blocks=self.mirror.slow_blocks(keys, prefix_blocks),
             links=self._cost_model.links,
@@ -165,6 +182,21 @@ class NodeRegistry:
             draw=self._rng.random(),
             avoid=avoid,
         )
+
+    def _of(self, stage: str, only: str, now_s: float) -> NodeTable:
+        chosen = [
+            member.view
+            for member in (self._members.values() if only else ())
+            if member.owner == only and stage in stages_of(member.record.role)
+            if member.serves(now_s) and self._used(member)
+        ]
+        return NodeTable(chosen) if chosen else self._fleets.of(stage, now_s)
+
+    def open(self, member: Member) -> None:
+        """Let requests go to a node that a rollout has watched. Idempotent."""
+        member.gated = False
+        self.touched(member)
+        self._notify()
 
     def holders(self, keys: Sequence[BlockKey]) -> Mapping[str, int]:
         """Leading blocks on each reachable node: those on others can neither be used nor fetched."""
@@ -179,6 +211,14 @@ class NodeRegistry:
     def fleet(self, role: str) -> NodeTable:
         """The nodes of a role that requests may go to now."""
         return self._fleets.of(role, self._clock())
+
+    def serving(self, stage: str) -> list[NodeView]:
+        """The nodes of a stage that requests may move to now, also those that warm up."""
+        return self._fleets.serving(stage, self._clock())
+
+    def computing(self) -> list[Member]:
+        """The nodes with our engine and the model in use, whatever their state."""
+        return [one for one in self._members.values() if one.engine is None and self._used(one)]
 
     def stores(self) -> list[str]:
         """Reachable, healthy store nodes with our block layout."""
@@ -224,7 +264,9 @@ class NodeRegistry:
         if record.role == EXTERNAL_ROLE:
             return  # its blocks are in the index, but it has no RPC of ours
         self._identify(record)
-        if why := self.incompatible(record):
+        why = self.incompatible(record)
+        self._others.joined(record, why)
+        if why:
             log.warning("%s at %s is not used: %s", record.node_id, record.rpc_address, why)
         member = self._rejoined(record) or self._new(record)
         self._activity.event("joined", record.node_id, f"{record.role} at {record.rpc_address}")
@@ -260,8 +302,32 @@ class NodeRegistry:
         if self._members.get(member.node_id) is member:
             flag = self.mirror.flag_of(member.node_id)
             self._connected = self._connected | flag if member.client.connected else self._connected & ~flag
+            if member.client.connected and member.warming is None:
+                self._warm(member)
         self.touched(member)
         self._notify()
+
+    def _warm(self, member: Member) -> None:
+        """Give a prefill node the hottest prefixes before requests, if others serve meanwhile."""
+        member.warming = False
+        if member.engine is not None or "prefill" not in stages_of(member.record.role):
+            return
+        copies = self.on_newcomer(member.node_id) if len(self.fleet("prefill")) else None
+        if copies is None:
+            return
+        member.warming = True
+
+        async def warm() -> None:
+            try:
+                await copies
+            finally:
+                member.warming = False
+                self.touched(member)
+                self._notify()
+
+        task = asyncio.create_task(warm(), name=f"warm {member.node_id}")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     def _identify(self, record: NodeRecord) -> None:
         """The first compatible node that is not a store determines the revision and dtype in use."""
@@ -311,6 +377,7 @@ class NodeRegistry:
         if member is None:
             return
         log.info("%s left: %s", record.node_id, reason)
+        self._others.left(record.node_id)
         self._activity.event("left", record.node_id, reason)
         self._evictions.left(record.node_id)
         self._former.add(member)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from moonpool.conductor.placing.node_view import NodeView
 
+DRAIN = "drain"
 # A node with a step of at most this part of the target has room for requests of slower nodes.
 _CALM_PART = 0.8
 # Most moves of one decision.
@@ -124,18 +125,25 @@ def plan_drain(
 ) -> list[Move]:
     """Moves that empty the nodes that end, or no longer decode: the requests that would last longest first.
 
-    ``nodes``: those that take requests. A request without a target stays until it ends or there is room.
+    ``nodes``: those that take requests. Where none has room for a whole request, one suffices that has room
+    for what there is of it: the engine makes room there later, here the request would be cut off. A request
+    without a target stays until it ends or there is room.
     """
     loads = {view.node_id: DecodeLoad.of(view) for view in nodes}
     leaving = [request for request in running if request.node_id in draining]
     moves = []
     for request in sorted(leaving, key=lambda one: (-one.expected_tokens, one.request_id)):
         target = best_target(request, loads.values(), block_size=block_size, now_s=now_s)
+        needs = request
+        if target is None:
+            needs = replace(request, expected_tokens=1)
+            crowded = [replace(load, num_waiting=0) for load in loads.values()]
+            target = best_target(needs, crowded, block_size=block_size, now_s=now_s)
         if target is not None:
             name = target.view.node_id
-            loads[name] = target.with_one(request, block_size)
+            loads[name] = loads[name].with_one(needs, block_size)
             reason = f"{request.node_id} hands its requests on; a step of {name} is shortest with it"
-            moves.append(Move(request.request_id, request.node_id, name, "drain", reason))
+            moves.append(Move(request.request_id, request.node_id, name, DRAIN, reason))
     return moves
 
 

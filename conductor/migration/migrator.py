@@ -4,36 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from functools import partial
 
 from moonpool.conductor.errors import MigrationFailed
 from moonpool.conductor.fleet.registry import NodeRegistry
-from moonpool.conductor.migration.decisions import (
-    DecodeLoad,
-    Move,
-    Running,
-    Waiting,
-    best_target,
-    plan_defragment,
-    plan_drain,
-    plan_hot_spots,
-    plan_priority,
-)
-from moonpool.conductor.placing.node_view import NodeView
+from moonpool.conductor.migration.decisions import DRAIN, DecodeLoad, Move, Running, Waiting, best_target
+from moonpool.conductor.migration.relief import plan_relief
+from moonpool.conductor.migration.rounds import PAUSE_S, MoveRounds
 from moonpool.conductor.requests.migration import Migrated, Movable
+from moonpool.kvstore.index.redis.node_record import stages_of
 from moonpool.runtime.service.vital import restarted
 
 log = logging.getLogger(__name__)
 
 _PERIOD_S = 0.25
-# Moves in flight at once: from one node, and in all. A storm would cost every stream a pause.
-_MOST_FROM_ONE = 4
-_MOST = 16
-# How long a request that has moved or could not move is left alone, and a node that others left to make room
-# or to make it faster: what its steps and its blocks are then is known later.
-_PAUSE_S = 2.0
+# A prompt that was placed again stays there for so long: what is before it is known better later.
+_RELIEF_PAUSE_S = 5.0
 _SERVING = ("ready", "unhealthy")
 
 
@@ -55,12 +42,11 @@ class Migrator:
         self._registry = registry
         self._runs = runs
         self._causes = frozenset(causes)
-        self._tbt_s = tbt_s
         self._block_size = block_size
         self._clock = clock
-        self._moves: dict[str, Move] = {}  # in flight, by request
+        self._rounds = MoveRounds(causes, tbt_s=tbt_s, block_size=block_size)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._not_before_s: dict[str, float] = {}  # of requests, and of the nodes that they leave
+        self._replaced: dict[tuple[str, int], float] = {}  # keys of prefills that were placed again, and when
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -77,7 +63,7 @@ class Migrator:
 
     @property
     def in_flight(self) -> list[Move]:
-        return list(self._moves.values())
+        return list(self._rounds.in_flight.values())
 
     async def migrate(self, request_id: str, target_id: str, cause: str = "asked") -> Migrated:
         """Move a running request to the node ``target_id``; empty: to the best one.
@@ -92,6 +78,8 @@ class Migrator:
         target = self._registry.members.get(target_id)
         if target is None or not target.decodes:
             raise MigrationFailed(request_id, target_id, "no decode node has this name")
+        if target.gated:
+            raise MigrationFailed(request_id, target_id, "a rollout watches it before it gets requests")
         return await run.migrate(target, cause)
 
     def _best_target(self, request_id: str, run: Movable) -> str:
@@ -99,7 +87,11 @@ class Migrator:
         if running is None:
             raise MigrationFailed(request_id, "", "it does not decode now")
         members = self._registry.members.values()
-        serving = [member.view for member in members if member.decodes and member.state in _SERVING]
+        serving = [
+            member.view
+            for member in members
+            if member.decodes and member.state in _SERVING and not member.gated
+        ]
         best = None
         # Where an operator asks, a node may do that warms up, or is left alone for being slow.
         for views in (self._registry.fleet("decode"), serving):
@@ -113,51 +105,43 @@ class Migrator:
     def round(self) -> list[Move]:
         """Decide, and begin the moves that the bounds allow. Returns those."""
         now_s = self._clock()
-        self._not_before_s = {name: at_s for name, at_s in self._not_before_s.items() if at_s > now_s}
-        begun = []
-        for move in self._decide(now_s):
-            of_source = sum(other.source == move.source for other in self._moves.values())
-            if len(self._moves) >= _MOST or of_source >= _MOST_FROM_ONE:
-                continue
-            self._moves[move.request_id] = move
+        if "queue" in self._causes:
+            self._relieve(now_s)
+        registry = self._registry
+        members = registry.members
+        begun = self._rounds.begin(
+            self._all_running(),
+            self._all_waiting(),
+            [member.view for member in members.values() if member.decodes],
+            list(registry.fleet("decode")),
+            {node_id for node_id, member in members.items() if member.hands_on},
+            # A request that moves brings its cache along: a node that warms up serves it as well.
+            registry.serving("decode"),
+            now_s,
+        )
+        for move in begun:
             task = asyncio.create_task(self._move(move), name=f"move {move.request_id}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-            begun.append(move)
         return begun
 
-    def _decide(self, now_s: float) -> list[Move]:
-        running, moves = self._all_running(), []
-        open_nodes = list(self._registry.fleet("decode"))
-        draining = {node_id for node_id, member in self._registry.members.items() if member.hands_on}
-        if draining and "drain" in self._causes:
-            moves += plan_drain(running, draining, open_nodes, block_size=self._block_size, now_s=now_s)
-        # The others see a node only when it has settled: free blocks and steps are not known in a move.
-        busy = {move.source for move in (*self._moves.values(), *moves)} | draining
-        busy |= self._not_before_s.keys()
-        nodes = [member.view for member in self._registry.members.values() if member.decodes]
-        closed = {view.node_id for view in nodes} - {view.node_id for view in open_nodes}
-        for plan in self._plans(closed, now_s):
-            if found := plan([one for one in running if one.node_id not in busy], nodes):
-                self._not_before_s |= {move.source: now_s + _PAUSE_S for move in found}
-                return moves + found
-        return moves
+    def _relieve(self, now_s: float) -> None:
+        """Have prompts that wait placed again where that is much sooner."""
+        members, fleet = self._registry.members, self._registry.fleet("prefill")
+        nodes = [one.view for one in members.values() if "prefill" in stages_of(one.record.role)]
 
-    def _plans(
-        self, closed: Collection[str], now_s: float
-    ) -> Iterator[Callable[[list[Running], list[NodeView]], list[Move]]]:
-        """The decisions that are made, beside drain."""
-        size, waiting = self._block_size, self._all_waiting()
-        if waiting and "priority" in self._causes:
-            yield lambda running, nodes: plan_priority(
-                running, waiting, nodes, closed=closed, block_size=size, now_s=now_s
-            )
-        if waiting and "defragment" in self._causes:
-            yield lambda running, nodes: plan_defragment(
-                running, waiting, nodes, closed=closed, block_size=size, now_s=now_s
-            )
-        if "hot-spot" in self._causes:
-            yield partial(plan_hot_spots, closed=closed, tbt_s=self._tbt_s, block_size=size, now_s=now_s)
+        def room(node_id: str) -> float:
+            member = members[node_id]
+            return member.breaker.room(member.load.num_requests) if fleet.get(node_id) is not None else 0
+
+        for relief in plan_relief(nodes, now_s, stay=self._replaced, room=room):
+            assert isinstance(relief.key, tuple)
+            request_id, attempt = relief.key
+            if (run := self._runs.get(request_id)) is not None:
+                self._replaced[request_id, attempt + 1] = now_s
+                run.place_again(f"another node would begin {relief.gain_s:.1f} s before {relief.source}")
+        ends_s = now_s - _RELIEF_PAUSE_S
+        self._replaced = {key: at_s for key, at_s in self._replaced.items() if at_s > ends_s}
 
     def _all_waiting(self) -> list[Waiting]:
         """Requests that have a decode node, and perhaps no blocks there."""
@@ -169,13 +153,11 @@ class Migrator:
         return found
 
     def _all_running(self) -> list[Running]:
-        """Requests that may move now."""
+        """Requests that decode."""
         found = []
         for request_id, run in self._runs.items():
-            if request_id not in self._moves and request_id not in self._not_before_s:
-                running = self._running(request_id, run)
-                if running is not None:
-                    found.append(running)
+            if (running := self._running(request_id, run)) is not None:
+                found.append(running)
         return found
 
     def _running(self, request_id: str, run: Movable) -> Running | None:
@@ -186,13 +168,17 @@ class Migrator:
         return Running(request_id, member.node_id, num_tokens, expected_tokens, run.priority)
 
     async def _move(self, move: Move) -> None:
+        pause_s = PAUSE_S
         try:
             await self.migrate(move.request_id, move.target, move.cause)
         except MigrationFailed as failure:
             log.info("%s", failure)
+            if move.cause == DRAIN:
+                pause_s = _PERIOD_S
         finally:
-            self._not_before_s[move.request_id] = self._clock() + _PAUSE_S
-            del self._moves[move.request_id]
+            self._rounds.ended(move.request_id, self._clock(), pause_s)
+        if move.cause == DRAIN:
+            self.round()  # the next one leaves at once
 
     async def _run(self) -> None:
         while True:

@@ -22,7 +22,7 @@ given_up = Counter(
 )
 queue_seconds = Gauge(
     "moonpool_role_queue_seconds",
-    "Predicted work that waits, in seconds of all its nodes together, by role",
+    "Predicted wait of a request that comes now, on average over the nodes of a role (prefill, decode, both)",
     ["role"],
 )
 attained = Gauge(
@@ -32,6 +32,14 @@ attained = Gauge(
     ["role"],
 )
 kv_free = Gauge(
-    "moonpool_role_kv_free_ratio", "Blocks that sequences do not hold, of all pools of a role", ["role"]
+    "moonpool_role_kv_free_ratio",
+    "Blocks that sequences do not hold, of all pools of a role (prefill, decode, both)",
+    ["role"],
 )
 join_seconds = Gauge("moonpool_role_join_seconds", "How long its last nodes took to join, by role", ["role"])
+join_phase_seconds = Gauge(
+    "moonpool_role_join_phase_seconds",
+    "Longest of the role's nodes in each phase of their start (process, weights, warm_up, services, "
+    "registration), and from then to their first token (first_token)",
+    ["role", "phase"],
+)

@@ -21,6 +21,7 @@ OUTCOMES = {
     "unused": "a node has it, but it was computed anyway",
     "pending": "an equal prefix came moments ago and is not in the index yet",
     "dropped": "an equal prefix was computed before and is no longer on any node",
+    "layout": "a node has it in another layout (model, revision, dtype, block size), which is not used here",
     "salted": "equal tokens of the same tenant came before with another cache_salt",
     "headed": "the first block is new, the second is not: prompts differ at their start",
     "new": "none of it came before",
@@ -76,13 +77,14 @@ class PrefixWatch:
         held: Mapping[str, int],
         num_used_tokens: int,
         reads_cache: bool = True,
+        elsewhere: Callable[[], bool] = lambda: False,
     ) -> str:
         """A request was placed for the first time; returns its outcome.
 
         ``held``: its leading blocks on each node; ``num_used_tokens``: those it gets from the cache;
-        ``tenant``: the name of a configured one.
+        ``tenant``: the name of a configured one. ``elsewhere``: whether a node of another layout has it.
         """
-        outcome = self._outcome(tenant, root, token_ids, keys, held, num_used_tokens, reads_cache)
+        outcome = self._outcome(tenant, root, token_ids, keys, held, num_used_tokens, reads_cache, elsewhere)
         self.outcomes[outcome] += 1
         core_metrics.prefix_outcomes.labels(outcome).inc()
         if tenant:
@@ -102,6 +104,7 @@ class PrefixWatch:
         held: Mapping[str, int],
         num_used_tokens: int,
         reads_cache: bool,
+        elsewhere: Callable[[], bool],
     ) -> str:
         if not reads_cache:
             return "off"
@@ -123,6 +126,8 @@ class PrefixWatch:
             return "unused"
         if first_s is not None:
             return "pending" if now_s - first_s < _PENDING_S else "dropped"
+        if elsewhere():
+            return "layout"
         if seen_root is not None and seen_root != root:
             return "salted"
         return "headed" if seen_later else "new"

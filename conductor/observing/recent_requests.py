@@ -26,6 +26,7 @@ class RequestRecord:
     tpot_s: float = 0.0  # mean over its choices
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    prefix_outcome: str = ""  # of the first sequence: see prefix_outcomes.OUTCOMES
     output_tokens: int = 0
     status: str = "running"  # then done, cancelled, or the error's name
     sequences: list[str] = field(default_factory=list)  # the core's request ids, one a choice

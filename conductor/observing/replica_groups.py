@@ -12,7 +12,7 @@ from moonpool.kvstore.index.redis.node_record import NodeRecord
 Facts = dict[str, Any]  # a node of ``/v1/cluster``
 
 # The state of a node without a ready replica: the first of these that a replica has.
-_NOT_READY = ("draining", "starting", "unreachable")
+_NOT_READY = ("draining", "gated", "starting", "unreachable")
 
 
 def grouped(nodes: Iterable[Facts]) -> list[Facts]:

@@ -25,8 +25,8 @@ bookings = Counter(
 )
 prefix_outcomes = Counter(
     "moonpool_prefix_outcomes_total",
-    "Requests by the outcome of their prefix: hit, off, short, unused, pending, dropped, salted, headed, new "
-    "(see docs/troubleshooting.md)",
+    "Requests by the outcome of their prefix: hit, off, short, unused, pending, dropped, layout, salted, "
+    "headed, new (see docs/troubleshooting.md)",
     ["outcome"],
 )
 migrations = Counter(
@@ -66,6 +66,9 @@ hot_copies = Counter(
     "moonpool_hot_copies_total", "Copies of hot prefixes: made, failed, or released again", ["outcome"]
 )
 hot_nbytes = Counter("moonpool_hot_copied_bytes_total", "Bytes that copies of hot prefixes moved")
+warmed_blocks = Counter(
+    "moonpool_warmed_blocks_total", "Blocks of hot prefixes that joining nodes got before their first request"
+)
 hot_lost_blocks = Counter(
     "moonpool_hot_lost_blocks_total", "Blocks of prefixes in use that ended with the only node that had them"
 )

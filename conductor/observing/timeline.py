@@ -30,6 +30,7 @@ class RequestSummary:
     detail: str = ""  # the same as a sentence
     prompt_tokens: int = 0
     output_tokens: int = 0
+    prefix_outcome: str = ""  # at the first placement: see prefix_outcomes.OUTCOMES
     cached_tokens: int = 0  # prompt tokens not computed: the sum of the four below
     pool_tokens: int = 0
     host_tokens: int = 0

@@ -19,6 +19,7 @@ class PlaceRequest:
     deadline_s: float  # seconds from now
     reads_cache: bool = True  # False: every prompt token must be computed
     fairness_delay_s: float = 0.0  # prefills that arrive within this time may overtake it
+    adapter: str = ""  # digest of its LoRA adapter; empty: none
 
 
 @dataclass(frozen=True, slots=True)

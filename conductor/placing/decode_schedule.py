@@ -70,6 +70,11 @@ class DecodeSchedule:
                 num_tokens += probability * residency.num_tokens
         return num_sequences, num_tokens
 
+    def wait_s(self, num_ends: int) -> float:
+        """How long so many ends of running requests probably take; 0 while none runs."""
+        rate = sum(1 / max(one.lasts_s, _LEAST_S) for one in self._residencies.values() if one.begun)
+        return num_ends / rate if rate else 0.0
+
     def next_end_s(self, now_s: float) -> float:
         """When the first running request will probably end; ``now_s`` if none runs."""
         ends = (max(residency.ends_s, now_s) for residency in self._residencies.values() if residency.begun)

@@ -79,6 +79,7 @@ def estimate_prefill(
     local_tokens = local_blocks * block_size
     recompute_s = factor * cost.profile.prefill_s(num_tokens - local_tokens, local_tokens)
     load_s = _load_s(view, node, local_blocks) if local_blocks else 0.0
+    load_s += _adapter_s(request, node)
 
     def estimate(own_s: float, source: Source | None, transfer_s: float) -> PrefillEstimate:
         cached_tokens = source.num_blocks * block_size if source else local_tokens
@@ -134,6 +135,8 @@ def estimate_decode(
     here = prefill.node_id == node.node_id
     links = view.links
     transfer_s = 0.0 if here else links.seconds(prefill.node_id, node.node_id, nbytes, now_s, connected=True)
+    if not here:
+        transfer_s += _adapter_s(request, node)
     profile, running = node.cost.profile, node.num_running
     factor = node.cost.decode_correction.factor(now_s)
     step_s = factor * profile.step_s(running + 1, node.num_context_tokens + num_tokens)
@@ -183,6 +186,11 @@ def _load_s(view: ClusterView, node: NodeView, num_blocks: int) -> float:
     unused = max(view.prefix_blocks[node.node_id] - num_blocks, 0)
     ssd, unused = max(ssd - unused, 0), max(unused - ssd, 0)
     return node.cost.load_s(max(host - unused, 0) * view.block_nbytes, ssd * view.block_nbytes)
+
+
+def _adapter_s(request: PlaceRequest, node: NodeView) -> float:
+    """Load the request's LoRA adapter, where it is not in memory."""
+    return 0.0 if not request.adapter or request.adapter in node.resident_adapters else node.adapter_load_s
 
 
 def _source_s(view: ClusterView, node: NodeView, source: Source, local_blocks: int) -> float:

@@ -171,4 +171,6 @@ class LoadLedger:
     def _refresh(self) -> None:
         self.view.num_running = len(self._decodes) + self._foreign_running
         self.view.num_context_tokens = self._context_tokens + self._foreign_context_tokens
+        self.view.num_decoding = len(self._decoding) + self._foreign_running
+        self.view.num_batch_tokens = self._batch_tokens + self._foreign_context_tokens
         self._on_change(self.view)

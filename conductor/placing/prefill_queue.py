@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -22,12 +22,13 @@ class PrefillQueue:
     clock and never decrease.
     """
 
-    __slots__ = ("_ends_s", "_running", "_waiting", "_waiting_s")
+    __slots__ = ("_ends_s", "_keys", "_running", "_waiting", "_waiting_s")
 
     def __init__(self) -> None:
         self._running: Hashable = None
         self._ends_s = 0.0
         self._waiting: list[_Waiting] = []
+        self._keys: set[Hashable] = set()  # of those
         self._waiting_s = 0.0
 
     def __len__(self) -> int:
@@ -50,6 +51,7 @@ class PrefillQueue:
             return
         # Behind those of the same order.
         insort(self._waiting, _Waiting(order_s, key, compute_s), key=attrgetter("order_s"))
+        self._keys.add(key)
         self._waiting_s += compute_s
 
     def remove(self, key: Hashable, now_s: float) -> bool:
@@ -57,12 +59,20 @@ class PrefillQueue:
         if key == self._running:
             self._next(now_s)
             return True
-        for i, waiting in enumerate(self._waiting):
-            if waiting.key == key:
-                del self._waiting[i]
-                self._less(waiting.compute_s)
-                return True
-        return False
+        if key not in self._keys:
+            return False
+        position = next(i for i, waiting in enumerate(self._waiting) if waiting.key == key)
+        waiting = self._waiting.pop(position)
+        self._keys.remove(key)
+        self._less(waiting.compute_s)
+        return True
+
+    def waiting(self, now_s: float) -> Iterator[tuple[Hashable, float, float]]:
+        """Key, predicted seconds until the begin, and compute seconds of those that wait, in their order."""
+        starts_s = max(self._ends_s - now_s, 0.0)
+        for waiting in self._waiting:
+            yield waiting.key, starts_s, waiting.compute_s
+            starts_s += waiting.compute_s
 
     def wait_s(self, now_s: float, order_s: float = math.inf) -> float:
         """Seconds until a prefill that arrives now with this order would begin."""
@@ -90,6 +100,7 @@ class PrefillQueue:
             self._running, self._ends_s = None, now_s
             return
         first = self._waiting.pop(0)
+        self._keys.remove(first.key)
         self._running, self._ends_s = first.key, now_s + first.compute_s
         self._less(first.compute_s)
 

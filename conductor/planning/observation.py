@@ -10,7 +10,6 @@ from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.placing.node_view import NodeView
 from moonpool.conductor.planning.loads import (
     Need,
-    clear_within_s,
     decode_load,
     decode_need,
     prefill_need,
@@ -61,7 +60,6 @@ class Observation:
 
     roles: Mapping[str, RoleState]
     recent: Recent = field(default_factory=Recent)
-    queued_s: float = 0.0  # of prefills, in seconds of one node
 
 
 def observe(
@@ -70,13 +68,17 @@ def observe(
     """``attained``: the fraction of requests that should keep the SLO."""
     recent = window.recent(max(prefill.join_s, decode.join_s))
     queued_s = prefill_queue_s(prefill.views, now_s)
-    clear_s = clear_within_s(slo, recent.compute_s, prefill.join_s)
+    ready = len(list(prefill.views))
     needs = {
-        "prefill": prefill_need(recent.prefill(queued_s), slo, attained=attained, clear_s=clear_s),
-        "decode": decode_need(decode_load(decode.views, now_s).grown(recent.growth), slo),
+        "prefill": prefill_need(
+            recent.prefill(queued_s), slo, attained=attained, join_s=prefill.join_s, ready=ready
+        ),
     }
+    feeding = max(ready, needs["prefill"].nodes) / max(recent.compute_s, 1e-9)
+    load = decode_load(decode.views, now_s).grown(recent.growth).fed(feeding, recent.output_tokens, slo)
+    needs["decode"] = decode_need(load, slo)
     roles = {
         "prefill": prefill.state(needs["prefill"], recent.ttft_attained),
         "decode": decode.state(needs["decode"], recent.tbt_attained),
     }
-    return Observation(roles, recent, queued_s)
+    return Observation(roles, recent)

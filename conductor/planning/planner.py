@@ -10,14 +10,15 @@ from typing import Any
 
 from moonpool.conductor.fleet.administration import FleetAdmin, can_become
 from moonpool.conductor.fleet.errors import FleetUnchanged, NodeMissing, ProviderFailed
-from moonpool.conductor.fleet.member import Member
 from moonpool.conductor.fleet.providers.provider import SuppliedNode
 from moonpool.conductor.fleet.registry import NodeRegistry
+from moonpool.conductor.fleet.role_pressure import kv_free, queue_s
 from moonpool.conductor.observing import planner_metrics as metrics
 from moonpool.conductor.observing.demand import Demand
 from moonpool.conductor.observing.slo import Slo
+from moonpool.conductor.planning.joins import join_phases, longest_join_s
 from moonpool.conductor.planning.lease import Held, PlannerLease
-from moonpool.conductor.planning.observation import UNKNOWN_JOIN_S, Nodes, Observation, observe
+from moonpool.conductor.planning.observation import Nodes, Observation, observe
 from moonpool.conductor.planning.plan import (
     ADD,
     COOLDOWN_S,
@@ -41,7 +42,7 @@ from moonpool.runtime.service.vital import restarted
 log = logging.getLogger(__name__)
 
 OFF, ADVISE, ACT = "off", "advise", "act"
-PERIOD_S = 5.0
+PERIOD_S = 2.0
 ROLES = ("prefill", "decode")
 
 
@@ -154,9 +155,9 @@ class Planner:
         # A node of both roles serves this one too; the planner neither adds nor removes such nodes.
         members = [one for one in self._registry.members.values() if role in stages_of(one.record.role)]
         refused = {one.owner: why for one in members if (why := self._registry.incompatible(one.record))}
-        serving = {one.owner for one in members if one.available(now_s)} - refused.keys()
+        serving = {one.owner for one in members if one.available(now_s) or one.warming} - refused.keys()
         own = [node for node in supplied if node.role == role]
-        join_s = max((_join_s(one) for one in members), default=UNKNOWN_JOIN_S)
+        join_s = longest_join_s(members)
         supply = self._supplies[role]
         joined = {one.owner for one in members}
         expected, gives_up = supply.look(own, joined, join_s, now_s, refused)
@@ -237,15 +238,15 @@ class Planner:
                 metrics.steps.labels(step.kind, step.role, "advised").inc()
 
     def _show(self, seen: Observation, now_s: float) -> None:
+        members = self._registry.members.values()
         for role, state in seen.roles.items():
-            members = [one for one in self._registry.members.values() if one.record.role == role]
-            blocks = sum(one.record.load.num_blocks for one in members)
-            free = sum(one.record.load.free_blocks for one in members)
             attained = state.attained
             metrics.needed.labels(role).set(state.need.nodes)
             metrics.attained.labels(role).set(1.0 if attained is None else attained)
-            metrics.kv_free.labels(role).set(free / blocks if blocks else 1.0)
             metrics.join_seconds.labels(role).set(state.join_s)
+            join = join_phases(one for one in members if one.record.role == role)
+            for phase, seconds in join.items():
+                metrics.join_phase_seconds.labels(role, phase).set(seconds)
             self.status["roles"][role] = {
                 "ready": state.num_ready,
                 "starting": state.num_starting,
@@ -254,9 +255,11 @@ class Planner:
                 "held": state.held,
                 "attained": attained,
                 "join_s": state.join_s,
+                "join": join,
             }
-        ready = max(seen.roles["prefill"].num_ready, 1)
-        metrics.queue_seconds.labels("prefill").set(seen.queued_s / ready)
+        for role in (*ROLES, "both"):
+            metrics.queue_seconds.labels(role).set(queue_s(members, role, now_s))
+            metrics.kv_free.labels(role).set(kv_free(members, role))
         self.status["recent"] = asdict(seen.recent)
 
 
@@ -276,8 +279,3 @@ def rules_of(options: PlannerOptions, *, supplies: bool) -> Rules:
         cooldown_s=cooldown_s,
         can=can,
     )
-
-
-def _join_s(member: Member) -> float:
-    value = member.record.extra.get("join_s")
-    return float(value) if isinstance(value, int | float) else UNKNOWN_JOIN_S

@@ -13,6 +13,8 @@ from moonpool.conductor.planning.loads import PrefillLoad
 # The latest rate is over ``SHORT_S``; the trend compares it with that over ``LONG_S``.
 SHORT_S = 30.0
 LONG_S = 120.0
+# What arrives now is judged by this time: a burst begins within seconds.
+_LATEST_S = 4.0
 # A rise that chance explains is no trend: so many standard deviations of a count. Requests come in bursts, so
 # the deviation is that of the counts as they were.
 _DEVIATIONS = 2.0
@@ -37,11 +39,13 @@ class Recent:
     output_tokens: float = 0.0  # mean
     ttft_attained: float | None = None
     tbt_attained: float | None = None
+    mean_per_s: float = 0.0  # requests, over ``LONG_S``
+    latest_nodes: float = 0.0  # that the work of the latest requests keeps busy
 
     def prefill(self, queued_s: float) -> PrefillLoad:
         """What prefill nodes will have to do by then."""
         rate = self.requests_per_s * self.growth
-        return PrefillLoad(rate, self.compute_s, self.variation, queued_s)
+        return PrefillLoad(rate, self.compute_s, self.variation, queued_s, self.mean_per_s, self.latest_nodes)
 
 
 class DemandWindow:
@@ -61,9 +65,8 @@ class DemandWindow:
             return Recent()
         now_s, total = self._totals[-1]
         began_s, first = self._totals[0]
-        since_s, short = next(
-            ((at_s, one) for at_s, one in reversed(self._totals) if now_s - at_s >= SHORT_S), self._totals[0]
-        )
+        since_s, short = self._before(SHORT_S)
+        latest_s, before = self._before(_LATEST_S)
         long, latest = total.minus(first), total.minus(short)
         long_s, short_s = max(now_s - began_s, 1e-9), max(now_s - since_s, 1e-9)
         count, placed = latest.num_requests, long.num_requests
@@ -88,7 +91,15 @@ class DemandWindow:
             output_tokens=long.output_tokens / max(long.num_first_tokens, 1),
             ttft_attained=long.num_ttft_within / first_tokens if first_tokens >= _ENOUGH else None,
             tbt_attained=long.num_tbt_within / long.num_decoded if long.num_decoded >= _ENOUGH else None,
+            mean_per_s=mean_rate,
+            latest_nodes=total.minus(before).prefill_s / max(now_s - latest_s, 1e-9),
         )
+
+    def _before(self, seconds: float) -> tuple[float, Demand]:
+        """The latest totals that are so old, or the oldest."""
+        now_s = self._totals[-1][0]
+        older = (one for one in reversed(self._totals) if now_s - one[0] >= seconds)
+        return next(older, self._totals[0])
 
     def _dispersion(self) -> float:
         """Variance over mean of the counts between two readings; 1: they are independent, or more even."""

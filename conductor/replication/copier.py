@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from moonpool.conductor.costs.model import CostModel
@@ -21,6 +21,7 @@ from moonpool.conductor.replication.copy_plan import (
     plan_release,
     plan_replication,
     plan_store_copies,
+    plan_warming,
 )
 from moonpool.conductor.replication.heat import Heat
 from moonpool.kvstore.blocks.keys import BlockKey
@@ -34,6 +35,8 @@ _DEADLINE_S = 10.0
 # For the copies from a node that is about to end, and the prefixes that are considered.
 _HAND_ON_S = 5.0
 _HANDED_ON = 64
+# How long a node that has joined may wait for its first prefixes.
+_WARM_S = 2.0
 
 
 class Replicator:
@@ -54,6 +57,7 @@ class Replicator:
         self._cost_model = cost_model
         self._makes_copies = nbytes_per_s > 0
         self._budget = Budget(nbytes_per_s)
+        self._warm_nbytes = nbytes_per_s * _WARM_S  # for each newcomer, beside the budget
         self._block_size = block_size
         self._clock = clock
         self._on_copied = on_copied
@@ -127,6 +131,41 @@ class Replicator:
         # Copies on store nodes need no release: the nodes evict unused blocks.
         for copy in itertools.chain.from_iterable(made):
             if copy in copies:
+                add_copy(self._made, copy)
+
+    def newcomer(self, node_id: str) -> Awaitable[object] | None:
+        """Copies of the hottest prefixes to a prefill node that has just joined; None: none are to be made.
+
+        To be awaited before it gets requests. They end within some seconds, whatever happens.
+        """
+        registry, layout = self._registry, self._registry.layout
+        if layout is None or not self._makes_copies:
+            return None
+        shape = Shape(self._block_size, layout.block_nbytes)
+        copies = plan_warming(
+            self._heat,
+            registry.holders,
+            node_id,
+            shape,
+            budget_nbytes=self._warm_nbytes,
+            now_s=self._clock(),
+        )
+        return self._warm(node_id, copies) if copies else None
+
+    async def _warm(self, node_id: str, copies: Sequence[Copy]) -> None:
+        ends_s = self._clock() + _WARM_S
+        for copy in copies:
+            left_s = ends_s - self._clock()
+            if left_s <= 0:
+                break
+            try:
+                async with asyncio.timeout(left_s):
+                    made = await self._copy(copy)
+            except TimeoutError:
+                log.info("%s was not warmed any further: %g s have passed", node_id, _WARM_S)
+                break
+            if made:
+                core_metrics.warmed_blocks.inc(copy.num_blocks)
                 add_copy(self._made, copy)
 
     async def hand_on(self, node_id: str) -> None:

@@ -141,6 +141,25 @@ def plan_replication(
     return copies
 
 
+def plan_warming(
+    heat: Heat, holders: Holders, target: str, shape: Shape, *, budget_nbytes: float, now_s: float
+) -> list[Copy]:
+    """Copies of at most ``budget_nbytes`` together to a node that has joined: the hottest prefixes first."""
+    copies: list[Copy] = []
+    for chain in heat.hottest(_CONSIDERED, now_s):
+        if heat.uses(chain, now_s) < USED_AGAIN or len(copies) == _COPIES:
+            break
+        held = dict(holders(chain.keys))
+        have = [node_id for node_id, blocks in held.items() if blocks >= len(chain.keys)]
+        for copy in copies:
+            held[target] = max(held.get(target, 0), _common_blocks(copy.keys, chain.keys))
+        part = _part(chain.keys, min(have), target, held, shape, budget_nbytes) if have else None
+        if part is not None and target not in have:
+            budget_nbytes -= part.nbytes
+            copies.append(part)
+    return copies
+
+
 def plan_store_copies(
     heat: Heat, holders: Holders, stores: Sequence[str], shape: Shape, *, budget_nbytes: float, now_s: float
 ) -> list[Copy]:

@@ -27,7 +27,7 @@ class AttemptFailed(Exception):
 
     def __init__(self, cause: str, reason: str, *nodes: str) -> None:
         super().__init__(reason)
-        self.cause = cause  # one word: lost, ended_life, refused, error, disorder
+        self.cause = cause  # one word: lost, ended_life, refused, error, disorder, queue (it waited too long)
         self.reason = reason
         self.nodes = nodes
 
@@ -137,6 +137,11 @@ class Attempt:
             return None
         return self.plan.decode, self._reply is not None or self.plan.decode is self.plan.prefill
 
+    @property
+    def waits_for_prefill(self) -> bool:
+        """Whether nothing of it has come from its nodes."""
+        return self._reply is None and self._failure is None and not self._closed and not self.kv_received
+
     async def migrate(self, plan: MigrationPlan) -> Migrated:
         """Have ``plan.target`` go on with the request, while it runs. ``stays`` is empty.
 
@@ -197,6 +202,7 @@ class Attempt:
                 self.plan.prefill.client.detach(self.plan.key)
             if self.plan.decode is not None:
                 self.plan.decode.load.decoding(self.plan.key)
+                self.plan.decode.produced_first()
         if token.finish_reason:
             self._finished = True
             if token.finish_reason in (node_pb2.FINISH_ERROR, node_pb2.FINISH_CANCELLED):
@@ -253,6 +259,7 @@ class Attempt:
             plan.prefill.prefilled(num_tokens, reply.num_cached_tokens, reply.compute_s)
         plan.prefill.load.end_prefill(plan.key)
         plan.prefill.breaker.succeeded()
+        plan.prefill.produced_first()
         self._reply = reply
         self._news.set()
 
@@ -298,6 +305,8 @@ class Attempt:
         if token.ended_life:
             ended = decode if self.kv_received else prefill
             self.abort(AttemptFailed("ended_life", f"node {ended.node_id}: {token.error}", ended.node_id))
+        elif token.invalid:
+            self.abort(AttemptInvalid(token.error))
         elif self.kv_received:
             decode.breaker.erred()
             self.abort(AttemptFailed("error", reason, decode.node_id))

@@ -41,6 +41,9 @@ _LOOK_AGAIN_S = 0.1
 _REFUSED_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 
+# Why an attempt is given up without a failure: another node would begin sooner.
+QUEUE = "queue"
+
 _FINISH = {node_pb2.FINISH_STOP: "stop", node_pb2.FINISH_LENGTH: "length"}
 
 
@@ -147,6 +150,11 @@ class RequestRun:
     def priority(self) -> int:
         return self._placer.priority
 
+    def place_again(self, reason: str) -> None:
+        attempt = self._attempt
+        if attempt is not None and attempt.waits_for_prefill:
+            attempt.abort(AttemptFailed(QUEUE, reason, attempt.plan.prefill.node_id))
+
     def outlook(self) -> tuple[int, int]:
         return self._lineage.num_tokens, self._placer.expected_tokens()
 
@@ -155,6 +163,8 @@ class RequestRun:
         stays = "it is not placed yet" if attempt is None else attempt.stays
         if attempt is not None and attempt.plan.decode is target:
             stays = "it decodes there"
+        if self._request.sampling.structure is not None and not target.structures:
+            stays = "that node cannot enforce its structure"
         if stays or attempt is None:
             raise MigrationFailed(request_id, target.node_id, stays)
         plan = self._placer.migration(attempt, target, cause)
@@ -225,7 +235,8 @@ class RequestRun:
             self._deadline.run(self._deps.clock())
             self._set_timer()
         attempt = placer.start(placement)
-        self._recorder.placed(placement, placer.num_attempts - 1, placer.hash_s, placer.place_s)
+        number = placer.num_attempts - 1
+        self._recorder.placed(placement, number, placer.hash_s, placer.place_s, placer.prefix_outcome)
         return attempt
 
     async def _decide(self) -> Placement:
@@ -323,8 +334,11 @@ class RequestRun:
     async def _failed(self, failure: AttemptFailed) -> None:
         """Prepare the next attempt. Raises if this was the last one."""
         num_tokens, attempt = len(self._lineage.output_ids), self._placer.num_attempts - 1
-        log.warning("attempt %d after %d tokens: %s", attempt, num_tokens, failure.reason)
+        level = logging.INFO if failure.cause == QUEUE else logging.WARNING
+        log.log(level, "attempt %d after %d tokens: %s", attempt, num_tokens, failure.reason)
         self._recorder.retry(failure, attempt, num_tokens)
+        if failure.cause == QUEUE:
+            return  # nobody's fault
         num_new = num_tokens - self._num_tokens_failed
         # Where only prefills succeed, each placement brings one token, at the price of a prefill.
         self._num_without_decode = self._num_without_decode + 1 if num_new < 2 else 0

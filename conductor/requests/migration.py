@@ -60,6 +60,9 @@ class Movable(Protocol):
     def priority(self) -> int:
         """Lower goes first."""
 
+    def place_again(self, reason: str) -> None:
+        """Place it again if its prompt still waits: its prefill node has not answered."""
+
     def outlook(self) -> tuple[int, int]:
         """Its tokens, and those that it will probably still produce."""
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from moonpool.conductor.admission.fair_share import Work
 from moonpool.conductor.admission.rejection import DecodeOutlook
 from moonpool.conductor.engines.attempt import EngineAttempt
+from moonpool.conductor.errors import NoStructures
 from moonpool.conductor.fleet.member import Member
 from moonpool.conductor.fleet.node_client import RequestKey
 from moonpool.conductor.observing.slo import Slo
@@ -54,6 +55,7 @@ class RequestPlacer:
         self.num_attempts = 0
         self.first_attempt = 0  # number of the first one in messages to nodes
         self._prefixes: Mapping[str, int] = {}  # leading blocks on each node at the latest decision
+        self.prefix_outcome = ""  # of the first attempt: see ``prefix_outcomes.OUTCOMES``
         self.hash_s = 0.0  # spent on block keys by the latest decision
         self.place_s = 0.0  # spent on look-up and placement
         self._request = request
@@ -72,7 +74,7 @@ class RequestPlacer:
     def decide(self) -> Placement | Rejection:
         """Choose nodes for the request as it is now. Starts nothing."""
         deps, lineage = self._deps, self._lineage
-        chain = deps.registry.chain(self._request.tenant)
+        chain = deps.registry.chain(self._request.tenant, self._request.adapter_key)
         if chain is None:
             return Rejection("no node has joined yet", role="prefill")
         began_s = deps.clock()
@@ -88,10 +90,17 @@ class RequestPlacer:
             deadline_s=math.inf if begun else self._deadline.run_s(began_s),
             reads_cache=not self._wants_prompt_logprobs,
             fairness_delay_s=self._fairness_delay_s(began_s),
+            adapter=self._request.adapter.digest if self._request.adapter else "",
         )
-        view = deps.registry.view(keys, self.avoid | self._request.avoid)
+        lacking = self._lacking()
+        view = deps.registry.view(keys, self.avoid | lacking, self._request.only)
         self._prefixes = view.prefix_blocks
         outcome = place(request, view, Slo() if begun else deps.slo, deps.policy)
+        if lacking and isinstance(outcome, Placement):
+            decode = outcome.decode
+            for node_id in (outcome.prefill.node_id, *([decode.node_id] if decode is not None else [])):
+                if node_id in lacking:
+                    raise NoStructures(node_id)
         self.hash_s, self.place_s = hashed_s - began_s, deps.clock() - hashed_s
         return outcome
 
@@ -156,19 +165,25 @@ class RequestPlacer:
             num_blocks=self.num_blocks,
             timeout_s=self._deadline.run_s(deps.clock()) + _CALL_MARGIN_S,
         )
+        if self._request.adapter is not None:
+            for member in filter(None, (plan.prefill, plan.decode)):
+                # Until its next heartbeat tells: others with this adapter follow.
+                member.view.resident_adapters |= {self._request.adapter.digest}
         attempt = self._attempt(plan)
         attempt.start()
         self._begin_fetch(estimate)
         if number == self.first_attempt:
             deps.activity.reuse.use(self._lineage.keys)
-            deps.prefixes.note(
+            token_ids = self._lineage.token_ids()
+            self.prefix_outcome = deps.prefixes.note(
                 client.name,
                 self._lineage.root_key,
-                self._lineage.token_ids(),
+                token_ids,
                 self._lineage.keys,
                 held=self._prefixes,
                 num_used_tokens=estimate.prefix_tokens,
                 reads_cache=not self._wants_prompt_logprobs,
+                elsewhere=lambda: deps.registry.in_other_layout(self._request.tenant, token_ids),
             )
         deps.replicator.note(self._lineage.keys, self._prefixes, estimate.compute_s)
         return attempt
@@ -182,7 +197,7 @@ class RequestPlacer:
     def migration(self, attempt: Attempt, target: Member, cause: str) -> MigrationPlan:
         """Plan to have ``target`` go on with a running attempt, under the next attempt's number."""
         deps, number, source = self._deps, self.first_attempt + self.num_attempts, attempt.plan.decode
-        chain = deps.registry.chain(self._request.tenant)
+        chain = deps.registry.chain(self._request.tenant, self._request.adapter_key)
         assert source is not None and chain is not None
         self.num_attempts += 1
         self._lineage.hash_blocks(chain)
@@ -254,6 +269,7 @@ class RequestPlacer:
             attempt=number,
             patience_s=patience_s,
             tbt_s=0.0 if math.isinf(self._deps.slo.tbt_s) else self._deps.slo.tbt_s,
+            adapter=self._request.adapter,
         )
 
     @property
@@ -277,6 +293,12 @@ class RequestPlacer:
         if self._order_s is None:
             self._order_s = now_s + self._deps.fair_share.delay_s(self._request.client.name, now_s)
         return max(self._order_s - now_s, 0.0)
+
+    def _lacking(self) -> set[str]:
+        """Nodes that cannot enforce the request's structure."""
+        if self._request.sampling.structure is None:
+            return set()
+        return {name for name, member in self._deps.registry.members.items() if not member.structures}
 
     def _outlook(self, member: Member, key: RequestKey | None = None) -> DecodeOutlook:
         deps, lineage = self._deps, self._lineage

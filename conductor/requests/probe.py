@@ -31,10 +31,10 @@ class Probe:
         self._timeline = timeline
         self._vocab_size = vocab_size
 
-    async def __call__(self, node_id: str, others: frozenset[str]) -> float:
-        """Generate on ``node_id``, a node or its replicas, without ``others``; return the seconds it took.
+    async def __call__(self, node_id: str) -> float:
+        """Generate on ``node_id``, a node or its replicas; return the seconds it took.
 
-        Raises ``ConductorError``: it failed, or ran elsewhere, because the node had no room.
+        Raises ``ConductorError``: it failed, or ran elsewhere, because the node cannot be reached.
         """
         clock = asyncio.get_running_loop().time
         request = GenerateRequest(
@@ -42,7 +42,7 @@ class Probe:
             np.arange(_TOKENS, dtype=np.int32) % self._vocab_size,
             SamplingParams(_TOKENS, temperature=0.0, ignore_eos=True),
             deadline_s=_LIMIT_S,
-            avoid=others,
+            only=node_id,
             follows=True,
         )
         began_s = clock()

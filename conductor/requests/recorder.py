@@ -64,8 +64,11 @@ class Recorder:
                 estimate.compute_s, self._summary.prompt_tokens, estimate.prefix_tokens
             )
 
-    def placed(self, placement: Placement, attempt: int, hash_s: float, place_s: float) -> None:
-        """``hash_s``: spent on block keys; ``place_s``: on look-up and placement."""
+    def placed(
+        self, placement: Placement, attempt: int, hash_s: float, place_s: float, prefix_outcome: str
+    ) -> None:
+        """``hash_s``: spent on block keys; ``place_s``: on look-up and placement. ``prefix_outcome``: of the
+        first placement, one of ``prefix_outcomes.OUTCOMES``."""
         now_s = self._placed_s = self._clock()
         summary = self._summary
         summary.attempts = attempt + 1
@@ -73,6 +76,7 @@ class Recorder:
         summary.decode_node = placement.decode.node_id if placement.decode else ""
         summary.reason, summary.detail = placement.reason.value, placement.detail
         summary.path = placement.path.value
+        summary.prefix_outcome = prefix_outcome
         if not self._first_s:
             self._predicted_ttft_s = now_s - self._started_s + placement.prefill.ttft_s
         self.timeline.add(

@@ -43,6 +43,7 @@ class ChatTemplate:
         self, source: str, special_tokens: Mapping[str, str], now: Callable[[], datetime] = datetime.now
     ) -> None:
         """Raises ``ConfigError`` if ``source`` is not a template."""
+        self.source = source
         self._special_tokens = dict(special_tokens)
         self.fingerprint = fingerprint_of(source.encode(), json.dumps(self._special_tokens).encode())
         try:

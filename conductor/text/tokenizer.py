@@ -75,6 +75,11 @@ class Tokenizer:
         """Ids below this have a text; the model may have more."""
         return int(self._core.get_vocab_size())
 
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that is written as ``text``; None: there is none."""
+        found: int | None = self._core.token_to_id(text)
+        return found
+
     @property
     def detokenizer_kind(self) -> str:
         return self._detokenizers.kind

@@ -24,6 +24,7 @@ from moonpool.connectors.vllm.plan import StepPlan
 from moonpool.connectors.vllm.registration import registration_of
 from moonpool.connectors.vllm.scheduler import SchedulerSide
 from moonpool.connectors.vllm.settings import (
+    check_engine,
     check_version,
     identify,
     read_settings,
@@ -45,6 +46,7 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         check_version(vllm.__version__)
+        check_engine(vllm_config, kv_cache_config)
         block_size = _block_size(vllm_config, kv_cache_config)
         _log_as_vllm()
         transfer = vllm_config.kv_transfer_config
@@ -115,6 +117,9 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
         assert self._scheduler is not None, "called in the worker's process"
         return self._scheduler
 
+    def on_new_request(self, request: Any) -> None:
+        self._schedules.arrived(request)
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         num_tokens = self._schedules.match(request, num_computed_tokens)
         return num_tokens, num_tokens > 0
@@ -150,13 +155,6 @@ def _log_as_vllm() -> None:
 
 def _block_size(vllm_config: Any, kv_cache_config: Any) -> int:
     """Tokens of a block. Raises ``Unsupported``."""
-    if not vllm_config.cache_config.enable_prefix_caching:
-        raise Unsupported("prefix caching is off: without --enable-prefix-caching blocks have no hashes")
-    parallel = vllm_config.parallel_config
-    if parallel.world_size > 1:
-        raise Unsupported(f"{parallel.world_size} ranks: so far this connector serves engines of one rank")
-    if len(kv_cache_config.kv_cache_groups) > 1:
-        raise Unsupported("several KV cache groups (sliding windows beside full attention, or state spaces)")
     block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     if block_size != hash_block_size:
         raise Unsupported(f"hashes of {hash_block_size} tokens beside blocks of {block_size}")

@@ -5,22 +5,28 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
 import orjson
+from prometheus_client import REGISTRY
 from xxhash import xxh3_64_intdigest
 
-from moonpool.connectors.vllm.hand_over import HandOver
+from moonpool.connectors.vllm.keeping.pins import PinnedPrompts
+from moonpool.connectors.vllm.keeping.tenant_blocks import TenantBlocks
 from moonpool.connectors.vllm.lookup.reasons import REASONS
 from moonpool.connectors.vllm.pages import PageReading, Pages
-from moonpool.connectors.vllm.plan import Load, Save
+from moonpool.connectors.vllm.parameters.hand_over import HandOver
+from moonpool.connectors.vllm.parameters.hints import HintedBlocks
+from moonpool.connectors.vllm.plan import Claim, Load, Save
 from moonpool.connectors.vllm.registration import Registration
 from moonpool.connectors.vllm.request_log import RequestLog
 from moonpool.kvstore.blocks.keys import BlockKey, unpack
 from moonpool.kvstore.blocks.layout import OpaqueLayout
+from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.errors import BlockCorrupt, BlockMissing, IndexUnavailable
+from moonpool.kvstore.eviction.tenant_metrics import TenantLabels, observe_tenants
 from moonpool.kvstore.index.redis.node_record import LAYOUT_FACTS, NodeRecord
 from moonpool.kvstore.store import TieredStore
 from moonpool.kvstore.store_node.node import Context, StoreNode
@@ -35,6 +41,8 @@ _COPY_THREADS = 1
 KEEP_S = 10.0
 # Longest that the page of requests waits for Redis.
 _INDEX_S = 2.0
+# Prompts that hints fetch at the same time; more are refused.
+_MOST_FETCHES = 4
 
 
 class EngineNode(StoreNode):
@@ -61,11 +69,28 @@ class EngineNode(StoreNode):
         self._requests = requests
         self._copier = Copier(_COPY_THREADS)
         self._saving = asyncio.Lock()  # a block is saved after the one before it
+        self._tenants = TenantBlocks(layout.block_nbytes)
+        self._pins = PinnedPrompts()
+        self._fetching = asyncio.Semaphore(_MOST_FETCHES)
         self._keeping: dict[BlockKey, list[asyncio.Event]] = {}  # by the last block: whether it was leased
 
     def first_layout(self, maker: ShelfFactory) -> OpaqueLayout:
         # Whatever else is on disk: it may be of another block size or model.
         return self._own_layout
+
+    async def _start(self, stack: AsyncExitStack) -> None:
+        await super()._start(stack)
+        observed = observe_tenants(self._tenants.quotas, TenantLabels())
+        stack.callback(REGISTRY.unregister, observed)
+
+    async def _drain(self) -> None:
+        if self._kv.store is not None:
+            self._pins.release_all(self._kv.store)  # a drain waits for leases
+        await super()._drain()
+
+    def _kv_changed(self, key: BlockKey, tier: Tier | None) -> None:
+        self._tenants.changed(key, tier, self._kv.store)
+        super()._kv_changed(key, tier)
 
     def pages(self) -> Mapping[str, Callable[[], bytes]]:
         return {REQUESTS_PAGE: self._page}
@@ -111,7 +136,10 @@ class EngineNode(StoreNode):
 
     async def _save(self, save: Save, reading: PageReading) -> None:
         store = await self._kv.open_layout(self._own_layout)
-        with store.reserve(save.keys, parent=save.parent) as reservation:
+        keys = save.keys
+        if save.tenant:
+            keys = keys[: await self._tenants.make_room(save.tenant, keys, save.parent, store)]
+        with store.reserve(keys, parent=save.parent) as reservation:
             spans = reservation.spans
             blocks = save.blocks[reservation.num_held :][: len(spans)]
 
@@ -140,6 +168,33 @@ class EngineNode(StoreNode):
                 del self._keeping[last]
         if given.tail is not None and last not in self._keeping:
             await store.remove([given.tail])
+        await self._tenants.trim(store)
+
+    async def claim(self, claim: Claim) -> None:
+        """Count the blocks of a prompt towards its tenant's quota."""
+        self._tenants.claim(claim.tenant, claim.keys, await self._kv.open_layout(self._own_layout))
+
+    async def hint(self, hint: HintedBlocks) -> str:
+        """Do as a hint asks. Returns how that ended: "done", "missing" (no node has the blocks) or "refused"
+        (hints have their part of memory, or of fetches). Raises what ``load`` does."""
+        store = await self._kv.open_layout(self._own_layout)
+        if hint.action == "prefetch":
+            return await self._prefetch(store, hint)
+        async with self._saving:  # after the saves before it
+            if hint.action == "drop":
+                first = hint.keys[hint.first]
+                is_held = store.is_held(first)
+                await store.remove([first])
+                return "done" if is_held else "missing"
+        return await self._pins.pin(store, hint.keys, hint.ttl_s)
+
+    async def _prefetch(self, store: TieredStore, hint: HintedBlocks) -> str:
+        if self._fetching.locked():
+            return "refused"
+        async with self._fetching:
+            if hint.source:
+                await self._kv.replicate(node_pb2.KvAddress.FromString(hint.source), hint.keys)
+            return "done" if await store.prefetch(hint.keys) else "missing"
 
     async def Lease(self, request: node_pb2.LeaseRequest, context: Context) -> node_pb2.LeaseReply:
         keys = unpack(request.keys)
@@ -168,11 +223,15 @@ class EngineNode(StoreNode):
         store = await self._kv.open_layout(self._own_layout)
         try:
             if load.source:
+                if load.tenant:
+                    await self._tenants.make_room(load.tenant, load.keys, None, store)
                 await self._kv.replicate(node_pb2.KvAddress.FromString(load.source), load.keys)
             await self._load(store, load)
         finally:
             if load.tail is not None:
                 await store.remove([load.tail])
+            if load.tenant:
+                await self._tenants.trim(store)
 
     async def _load(self, store: TieredStore, load: Load) -> None:
         store.use(load.keys)

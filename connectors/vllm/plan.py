@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from moonpool.connectors.vllm.hand_over import HandOver
+from moonpool.connectors.vllm.parameters.hand_over import HandOver
+from moonpool.connectors.vllm.parameters.hints import HintedBlocks
+from moonpool.connectors.vllm.parameters.tenant import Tenant
 from moonpool.kvstore.blocks.keys import BlockKey
 
 
@@ -17,6 +19,7 @@ class Load:
     blocks: list[int]
     source: bytes  # KvAddress of another node, packed; empty: this one has all keys
     tail: BlockKey | None = None  # the last of ``keys``, if it serves this request alone
+    tenant: str = ""  # to whose quota the blocks count; empty: to none
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,15 @@ class Save:
     keys: list[BlockKey]
     blocks: list[int]
     parent: BlockKey | None
+    tenant: str = ""  # whose quota limits them; empty: none does
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A request of ``tenant`` uses ``keys``, the full blocks of its prompt."""
+
+    tenant: Tenant
+    keys: list[BlockKey]
 
 
 @dataclass(slots=True)
@@ -51,6 +63,8 @@ class StepPlan:
     saves: list[Save] = field(default_factory=list)
     keeps: list[HandOver] = field(default_factory=list)
     reports: list[PrefixReport] = field(default_factory=list)
+    claims: list[Claim] = field(default_factory=list)
+    hints: list[HintedBlocks] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -32,6 +32,12 @@ LOADS = Counter(
     "Loads of prefixes into vLLM by end: done, missing, corrupt, unreachable, error.",
     ["end"],
 )
+HINTS = Counter(
+    "moonpool_connector_hints_total",
+    "Hints of vLLM's requests by action (pin, prefetch, drop) and end: done, missing (no node has the "
+    "blocks), refused (hints have their part of memory or of fetches), failed.",
+    ["action", "end"],
+)
 UNSAVED = Counter("moonpool_connector_failed_saves_total", "Saves of vLLM's blocks that failed.")
 
 

@@ -5,21 +5,24 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
-from moonpool.connectors.vllm.hand_over import (
-    HandedRequest,
+from moonpool.connectors.service_thread import OnceAMinute
+from moonpool.connectors.vllm.lookup.costs import LoadCosts, Source
+from moonpool.connectors.vllm.lookup.prefix_index import Holder
+from moonpool.connectors.vllm.lookup.reasons import SeenBlocks
+from moonpool.connectors.vllm.parameters.hand_over import (
     HandOver,
     answer_of,
     gives,
     hand_over_of,
     source_of,
 )
-from moonpool.connectors.vllm.lookup.costs import LoadCosts, Source
-from moonpool.connectors.vllm.lookup.prefix_index import Holder
-from moonpool.connectors.vllm.lookup.reasons import SeenBlocks
-from moonpool.connectors.vllm.plan import Load, PrefixReport, Save, StepPlan
+from moonpool.connectors.vllm.parameters.hints import HintedBlocks, at_end, hints_of, prefetch_of
+from moonpool.connectors.vllm.parameters.tenant import tenant_of
+from moonpool.connectors.vllm.plan import Claim, Load, PrefixReport, Save, StepPlan
+from moonpool.connectors.vllm.tracked import EngineRequest, Loading, Tracked
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.vllm_keys import key_of
 
@@ -27,13 +30,6 @@ log = logging.getLogger(__name__)
 
 # After this many failed loads a request computes its prompt.
 _MAX_LOADS = 2
-
-
-class EngineRequest(HandedRequest, Protocol):
-    """What is read of vLLM's ``Request``. ``block_hashes``: of its full blocks so far, chained."""
-
-    request_id: str
-    num_computed_tokens: int
 
 
 class Index(Protocol):
@@ -44,31 +40,6 @@ class Index(Protocol):
     def address_of(self, node_id: str) -> bytes: ...
 
     def close(self) -> None: ...
-
-
-@dataclass(slots=True)
-class _Tracked:
-    request: EngineRequest
-    report: PrefixReport
-    head: str  # whether the first tokens came before under other keys
-    keys: list[BlockKey] = field(default_factory=list)
-    num_saved: int = 0  # of its first blocks: saved, or being saved
-    num_loads: int = 0
-    loading: _Loading | None = None
-    is_reported: bool = False
-    giver: str = ""  # the node that has computed the prompt for this engine, until it is asked
-    given: bool = False  # the prompt is kept for another engine
-
-
-@dataclass(frozen=True, slots=True)
-class _Loading:
-    source: Holder
-    keys: list[BlockKey]
-    skip: int  # blocks that the engine has itself
-    num_tokens: int
-    since_s: float
-    tail: BlockKey | None = None
-    is_given: bool = False
 
 
 class SchedulerSide:
@@ -89,9 +60,26 @@ class SchedulerSide:
         self._clock = clock
         self._costs = LoadCosts(clock)
         self._seen = SeenBlocks(block_size, clock)
-        self._tracked: dict[str, _Tracked] = {}
+        self._tracked: dict[str, Tracked] = {}
         self._loads: list[Load] = []
+        self._claims: list[Claim] = []
+        self._hints: list[HintedBlocks] = []
+        self._warnings = OnceAMinute(clock)
         self._step: tuple[float, int, set[str]] | None = None  # when, prompt tokens, requests
+
+    # ------------------------------------------------------------------ hints
+
+    def arrived(self, request: EngineRequest) -> None:
+        """A request is here, and may wait for its turn. Fetch its prefix meanwhile if a hint asks for it."""
+        known = self._track(request)
+        known.hints = hints_of(request, lambda what: self._warnings.say(f"a hint was ignored: {what}"))
+        if gives(request):
+            # Its blocks are for another engine, which may drop them.
+            known.hints = replace(known.hints, drop_from=None)
+        if known.hints.prefetch:
+            keys = self._keys(known)
+            holders = self._index.holders(keys)
+            self._hints += prefetch_of(request.request_id, keys, holders, self._node_id)
 
     # ------------------------------------------------------------------ loading
 
@@ -117,10 +105,10 @@ class SchedulerSide:
             return 0
         end = min(source.num_blocks, most)
         num_tokens = (end - skip) * self._block_size
-        known.loading = _Loading(source, self._keys(known)[:end], skip, num_tokens, self._clock())
+        known.loading = Loading(source, self._keys(known)[:end], skip, num_tokens, self._clock())
         return num_tokens
 
-    def _given(self, known: _Tracked, skip: int) -> int:
+    def _given(self, known: Tracked, skip: int) -> int:
         """How many tokens to load of a prompt that another engine has computed; 0: it is not known."""
         address = self._index.address_of(known.giver)
         num_tokens = known.request.num_prompt_tokens - 1 - skip * self._block_size
@@ -130,15 +118,15 @@ class SchedulerSide:
         if given.tail is None:
             num_tokens = min(num_tokens, (len(given.keys) - skip) * self._block_size)
         source = Holder(known.giver, len(given.keys), address)
-        known.loading = _Loading(
+        known.loading = Loading(
             source, given.keys, skip, num_tokens, self._clock(), given.tail, is_given=True
         )
         return max(num_tokens, 0)
 
-    def _hand_over(self, known: _Tracked) -> HandOver:
+    def _hand_over(self, known: Tracked) -> HandOver:
         return hand_over_of(known.request, self._keys(known), self._fingerprint, self._block_size)
 
-    def _source(self, known: _Tracked, keys: list[BlockKey], skip: int) -> Holder | None:
+    def _source(self, known: Tracked, keys: list[BlockKey], skip: int) -> Holder | None:
         """Where to load more than ``skip`` blocks from; None: computing is faster, or no node has them.
         Reports why the rest is missing."""
         holders = [holder for holder in self._index.holders(keys) if holder.num_blocks > skip]
@@ -157,7 +145,7 @@ class SchedulerSide:
         num_blocks = holder.num_blocks - skip
         return self._costs.is_worth(_source_of(holder), num_blocks, num_blocks * self._block_size)
 
-    def _why_missing(self, known: _Tracked, keys: list[BlockKey], missing: int) -> tuple[str, str]:
+    def _why_missing(self, known: Tracked, keys: list[BlockKey], missing: int) -> tuple[str, str]:
         """Why no node has ``keys[missing]``: one of ``REASONS``, and the node it speaks of."""
         if reason := self._seen.why_missing(keys[missing]):
             return reason, ""
@@ -171,12 +159,15 @@ class SchedulerSide:
         """The engine gave the request ``blocks``, for ``num_external_tokens`` of what ``match`` found."""
         known = self._track(request)
         loading = known.loading
+        # Its turn has come: what it loads need not be fetched.
+        self._hints = [hint for hint in self._hints if not hint.is_prefetch_of(request.request_id)]
         if not num_external_tokens or loading is None:
             return
         skip, keys = loading.skip, loading.keys
         source = b"" if loading.source.node_id == self._node_id else loading.source.address
+        tenant = known.tenant.name if known.tenant is not None else ""
         self._loads.append(
-            Load(request.request_id, keys, list(blocks[skip : len(keys)]), source, loading.tail)
+            Load(request.request_id, keys, list(blocks[skip : len(keys)]), source, loading.tail, tenant)
         )
         known.num_loads += 1
         if loading.is_given:
@@ -210,8 +201,8 @@ class SchedulerSide:
     ) -> StepPlan:
         """The plan of a step of ``num_scheduled`` tokens by request."""
         self._observe(num_scheduled)
-        loads, self._loads = self._loads, []
-        plan = StepPlan(loads)
+        plan = StepPlan(self._loads, claims=self._claims, hints=self._hints)
+        self._loads, self._claims, self._hints = [], [], []
         for request_id, count in num_scheduled.items():
             known = self._tracked.get(request_id)
             if known is None:
@@ -224,7 +215,7 @@ class SchedulerSide:
 
     def _plan_saves(
         self,
-        known: _Tracked,
+        known: Tracked,
         num_tokens: int,
         blocks_of: Callable[[str], Sequence[int] | None],
         plan: StepPlan,
@@ -232,6 +223,7 @@ class SchedulerSide:
         """The engine has KV of ``num_tokens`` after this step."""
         request, begin = known.request, known.num_saved
         keys = self._keys(known)[: num_tokens // self._block_size]
+        keys = keys[: known.hints.first_dropped(self._block_size)]
         is_due = gives(request) and not known.given and num_tokens == request.num_prompt_tokens
         given = self._hand_over(known) if is_due else HandOver([], None)
         new = keys[begin:] if given.tail is None else [*keys[begin:], given.tail]
@@ -242,7 +234,9 @@ class SchedulerSide:
             known.num_saved = len(keys)
             self._seen.saw(keys[begin:])
             parent = keys[begin - 1] if begin else None
-            plan.saves.append(Save(new, list(blocks[begin : begin + len(new)]), parent))
+            # What is handed over is kept for seconds: no quota limits it.
+            tenant = known.tenant.name if known.tenant is not None and not gives(request) else ""
+            plan.saves.append(Save(new, list(blocks[begin : begin + len(new)]), parent, tenant))
         if given.keys:
             known.given = True
             plan.keeps.append(given)
@@ -263,6 +257,9 @@ class SchedulerSide:
         A load that is under way goes on: the engine keeps the blocks until it has ended.
         """
         known = self._tracked.pop(request_id, None)
+        if known is not None:
+            keys = self._keys(known)
+            self._hints += at_end(known.hints, request_id, keys, known.num_saved, self._block_size)
         return answer_of(self._node_id) if known is not None and known.given else None
 
     def close(self) -> None:
@@ -270,15 +267,18 @@ class SchedulerSide:
 
     # ------------------------------------------------------------------ keys
 
-    def _track(self, request: EngineRequest) -> _Tracked:
+    def _track(self, request: EngineRequest) -> Tracked:
         known = self._tracked.get(request.request_id)
         if known is None:
             report = PrefixReport(request.request_id, request.num_prompt_tokens)
-            known = _Tracked(request, report, self._seen.head(request), giver=source_of(request))
+            known = Tracked(request, report, self._seen.head(request), giver=source_of(request))
             self._tracked[request.request_id] = known
+            if (tenant := tenant_of(request)) is not None and (keys := self._keys(known)):
+                known.tenant = tenant
+                self._claims.append(Claim(tenant, list(keys)))
         return known
 
-    def _keys(self, known: _Tracked) -> list[BlockKey]:
+    def _keys(self, known: Tracked) -> list[BlockKey]:
         """The keys of its full blocks. vLLM's hashes are chained, and contain adapter, images and salt."""
         for block_hash in known.request.block_hashes[len(known.keys) :]:
             known.keys.append(key_of(self._fingerprint, block_hash))

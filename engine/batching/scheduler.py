@@ -296,6 +296,9 @@ class Scheduler:
         if sequence.cancelled:
             self.finish(sequence, FinishReason.CANCELLED, events)
             return
+        if sequence.automaton is not None and sequence.automaton.error:
+            self.finish(sequence, FinishReason.ERROR, events, sequence.automaton.error)
+            return
         sequence.append(token_id)
         index = sequence.num_tokens - sequence.num_prompt_tokens - 1
         reason = self._finish_reason(sequence, token_id, index)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from moonpool.engine.batching.sampling import Sampling
 from moonpool.engine.errors import SequenceTooLong, UnknownToken
 from moonpool.kvstore.blocks.keys import BlockKey, chain, extend
+from moonpool.runtime.structure.automaton import Automaton
 
 
 class FinishReason(IntEnum):
@@ -103,6 +104,8 @@ class Sequence:
         self.order: tuple[Any, ...] = (arrived_s + patience_s, request_id, attempt)
         self.rank: tuple[Any, ...] = (priority, *self.order)
         self.tenant = tenant  # owner of its cached blocks
+        self.automaton: Automaton | None = None  # of its sampling's structure; given before it is queued
+        self.adapter = -1  # number of its LoRA adapter among the resident ones; -1: none
         self.prompt_logprobs = prompt_logprobs
         self.prompt_rows: list[TokenLogprobs] = []  # of the prompt tokens computed so far, if requested
         self.prefill_only = False

@@ -40,6 +40,11 @@ class StepPlan:
     def num_tokens(self) -> int:
         return len(self.decodes) + sum(chunk.num_tokens for chunk in self.chunks)
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether any of its sequences has a LoRA adapter."""
+        return any(sequence.adapter >= 0 for sequence in self.sequences())
+
     def preemptions(self) -> list[StepEvent]:
         return [StepEvent(sequence, 0, preempted=True) for sequence in self.preempted]
 

@@ -81,9 +81,9 @@ class InputBuilder:
         if not same:
             self._decode_only = None
         if plan.chunks:
-            return self._with_chunks(plan, n)
+            return self._with_adapters(self._with_chunks(plan, n), plan)
         if self._decode_only is None or self._device.runs_ahead:
-            self._decode_only = self._decode_inputs(n, n)
+            self._decode_only = self._with_adapters(self._decode_inputs(n, n), plan)
             self._feed(self._decode_only.token_ids, plan, sampled)
         return self._decode_only
 
@@ -198,6 +198,18 @@ class InputBuilder:
         inputs.chunk_table, inputs.chunk_starts, inputs.chunk_lens = (
             self._device.upload(torch.from_numpy(array)) for array in (table, starts, lens)
         )
+        return inputs
+
+    def _with_adapters(self, inputs: StepInputs, plan: StepPlan) -> StepInputs:
+        """Add the adapter of each token."""
+        if not plan.has_adapters:
+            return inputs
+        numbers = np.array([sequence.adapter for sequence in plan.sequences()])
+        found = np.unique(numbers[numbers >= 0])
+        ids = np.where(numbers >= 0, np.searchsorted(found, numbers), -1).astype(np.int32)
+        counts = [1] * len(plan.decodes) + [chunk.num_tokens for chunk in plan.chunks]
+        inputs.adapter_ids = self._device.upload(torch.from_numpy(np.repeat(ids, counts)))
+        inputs.adapters = tuple(found.tolist())
         return inputs
 
     def _fill_chunk(self, chunk: Chunk, first: int, end: int, table_row: npt.NDArray[np.int32]) -> None:

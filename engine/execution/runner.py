@@ -23,6 +23,7 @@ from moonpool.engine.execution.decode_graphs import DecodeGraphs
 from moonpool.engine.execution.gpu_memory import choose_num_blocks
 from moonpool.engine.execution.input_builder import InputBuilder
 from moonpool.engine.execution.logit_rows import LOGIT_ROWS
+from moonpool.engine.execution.mask_thread import MaskThread
 from moonpool.engine.execution.sampler import SamplingBatch, describe, sample
 from moonpool.engine.model.inputs import StepInputs
 from moonpool.engine.model.transformer import Model
@@ -115,6 +116,7 @@ class ModelRunner:
                 device=device,
             )
         ).wait()
+        self._masks = MaskThread()
         self._sampling: SamplingBatch | None = None
         self._sampling_version = -1
         self._graphs: DecodeGraphs | None = None
@@ -166,14 +168,19 @@ class ModelRunner:
     @torch.inference_mode()
     def _compute(self, plan: StepPlan, sampled: Tensor | None = None) -> Step:
         """Launch the step. Only logprobs may wait for values computed on the device."""
+        masks = self._masks.begin(plan)
         if not plan.chunks:
-            if self._graphs is not None:
+            # Recorded steps have no adapters.
+            if self._graphs is not None and not plan.has_adapters:
                 logits = self._graphs.run(plan, sampled)
             else:
                 logits = self._logits(self._forward(plan, self._inputs.prepare(plan, sampled)), None)
+            masks()
             token_ids, logprobs = sample(logits, self._decode_sampling(plan))
             return Step(token_ids, self.device.download(token_ids), logprobs, {})
-        return self._finish_with_chunks(plan, self._forward(plan, self._inputs.prepare(plan)))
+        hidden = self._forward(plan, self._inputs.prepare(plan))
+        masks()
+        return self._finish_with_chunks(plan, hidden)
 
     def _forward(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
         """Return the last hidden states of the step's tokens: [num_tokens, hidden]."""

@@ -66,6 +66,7 @@ class _Group:
         self.num_logprobs = [params[i].num_logprobs for i in self.logprob_rows]
         self._biased = [i for i, p in enumerate(params) if p.logit_bias]
         self._min_tokens = [i for i, p in enumerate(params) if p.min_tokens > 0]
+        self._automata = [(i, s.automaton) for i, s in enumerate(sequences) if s.automaton is not None]
         self._penalized = [i for i, p in enumerate(params) if p.penalized]
         if self._penalized:
             self._count_tokens(vocab_size)
@@ -81,8 +82,9 @@ class _Group:
         return self._sequences[row].num_output_tokens + self.num_unknown[row]
 
     def adjust(self, logits: Tensor) -> Tensor:
-        """Return logits (float32 [n, vocab]) with min_tokens, bias and penalties applied, in new memory."""
-        if not (self._biased or self._min_tokens or self._penalized):
+        """Return logits (float32 [n, vocab]) with min_tokens, bias, penalties and token masks applied, in new
+        memory."""
+        if not (self._biased or self._min_tokens or self._penalized or self._automata):
             return logits
         scores = logits.clone()
         for i in self._min_tokens:
@@ -94,7 +96,16 @@ class _Group:
             scores[i, list(bias)] += self._device.upload(torch.tensor(list(bias.values())))
         if self._penalized:
             self._penalize(scores)
+        if self._automata:
+            forbid(scores, self._masks(), self._device)
         return scores
+
+    def _masks(self) -> npt.NDArray[np.int32]:
+        """Return the rows' token masks: int32 [n, ceil(vocab / 32)]. Rows without a structure allow all."""
+        masks = np.full((len(self._sequences), len(self._automata[0][1].mask)), -1, np.int32)
+        for i, automaton in self._automata:
+            masks[i] = automaton.mask
+        return masks
 
     def _count_tokens(self, vocab_size: int) -> None:
         params = [self._sequences[i].sampling for i in self._penalized]
@@ -132,6 +143,26 @@ class _Group:
     def _column(self, values: list[float] | list[int]) -> Tensor:
         """float32 [n, 1]"""
         return self._device.upload(torch.tensor(values, dtype=torch.float32)[:, None])
+
+
+def forbid(scores: Tensor, masks: npt.NDArray[np.int32], device: Device) -> None:
+    """Set the scores of forbidden tokens to -inf, in place.
+
+    scores: float32 [n, vocab]. masks: int32 [n, ceil(vocab / 32)]; bit ``i % 32`` of word ``i // 32`` is set
+    where token ``i`` is allowed.
+    """
+    vocab_size = scores.shape[-1]
+    if scores.device.type == "cpu":
+        bits = np.unpackbits((~masks).view(np.uint8), axis=-1, count=vocab_size, bitorder="little")
+        forbidden = torch.from_numpy(bits).int()
+    else:
+        words = device.upload(torch.from_numpy(~masks))
+        shifts = torch.arange(32, dtype=torch.int32, device=scores.device)
+        forbidden = ((words[:, :, None] >> shifts) & 1).flatten(1)[:, :vocab_size].contiguous()
+    # The float32 of these bits is inf, with its sign set where the token is forbidden. A choice by condition
+    # takes several times as long on a CPU.
+    limit = forbidden.bitwise_left_shift_(31).bitwise_or_(0x7F800000).view(torch.float32)
+    torch.minimum(scores, limit, out=scores)
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, list[TokenLogprobs | None]]:

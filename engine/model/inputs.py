@@ -48,6 +48,8 @@ class StepInputs:
     own_keys: ChunkKeys | None = None
     others: tuple[RemoteTokens, ...] = ()
     cp_token_counts: tuple[int, ...] = ()  # tokens of each cp rank
+    adapter_ids: Tensor | None = None  # int32 [num_tokens], indices of ``adapters``; -1: no adapter
+    adapters: tuple[int, ...] = ()  # their numbers, ascending
 
     def to(self, device: torch.device) -> StepInputs:
         """Return the inputs on ``device``; ``self`` if they are there."""

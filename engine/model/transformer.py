@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moonpool.engine.adapters.arena import DOWN, GATE_UP, OUT, QKV, AdapterArena, StepAdapters
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.checkpoint.weights import Checkpoint
 from moonpool.engine.collectives.link import Link
@@ -16,7 +17,7 @@ from moonpool.engine.experts.load import new_table
 from moonpool.engine.experts.parallel_mixture import ExpertParallelMixture
 from moonpool.engine.model.attention import Attention
 from moonpool.engine.model.inputs import StepInputs
-from moonpool.engine.model.weight_loader import Layer, Loader
+from moonpool.engine.model.weight_loader import Layer, Loader, Mlp
 from moonpool.engine.sharding.parallel_plan import ParallelPlan, Shard, run_of
 from moonpool.kernels import rms_norm
 
@@ -56,6 +57,7 @@ class Model:
             self.head = loader.head()
             self.norm = loader.norm("model", "norm")
         self.attention = Attention(config, shard, link, dtype=dtype, device=device, max_len=max_len)
+        self.adapters = AdapterArena(config, shard, dtype=dtype, device=device)
 
     def forward(self, inputs: StepInputs, pool: Tensor, hidden: Tensor | None = None) -> Tensor:
         """Run the shard's layers, writing KV to ``pool``. Return [num_tokens, hidden]; normed on the last
@@ -68,10 +70,17 @@ class Model:
             # A latent is the key and, from its rotated part on, the value.
             pool = pool.expand(-1, -1, 2, -1, -1, -1)
         hidden = self.embed(inputs.token_ids) if hidden is None else hidden
+        adapted = self.adapters.step(inputs)
         residual: Tensor | None = None
         for i, layer in enumerate(self.layers):
             x, residual = self._norm(hidden, layer.attention_in, residual)
-            part = layer.o(self.attention(layer.qkv(x), inputs, pool, i, layer))
+            qkv = layer.qkv(x)
+            if adapted is not None:
+                adapted.add(qkv, x, i, QKV)
+            attended = self.attention(qkv, inputs, pool, i, layer)
+            part = layer.o(attended)
+            if adapted is not None:
+                adapted.add(part, attended, i, OUT)
             if (
                 self.link is not None
                 and isinstance(layer.mlp, ExpertParallelMixture)
@@ -82,11 +91,24 @@ class Model:
             x, residual = self._norm(
                 self._normed(self._sum(part), layer.attention_out), layer.mlp_in, residual
             )
-            hidden = self._normed(self._sum(layer.mlp(x)), layer.mlp_out)
+            mixed = layer.mlp(x) if adapted is None else self._adapted_mlp(x, layer, i, adapted)
+            hidden = self._normed(self._sum(mixed), layer.mlp_out)
         if not shard.is_last:
             return hidden if residual is None else hidden + residual
         normed, _ = self._norm(hidden, self.norm, residual)
         return normed
+
+    def _adapted_mlp(self, x: Tensor, layer: Layer, i: int, adapted: StepAdapters) -> Tensor:
+        """As ``layer.mlp``, with adapters; mixtures of experts have none."""
+        mlp = layer.mlp
+        if not isinstance(mlp, Mlp):
+            return mlp(x)
+        gate_up = mlp.gate_up(x)
+        adapted.add(gate_up, x, i, GATE_UP)
+        inner = mlp.activate(gate_up)
+        out = mlp.down(inner)
+        adapted.add(out, inner, i, DOWN)
+        return out
 
     @contextmanager
     def without_ranks(self) -> Iterator[None]:

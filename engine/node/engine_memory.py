@@ -57,6 +57,7 @@ class EngineMemory:
             pool_memory=None if region is None else region.array,
             hosts=HostListener.from_options(options.parallel, agent.agent_id),
             separate_pools=separate_pools,
+            adapters_nbytes=config.lora.memory_nbytes,
         )
         try:
             await engine.start(progress)

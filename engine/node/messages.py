@@ -49,6 +49,7 @@ def token_out(event: StepEvent) -> node_pb2.TokenOut:
         preempted=event.preempted,
         error=event.error,
         ended_life=event.ended_life,
+        invalid=sequence.automaton is not None and bool(sequence.automaton.error),
     )
 
 

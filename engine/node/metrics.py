@@ -40,6 +40,11 @@ RANKS_LOST = Counter("moonpool_ranks_lost", "Times a rank was lost and the node 
 NODE_JOIN_SECONDS = Gauge(
     "moonpool_node_join_seconds", "Seconds from the node's last start until it was ready"
 )
+NODE_JOIN_PHASE_SECONDS = Gauge(
+    "moonpool_node_join_phase_seconds",
+    "Seconds of the node's last start, by phase (process, weights, warm_up, services, registration)",
+    ["phase"],
+)
 
 
 class PromptTokens:

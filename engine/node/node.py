@@ -7,16 +7,21 @@ import logging
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AsyncExitStack, closing, suppress
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import REGISTRY
 
+from moonpool.engine.adapters.registry import AdapterRegistry
+from moonpool.engine.adapters.residency import AdapterRef
+from moonpool.engine.batching.sequence import Sequence
 from moonpool.engine.device.cuda import gpu_uuids
 from moonpool.engine.errors import NodeDraining, RankLost, RoleUnsupported
 from moonpool.engine.node.engine_memory import EngineMemory
 from moonpool.engine.node.first_connections import connect_nodes
+from moonpool.engine.node.join_phases import JoinPhases
 from moonpool.engine.node.metrics import NODE_JOIN_SECONDS, RANKS_LOST, observe_engine
 from moonpool.engine.prefix_cache.peer_exchange import PeerExchange
 from moonpool.engine.prefix_cache.store import NodeStore
@@ -43,6 +48,7 @@ from moonpool.runtime.service.crash_loop import CrashLoop
 from moonpool.runtime.service.lifecycle import ServiceContext
 from moonpool.runtime.service.load_progress import LoadProgress
 from moonpool.runtime.service.vital import vital
+from moonpool.runtime.structure.grammars import Grammars
 from moonpool.transfer import TransferAgent
 from moonpool.transfer.metrics import path_totals
 
@@ -154,6 +160,28 @@ class EngineNode(ABC):
         if self.state != "ready":
             raise NodeDraining(self.node_id)
 
+    async def prepare(self, sequence: Sequence) -> None:
+        """Give the sequence the automaton of its structure, if it has one, after its output so far.
+
+        Raises StructureInvalid, StructureUnsupported or GrammarsBusy.
+        """
+        structure = sequence.sampling.structure
+        if structure is not None:
+            output_ids = sequence.token_ids[sequence.num_prompt_tokens :]
+            sequence.automaton = await self.grammars.automaton(structure, output_ids)
+
+    @asynccontextmanager
+    async def with_adapter(self, work: node_pb2.Work, sequence: Sequence) -> AsyncGenerator[None]:
+        """Wait until the LoRA adapter of a request, if it has one, is in memory. It stays there until the end
+        of the ``with``, and that of the sequence in the engine. Raises AdapterRefused."""
+        if not work.HasField("adapter"):
+            yield
+            return
+        wanted = work.adapter
+        ref = AdapterRef(wanted.name, wanted.digest, Path(wanted.path), wanted.rank)
+        async with self.engine.adapters.using(ref) as sequence.adapter:
+            yield
+
     # ------------------------------------------------------------------ starts
 
     async def run(self, context: ServiceContext) -> None:
@@ -177,6 +205,7 @@ class EngineNode(ABC):
     async def _run_once(self, context: ServiceContext) -> RankLost | None:
         """Run until drained; return None. Return the error when a rank is lost."""
         self._began_s = time.monotonic()
+        self._join = JoinPhases(first=self.num_starts == 1)
         try:
             async with AsyncExitStack() as stack:
                 agent = await stack.enter_async_context(
@@ -209,7 +238,9 @@ class EngineNode(ABC):
     async def _open_memory(self, context: ServiceContext, agent: TransferAgent) -> EngineMemory | None:
         """Return None after a drain meanwhile; everything is closed then."""
         with closing(LoadProgress(self.node_id, context.loaded)) as progress:
-            opening = asyncio.create_task(EngineMemory.open(self.config, agent, progress), name="open")
+            opening = asyncio.create_task(
+                EngineMemory.open(self.config, agent, self._join.watch(progress)), name="open"
+            )
             asked = asyncio.create_task(context.draining.wait())
             try:
                 await asyncio.wait((opening, asked), return_when=asyncio.FIRST_COMPLETED)
@@ -221,8 +252,11 @@ class EngineNode(ABC):
 
     async def _start(self, stack: AsyncExitStack, agent: TransferAgent, memory: EngineMemory) -> None:
         """``stack`` closes everything started here, in reverse order."""
+        self._join.ends("warm_up")
         config, self.agent = self.config, agent
         self.engine = engine = memory.engine
+        model = engine.config
+        self.grammars = Grammars(model.path, model.vocab_size, model.eos_token_ids)
         self.memory = memory.blocks
         stack.push_async_callback(self.memory.close)
         self.tenants = TenantCache(self.memory)
@@ -234,6 +268,9 @@ class EngineNode(ABC):
             in_parts=bool(memory.ranks),
         )
         stack.push_async_callback(self.exchange.close)
+        self.adapters = AdapterRegistry(engine.config, engine.adapter_reader)
+        for name, path in config.lora.paths.items():
+            await self.adapters.register(name, path)
         gpus = gpu_uuids(engine.device.torch)
         self.health = HealthMonitor(config.health, gpus=gpus, disk=config.store.ssd.path)
         stack.callback(self.health.close)
@@ -288,8 +325,10 @@ class EngineNode(ABC):
         await self._start_events(stack)
         self.state = "ready"
         self._ready_s = time.monotonic()
+        self._join.ends("services")
         stack.push_async_callback(self.publisher.close)
         await self.publisher.start()
+        self._join.ends("registration")
         # After our record is there: of two that join at once, one finds the other.
         await connect_nodes(index, self.exchange, self.kv_address)
         for task in (
@@ -387,12 +426,22 @@ class EngineNode(ABC):
         plan = self.engine.plan
         extra: dict[str, Any] = {
             "join_s": round(self.join_s, 3),
+            "join": self._join.seconds,
             "chunk_tokens": self.config.engine.max_batch_tokens,
             "num_starts": self.num_starts,
             "versions": self._versions,
             "evicted": evicted_totals(),
             "paths": path_totals(),
+            "structured": not self.grammars.lacking,
         }
+        if self.config.node.gated:
+            extra["gated"] = True
+        if refs := self.adapters.refs:
+            extra["adapters"] = {
+                name: (ref.digest, str(ref.path), ref.rank, ref.loaded_unix_s) for name, ref in refs.items()
+            }
+            extra["resident_adapters"] = self.engine.adapters.digests
+            extra["adapter_load_s"] = round(self.engine.adapters.load_s, 4)
         if plan.world_size > 1:
             extra["ranks"] = self.ranks
         if self.events is not None:

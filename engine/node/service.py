@@ -1,8 +1,9 @@
-"""The gRPC services of every engine node: ``protos.Node``, ``protos.Roles`` and ``protos.Experts``."""
+"""The gRPC services of every engine node: ``protos.Node``, ``Roles``, ``Experts`` and ``Adapters``."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -25,6 +26,7 @@ def node_servicers(node: EngineNode) -> list[rpc.Servicer]:
         (node_pb2_grpc.add_NodeServicer_to_server, NodeService(node)),
         (node_pb2_grpc.add_RolesServicer_to_server, RoleService(node)),
         (node_pb2_grpc.add_ExpertsServicer_to_server, ExpertService(node)),
+        (node_pb2_grpc.add_AdaptersServicer_to_server, AdapterService(node)),
     ]
 
 
@@ -156,3 +158,31 @@ class ExpertService(node_pb2_grpc.ExpertsServicer):
             num_ranks=engine.plan.ep,
             skew=engine.expert_placement.skew(load),
         )
+
+
+class AdapterService(node_pb2_grpc.AdaptersServicer):
+    """``protos.Adapters``, on the node's loop."""
+
+    def __init__(self, node: EngineNode) -> None:
+        self._node = node
+
+    async def Load(self, request: node_pb2.LoadAdapterRequest, context: RpcContext) -> node_pb2.Adapter:
+        self._node.check_takes_work()
+        ref = await self._node.adapters.register(
+            request.name, Path(request.path), replace=request.replace, loaded_unix_s=request.loaded_unix_s
+        )
+        self._node.publisher.announce()
+        return node_pb2.Adapter(
+            name=ref.name,
+            digest=ref.digest,
+            path=str(ref.path),
+            rank=ref.rank,
+            loaded_unix_s=ref.loaded_unix_s,
+        )
+
+    async def Unload(
+        self, request: node_pb2.UnloadAdapterRequest, context: RpcContext
+    ) -> node_pb2.UnloadAdapterReply:
+        was_known = self._node.adapters.remove(request.name)
+        self._node.publisher.announce()
+        return node_pb2.UnloadAdapterReply(was_known=was_known)

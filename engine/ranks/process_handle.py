@@ -8,9 +8,10 @@ import logging
 from base64 import b64decode
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from moonpool.engine.errors import RankLost
+from moonpool.engine.errors import AdapterRefused, RankLost
 from moonpool.engine.ranks.assignment import Assignment
 from moonpool.engine.ranks.hosts.channel import RankChannel
 from moonpool.kvstore.remote.rank_reader import RankRead
@@ -119,6 +120,13 @@ class RankProcess:
             raise TransferError.of_facts(found["error"], f"rank {self.rank}: ")
         transport: str = found["transport"]
         return transport
+
+    async def load_adapter(self, path: Path, digest: str, number: int, first: int, num_rows: int) -> None:
+        """Load an adapter into the rank's arena: see ``AdapterArena``. Raises AdapterRefused, RankLost."""
+        command = {"path": str(path), "digest": digest, "first": first, "num_rows": num_rows}
+        found = await self._ask("adapter", {"adapter": number, **command}, number)
+        if "error" in found:
+            raise AdapterRefused(Path(found["path"]), found["error"] + self.where)
 
     async def ended(self) -> None:
         """Wait until the rank has left its step loop. Raises RankLost when the process ends instead."""

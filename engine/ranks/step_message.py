@@ -18,7 +18,7 @@ _HEADER = 8  # int64 words
 def payload_nbytes(*, max_tokens: int, max_rows: int, max_blocks: int) -> int:
     """Return the size of the largest batch: ``max_rows`` decodes and as many chunks, of ``max_blocks``
     each."""
-    return 8 * (_HEADER + 3 * max_tokens) + 4 * (2 * max_rows * (max_blocks + 3) + 2 * max_tokens + 16)
+    return 8 * (_HEADER + 3 * max_tokens) + 4 * (2 * max_rows * (max_blocks + 3) + 4 * max_tokens + 16)
 
 
 def pack(
@@ -33,13 +33,17 @@ def pack(
     table = inputs.decode_table[:, :width]
     chunked = inputs.chunk_table is not None
     chunk_shape = tuple(inputs.chunk_table.shape) if inputs.chunk_table is not None else (0, 0)
-    header = np.array([len(inputs.token_ids), n, width, *chunk_shape, len(rounds), 0, 0], np.int64)
+    header = np.array(
+        [len(inputs.token_ids), n, width, *chunk_shape, len(rounds), len(inputs.adapters), 0], np.int64
+    )
     wide = [header, *(t.cpu().numpy() for t in (inputs.token_ids, inputs.positions, inputs.slots))]
     narrow = [table.cpu().numpy(), inputs.decode_lens.cpu().numpy()]
     if chunked:
         for tensor in (inputs.chunk_table, inputs.chunk_starts, inputs.chunk_lens):
             assert tensor is not None
             narrow.append(tensor.cpu().numpy())
+    if inputs.adapter_ids is not None:
+        narrow += [inputs.adapter_ids.cpu().numpy(), np.array(inputs.adapters, np.int32)]
     narrow.append(np.array([len(rows) for rows in rounds], np.int32))
     narrow += [np.asarray(rows, np.int32) for rows in rounds]
     at = 0
@@ -52,7 +56,9 @@ def pack(
 
 def unpack(batch: npt.NDArray[np.uint8]) -> tuple[StepInputs, list[Tensor]]:
     """Return the inputs as views of ``batch``, and the rounds (int64 rows each)."""
-    num_tokens, n, width, chunks, chunk_width, num_rounds, *_ = batch[: 8 * _HEADER].view(np.int64).tolist()
+    num_tokens, n, width, chunks, chunk_width, num_rounds, num_adapters, _ = (
+        batch[: 8 * _HEADER].view(np.int64).tolist()
+    )
     at = 8 * _HEADER
 
     def take(dtype: type[np.generic], *shape: int) -> Tensor:
@@ -68,6 +74,9 @@ def unpack(batch: npt.NDArray[np.uint8]) -> tuple[StepInputs, list[Tensor]]:
         inputs.chunk_table = take(np.int32, chunks, chunk_width)
         inputs.chunk_starts = take(np.int32, chunks + 1)
         inputs.chunk_lens = take(np.int32, chunks)
+    if num_adapters:
+        inputs.adapter_ids = take(np.int32, num_tokens)
+        inputs.adapters = tuple(take(np.int32, num_adapters).tolist())
     lengths = take(np.int32, num_rounds).tolist()
     return inputs, [take(np.int32, length).long() for length in lengths]
 

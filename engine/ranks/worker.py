@@ -21,6 +21,8 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
+from moonpool.engine.adapters.arena import AdapterArena
+from moonpool.engine.adapters.peft import PeftAdapter
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.checkpoint.weights import Checkpoint
 from moonpool.engine.collectives.board import SharedBoard, SharedMemory
@@ -29,7 +31,7 @@ from moonpool.engine.collectives.link import Link
 from moonpool.engine.device.cuda import exact_products
 from moonpool.engine.device.selection import TORCH_DTYPES, choose_device, page_dtype
 from moonpool.engine.device.threads import use_threads
-from moonpool.engine.errors import RankLost
+from moonpool.engine.errors import AdapterRefused, RankLost
 from moonpool.engine.execution.gpu_memory import choose_num_blocks
 from moonpool.engine.execution.runner import pool_tensor
 from moonpool.engine.experts.load import ExpertLoad
@@ -76,17 +78,19 @@ def report(kind: str, **facts: object) -> None:
 class LeaderCommands:
     """The thread that executes the leader's commands. Ends the process when the leader ends.
 
-    link, pool, expert_load: of the open model, set before "loaded" is reported.
+    link, pool, expert_load, adapters: of the open model, set before "loaded" is reported.
     """
 
     def __init__(self) -> None:
         self.link: Link | None = None
         self.pool: SharedMemory | Tensor | None = None
         self.expert_load: Tensor | None = None
+        self.adapters: AdapterArena | None = None
         self._agent: TransferAgent | None = None
         self._reader: AgentReader | None = None
         self._writable: WriteGrant | None = None
         self._reads: dict[int, asyncio.Task[None]] = {}
+        self._loads: set[asyncio.Task[None]] = set()
         self.assignments: queue.Queue[Assignment] = queue.Queue()
         self.nums_blocks: queue.Queue[int] = queue.Queue()
         threading.Thread(target=self._run, name="commands", daemon=True).start()
@@ -121,6 +125,10 @@ class LeaderCommands:
                 case {"expert_load": _}:
                     assert self.expert_load is not None
                     report("expert_load", table=self.expert_load.tolist())
+                case {"adapter": number, **words}:
+                    load = loop.create_task(self._load_adapter(number, words))
+                    self._loads.add(load)
+                    load.add_done_callback(self._loads.discard)
                 case {"read": number, **words}:
                     self._reads[number] = loop.create_task(
                         self._read(number, RankRead.unpack(words["request"]))
@@ -159,6 +167,25 @@ class LeaderCommands:
         region = self._reader.region
         self._writable = self._agent.grant_writes([Span(region.id, 0, region.nbytes)])
         report("grant", grant=self._writable.id)
+
+    async def _load_adapter(self, number: int, words: dict[str, Any]) -> None:
+        """Load an adapter into our arena, beside the steps. One command at a time."""
+        arena = self.adapters
+        assert arena is not None
+        path, digest, first, num_rows = (words[name] for name in ("path", "digest", "first", "num_rows"))
+
+        def load() -> None:
+            arena.load(PeftAdapter.read(Path(path), digest, arena.config), number, first, num_rows)
+
+        try:
+            await asyncio.to_thread(load)
+        except AdapterRefused as error:
+            report("adapter", number=number, path=str(error.path), error=error.reason)
+        except Exception as error:
+            log.exception("an adapter was not loaded: a defect")
+            report("adapter", number=number, path=path, error=f"{type(error).__name__}: {error}")
+        else:
+            report("adapter", number=number)
 
     async def _read(self, number: int, request: RankRead) -> None:
         assert self._reader is not None
@@ -234,6 +261,7 @@ def _run(assignment: Assignment, board: SharedBoard, commands: LeaderCommands) -
     pool = pool_tensor(layout, num_blocks, device, None if memory is None else memory.array)
     commands.pool = pool if memory is None else memory
     commands.expert_load = model.expert_load
+    commands.adapters = model.adapters
     report("loaded", identity=assignment.identity(config))
     try:
         run_steps(RankStep(model, pool, link, board, clock, options.parallel), board, device)

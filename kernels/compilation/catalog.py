@@ -118,18 +118,18 @@ def expert_and_adapter_cases(dtype: torch.dtype) -> Iterator[Case]:
     yield Case(
         "lora down",
         triton_adapters.lora_down,
-        {"x": pointer, "a": pointer, "ids": "*i32", "low": "*fp32"},
-        {"ins": "i32", "rank": "i32"},
-        {"RANK": 16, "INS": triton_adapters.INS},
-        divisible=("ins", "rank"),
+        {"x": pointer, "a": pointer, "ids": "*i32", "extents": "*i32", "low": "*fp32"},
+        {"ins": "i32", "width": "i32"},
+        {"RANKS": 16, "INS": triton_adapters.INS},
+        divisible=("ins", "width"),
     )
     yield Case(
         "lora up",
         triton_adapters.lora_up,
-        {"y": pointer, "b": pointer, "ids": "*i32", "scales": "*fp32", "low": "*fp32"},
-        {"outs": "i32", "rank": "i32"},
-        {"RANK": 16, "OUTS": triton_adapters.OUTS},
-        divisible=("outs", "rank"),
+        {"y": pointer, "b": pointer, "ids": "*i32", "extents": "*i32", "low": "*fp32"},
+        {"outs": "i32", "stride": "i32", "width": "i32"},
+        {"RANKS": 16, "OUTS": triton_adapters.OUTS},
+        divisible=("outs", "stride", "width"),
     )
 
 

@@ -65,6 +65,7 @@ _FUNCTIONS: dict[str, tuple[dict[Any, str], list[Any]]] = {
     "linear": (LINEAR_PAIRS, [_P, _P, _P, _P, _I, _I, _I]),
     "grouped_linear": (LINEAR_PAIRS, [_P, _P, _P, _P, _I, _I, _I, _I]),
     "quantised_linear": (QUANTISED_PAIRS, [_P, _P, _P, _P, _P, _P, _I, _I, _I, _I]),
+    "add_lora": (DTYPE_NAMES, [_P, _I, _P, _P, _P, _P, _P, _I, _I, _I, _I]),
     "vector_width": (_UNTYPED, []),
     "set_threads": (_UNTYPED, [_I]),
     "get_threads": (_UNTYPED, []),

@@ -23,6 +23,8 @@ LIBRARY: Library = _library
 # Calls above these limits (about 100 µs) release the GIL: bytes of K and V of a decode, values of rows.
 _MAX_GIL_HELD_NBYTES = 2 << 20
 _MAX_GIL_HELD_VALUES = 1 << 18
+# Of products with adapters: rows × ranks × (inputs + outputs).
+_MAX_GIL_HELD_LORA = 1 << 20
 
 # Rows (tokens × query heads of a kv head) of a sequence up to which decode is faster than prefill; by whether
 # prefill has the bf16 dot product.
@@ -44,6 +46,8 @@ _group_rows = LIBRARY.gil_held["group_rows"][None]
 _group_rows_gil_released = LIBRARY.gil_released["group_rows"][None]
 _combine_experts = LIBRARY.gil_held["combine_experts"]
 _combine_experts_gil_released = LIBRARY.gil_released["combine_experts"]
+_add_lora = LIBRARY.gil_held["add_lora"]
+_add_lora_gil_released = LIBRARY.gil_released["add_lora"]
 
 _empty_like = torch.empty_like
 
@@ -277,3 +281,18 @@ def combine_experts(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     out = rows.new_empty((n, rows.shape[1]))
     function(rows.data_ptr(), order.data_ptr(), weights.data_ptr(), out.data_ptr(), n, k, rows.shape[1])
     return out
+
+
+def add_lora(
+    y: Tensor, x: Tensor, a: Tensor, b: Tensor, adapter_ids: Tensor, extents: Tensor, max_rank: int
+) -> None:
+    (n, ins), outs = x.shape, b.shape[1]
+    is_long = n * max_rank * (ins + outs) > _MAX_GIL_HELD_LORA
+    function = (_add_lora_gil_released if is_long else _add_lora).get(x.dtype)
+    if function is None or not x.is_contiguous() or y.stride(1) != 1:
+        reference.add_lora(y, x, a, b, adapter_ids, extents, max_rank)
+        return
+    function(
+        y.data_ptr(), y.stride(0), x.data_ptr(), a.data_ptr(), b.data_ptr(), adapter_ids.data_ptr(),
+        extents.data_ptr(), n, ins, outs, max_rank,
+    )  # fmt: skip

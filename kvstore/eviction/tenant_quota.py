@@ -116,12 +116,23 @@ class TenantQuotas:
             if not siblings:
                 del self._children[parent]
 
-    def excess(self, release: Callable[[BlockKey], bool]) -> list[BlockKey]:
+    def room(self, tenant: str) -> int | None:
+        """How many blocks more its quota allows, negative where it has too many; None: it has no quota."""
+        held = self._tenants.get(tenant)
+        return None if held is None else held.limit_blocks - len(held.blocks)
+
+    def excess(
+        self, release: Callable[[BlockKey], bool], tenant: str = "", num_new: int = 0
+    ) -> list[BlockKey]:
         """Return the blocks beyond their tenants' quotas: the ends of the least recently used chains. Each is
-        forgotten here once ``release`` agrees; if it refuses one, its tenant waits."""
+        forgotten here once ``release`` agrees; if it refuses one, its tenant waits.
+
+        ``tenant`` is about to get ``num_new`` blocks more.
+        """
         victims = []
-        for held in self._tenants.values():
-            while len(held.blocks) > held.limit_blocks:
+        for name, held in self._tenants.items():
+            limit_blocks = held.limit_blocks - (num_new if name == tenant else 0)
+            while held.blocks and len(held.blocks) > limit_blocks:
                 leaf = next(iter(held.blocks))
                 while below := self._children.get(leaf):
                     leaf = next(iter(below))

@@ -183,6 +183,9 @@ def plan_view(found: dict[str, Any]) -> RenderableType:
         counts = (str(state.get(name, "–")) for name in ("ready", "starting", "needed", "target"))
         table.add_row(role, *counts, kept, f"{state['join_s']:.1f} s")
         reasons.append(Text(f"{role}: {state.get('reason', state['why'])}"))
+        if join := state.get("join"):
+            parts = ", ".join(f"{phase.replace('_', ' ')} {seconds:.2g} s" for phase, seconds in join.items())
+            reasons.append(Text(f"{role} joins: {parts}"))
         if state["held"]:
             reasons.append(Text(f"{role}: {state['held']}", style="yellow"))
     title = Text(f"planner: mode {found['mode']}, {found['state']}", style="bold")

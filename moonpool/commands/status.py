@@ -16,6 +16,7 @@ _STYLES = {
     "ready": "green",
     "partial": "yellow",
     "draining": "yellow",
+    "gated": "yellow",
     "starting": "yellow",
     "unreachable": "red",
     "unhealthy": "red",

@@ -41,6 +41,13 @@ _KEYS = {
     type=click.Choice(("moonpool", "vllm")),
     help="What computes: Moonpool's engine (default), or vLLM's server on this CPU.",
 )
+@click.option(
+    "--lora",
+    "adapters",
+    multiple=True,
+    metavar="NAME=DIR",
+    help="Serve a LoRA adapter in PEFT's format; repeatable.",
+)
 @click.option("--port", type=int, metavar="P", help="Port of the API (default: 8000; 0: a free one).")
 @click.option("--redis", metavar="URL", help="Use this Redis (default: start a private one).")
 @click.option(
@@ -50,7 +57,9 @@ _KEYS = {
 )
 @click.option("--once", is_flag=True, help="Stop after the first conversation.")
 @config_options
-def up_command(file: Path | None, sets: Sequence[str], once: bool, **given: Any) -> None:
+def up_command(
+    file: Path | None, sets: Sequence[str], once: bool, adapters: tuple[str, ...], **given: Any
+) -> None:
     """Run a whole cluster on this machine and talk to it."""
     if on := given["on"]:
         if not on.startswith("ray://"):
@@ -59,4 +68,5 @@ def up_command(file: Path | None, sets: Sequence[str], once: bool, **given: Any)
         sets = ["fleet.provider=ray", *sets]
     options = [f"{_KEYS[name]}={value}" for name, value in given.items() if value is not None]
     alone = ["cluster.prefill=0", "cluster.decode=0"] if given["both"] else []
-    sys.exit(asyncio.run(up(load_config(file, [*alone, *sets, *options]), console, once=once)))
+    config = load_config(file, [*alone, *sets, *options])
+    sys.exit(asyncio.run(up(config.with_adapters(adapters), console, once=once)))

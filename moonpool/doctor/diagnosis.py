@@ -20,7 +20,7 @@ from moonpool.doctor.agreement import check_clocks, check_conductors, check_opti
 from moonpool.doctor.engine import check_engines, diagnose_engine, gather_engine, is_engine
 from moonpool.doctor.evidence import Evidence, gather
 from moonpool.doctor.finding import Finding
-from moonpool.doctor.hits import check_hits
+from moonpool.doctor.hits import check_hits, check_requests
 from moonpool.doctor.index_state import check_index
 from moonpool.doctor.machine import check_machine
 from moonpool.doctor.nodes import check_nodes, check_security
@@ -42,6 +42,7 @@ _CLUSTER_CHECKS = (
     check_hits,
     check_paths,
     check_engines,
+    check_requests,
 )
 
 

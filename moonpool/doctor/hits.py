@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from moonpool.conductor.observing.prefix_outcomes import OUTCOMES
 from moonpool.doctor.evidence import Evidence
 from moonpool.doctor.finding import Finding, State
 
@@ -14,6 +15,8 @@ LEAST_REQUESTS = 10
 _NO_HITS = 0.01
 # A cause is reported if it explains this fraction of the requests.
 _MIN_FRACTION = 0.1
+# The latest requests that are listed one by one.
+_NUM_LISTED = 10
 _BLIND_POLICIES = ("random", "round-robin", "least-loaded")
 
 # Outcome of a request's prefix: subject, fact and advice. {requests}: "N of M requests (P%)".
@@ -22,6 +25,11 @@ _CAUSES = {
         "salts",
         "{requests} began with tokens that were cached for the same tenant with another cache_salt",
         "give requests that may share blocks the same cache_salt; otherwise this is intended",
+    ),
+    "layout": (
+        "layouts",
+        "{requests} began with a block that only nodes of another layout have, which are not used here",
+        "`incompatible` in /v1/cluster says what differs: start them with the same, if they should share",
     ),
     "short": (
         "short prompts",
@@ -73,6 +81,16 @@ def check_hits(evidence: Evidence) -> Iterator[Finding]:
             requests = f"{count} of {total} requests ({count / total:.0%})"
             yield _cause(name, evidence, requests, "wrong" if none else "slow")
     yield from _tenants(prefixes)
+
+
+def check_requests(evidence: Evidence) -> Iterator[Finding]:
+    """List the latest requests that have ended: what of each prompt was cached, and why no more was."""
+    ended = [one for one in evidence.live.get("requests", ()) if one.get("prefix_outcome")]
+    for one in ended[:_NUM_LISTED]:
+        outcome, computed = one["prefix_outcome"], max(one["prompt_tokens"] - one["cached_tokens"], 0)
+        fact = f"{one['prompt_tokens']:,} prompt tokens: {one['cached_tokens']:,} from the cache, "
+        fact += f"{computed:,} computed; {outcome}: {OUTCOMES.get(outcome, '')}"
+        yield Finding(str(one["id"]), "ok", fact)
 
 
 def _cause(name: str, evidence: Evidence, requests: str, state: State) -> Finding:

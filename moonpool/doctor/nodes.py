@@ -13,6 +13,7 @@ from moonpool.kvstore.index.redis.node_record import stages_of
 _SERVING = ("ready", "unhealthy", "partial")
 _ADVICE = {
     "partial": "the other replicas restart by themselves; if that lasts, its log says why they end",
+    "gated": "a rollout watches it before it gets requests",
     "starting": "it loads; see its log if that lasts",
     "draining": "it ends its requests and leaves",
     "unreachable": "can the conductor's host reach it? See its log, and node.host",

@@ -135,6 +135,8 @@ class LocalCluster:
         try:
             await self._start_redis()
             await self._create_children()
+            if self._ray is not None:
+                await self._ray.connect()
             async with asyncio.TaskGroup() as group:
                 for child in (self.children["conductor"], *self.nodes):
                     group.create_task(self._start_child(child))

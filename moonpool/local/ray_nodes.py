@@ -21,7 +21,13 @@ class RayNodes:
         """``config``: final. Raises ``ConfigError``."""
         self._provider = RayProvider(config)
         self._counts = config.cluster
+        self._address = config.fleet.ray
         self._report = report
+
+    async def connect(self) -> None:
+        """Find the Ray cluster. Raises ``ProviderFailed``: none answers."""
+        self._report(f"looking for the Ray cluster at {self._address}")
+        await self._provider.list()
 
     async def start(self) -> list[str]:
         """Start the nodes that ``cluster.*`` names; return their ids once they serve.

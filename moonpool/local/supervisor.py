@@ -31,8 +31,8 @@ class OtherModel(MoonpoolError):
     code = "FAILED_PRECONDITION"
 
 
-class PlannerSuperseded(MoonpoolError):
-    """Another conductor plans by now. Nothing was changed."""
+class Superseded(MoonpoolError):
+    """Another conductor plans, or runs the rollout, by now. Nothing was changed."""
 
     code = "FAILED_PRECONDITION"
 
@@ -61,7 +61,7 @@ class Supervisor(fleet_pb2_grpc.SupervisorServicer):
     def __init__(self, cluster: Supervised) -> None:
         self._cluster = cluster
         self._server: grpc.aio.Server | None = None
-        self._fence = 0  # of the latest planner
+        self._epochs = {"planner": 0, "rollout": 0}  # the latest ones
 
     async def start(self, security: Security) -> str:
         """Listen; return the address. ``security``: of the cluster, which callers must belong to."""
@@ -78,7 +78,7 @@ class Supervisor(fleet_pb2_grpc.SupervisorServicer):
     # ------------------------------------------------------------------ service Supervisor
 
     async def Start(self, request: fleet_pb2.StartNodeRequest, context: Context) -> fleet_pb2.StartNodeReply:
-        self._check(request.fence)
+        self._check(planner=request.fence, rollout=request.rollout)
         served = self._cluster.served_name
         if request.model not in ("", served):
             raise OtherModel(f"this cluster serves {served}, not {request.model[:128]}: nothing was started")
@@ -87,7 +87,7 @@ class Supervisor(fleet_pb2_grpc.SupervisorServicer):
         )
 
     async def Stop(self, request: fleet_pb2.StopNodeRequest, context: Context) -> fleet_pb2.StopNodeReply:
-        self._check(request.fence)
+        self._check(planner=request.fence, rollout=request.rollout)
         self._cluster.stop_node(request.node_id)
         return fleet_pb2.StopNodeReply()
 
@@ -109,11 +109,13 @@ class Supervisor(fleet_pb2_grpc.SupervisorServicer):
             ]
         )
 
-    def _check(self, fence: int) -> None:
-        """Refuse a planner that lost its lease and does not know it yet."""
-        if fence and fence < self._fence:
-            raise PlannerSuperseded(
-                f"a planner of epoch {fence} asks, and one of epoch {self._fence} has asked before: nothing "
-                "was changed"
-            )
-        self._fence = max(self._fence, fence)
+    def _check(self, **epochs: int) -> None:
+        """Refuse a conductor that lost its lease and does not know it yet. 0: no epoch."""
+        for what, epoch in epochs.items():
+            latest = self._epochs[what]
+            if 0 < epoch < latest:
+                raise Superseded(
+                    f"a {what} of epoch {epoch} asks, and one of epoch {latest} has asked before: nothing "
+                    "was changed"
+                )
+            self._epochs[what] = max(latest, epoch)

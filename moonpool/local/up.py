@@ -36,7 +36,7 @@ async def up(config: Config, console: Console, *, once: bool) -> int:
     serving = False
 
     def interrupt() -> None:
-        if task.cancelling():
+        if task.cancelling() or task.done():
             os._exit(130)  # the kernel kills the children
         console.print()
         report("stopping (once more: at once)")

@@ -13,6 +13,7 @@ from moonpool.runtime.service.lifecycle import ServiceContext, run_service
 
 async def main(config: Config, context: ServiceContext) -> None:
     role = context.arguments.role
+    config = config.with_adapters(context.arguments.lora)
     if config.engine.parallel.dp > 1:
         await ReplicaGroup(config, role, [sys.executable, "-m", "moonpool.node", "--role", role]).run(context)
         return
@@ -25,4 +26,7 @@ async def main(config: Config, context: ServiceContext) -> None:
 if __name__ == "__main__":
     arguments = argparse.ArgumentParser(prog="moonpool node", allow_abbrev=False)
     arguments.add_argument("--role", choices=ROLES, default="both", help="what requests are placed on it for")
+    arguments.add_argument(
+        "--lora", action="append", default=[], metavar="NAME=DIR", help="serve a LoRA adapter; repeatable"
+    )
     sys.exit(run_service(main, role="node", parser=arguments))

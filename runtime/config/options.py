@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from moonpool.runtime.config.engine_options import EngineOptions, ModelOptions, ParallelOptions
 from moonpool.runtime.config.fleet_options import FleetOptions, PlannerOptions
+from moonpool.runtime.config.lora_options import LoraOptions
 from moonpool.runtime.config.section import require, section
 from moonpool.runtime.config.security_options import SecurityOptions
 from moonpool.runtime.config.service_options import (
@@ -41,6 +44,7 @@ __all__ = [
     "HostTierOptions",
     "IndexOptions",
     "LogOptions",
+    "LoraOptions",
     "ModelOptions",
     "NodeOptions",
     "ParallelOptions",
@@ -59,6 +63,7 @@ __all__ = [
 class Config:
     model: ModelOptions = section(ModelOptions)
     engine: EngineOptions = section(EngineOptions)
+    lora: LoraOptions = section(LoraOptions)
     store: StoreOptions = section(StoreOptions)
     transfer: TransferOptions = section(TransferOptions)
     index: IndexOptions = section(IndexOptions)
@@ -83,3 +88,9 @@ class Config:
             "alone authenticates without encrypting",
             self.transfer.transports,
         )
+
+    def with_adapters(self, adapters: Sequence[str]) -> Config:
+        """Return this with more LoRA adapters, each NAME=DIRECTORY from here. Raises ConfigError."""
+        split = (each.partition("=") for each in adapters)
+        more = [f"{name}={Path(path).absolute()}" if path else name for name, _, path in split]
+        return replace(self, lora=replace(self.lora, adapters=(*self.lora.adapters, *more)))

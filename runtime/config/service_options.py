@@ -23,6 +23,9 @@ class NodeOptions(Section, name="node"):
         5.0, "seconds", "how long a decode node keeps the requests of a conductor that reads no tokens"
     )
     drain_s: float = option(30.0, "seconds", "how long SIGTERM waits for running requests")
+    gated: bool = option(
+        False, "flag", "no requests before a rollout's health gate has passed; rollouts set it"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,13 @@ class ConductorOptions(Section, name="conductor"):
         "vLLM servers that do not register themselves, each as URL [role=ROLE] [model=NAME]; roles are "
         "prefill, decode and both",
     )
+    tool_format: str = option(
+        "auto",
+        "name",
+        "how the model writes calls of tools: hermes (also Qwen), llama3 or mistral; auto: as the chat "
+        "template says",
+        choices=("auto", "hermes", "llama3", "mistral"),
+    )
     policy: str = option(
         "goodput",
         "name",
@@ -96,9 +106,10 @@ class ConductorOptions(Section, name="conductor"):
         "names",
         "why running requests are moved to other decode nodes: drain (their node ends or no longer decodes), "
         "defragment (a prompt fits nowhere, though enough blocks are free in all), hot-spot (steps of their "
-        "node are longer than slo_tbt_s), priority (a more urgent request waits for blocks there); empty: "
+        "node are longer than slo_tbt_s), priority (a more urgent request waits for blocks there); and "
+        "queue: prompts that wait are placed again where another node would begin a second sooner; empty: "
         "only when asked",
-        choices=("drain", "defragment", "hot-spot", "priority"),
+        choices=("drain", "defragment", "hot-spot", "priority", "queue"),
     )
     replicate_nbytes_per_s: int = option(
         256 << 20,

@@ -84,6 +84,8 @@ PERMITTED: Final = {
     "Node/Cancel": _SCHEDULING,
     "Roles/Switch": _SCHEDULING,
     "Experts/Load": _SCHEDULING,
+    "Adapters/Load": _SCHEDULING,
+    "Adapters/Unload": _SCHEDULING,
     "PrefillNode/Prefill": frozenset({CONDUCTOR}),
     "PrefillNode/Follow": frozenset({NODE}),
     "DecodeNode/Decode": frozenset({CONDUCTOR}),
@@ -132,7 +134,7 @@ _ADMINISTRATIVE: Final = frozenset(
 
 def is_administrative(caller: Caller | None, method: str) -> bool:
     """Whether a call gets an audit line. caller: None where no proof is demanded."""
-    if method in ("Node/Drain", "Roles/Switch"):
+    if method in ("Node/Drain", "Roles/Switch", "Adapters/Load", "Adapters/Unload"):
         return True
     if method in ("Supervisor/Start", "Supervisor/Stop", "Supervisor/Settle"):
         return True

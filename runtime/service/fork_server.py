@@ -104,12 +104,20 @@ class ForkServer:
         return process
 
     def ask(
-        self, command: Sequence[str], environment: Mapping[str, str], files: Sequence[int]
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        files: Sequence[int],
+        directory: str | None = None,
     ) -> socket.socket:
-        """Ask for a process as ``fork`` does, and return its status socket. Raises OSError."""
+        """Ask for a process as ``fork`` does, and return its status socket. Raises OSError.
+
+        ``directory``: its working directory; None: ours.
+        """
         self.start()
         assert self._connection is not None
-        request = Request(command[2], list(command[3:]), dict(environment), os.getcwd(), os.getpid())
+        where = directory or os.getcwd()
+        request = Request(command[2], list(command[3:]), dict(environment), where, os.getpid())
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs, self._lock:

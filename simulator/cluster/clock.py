@@ -37,6 +37,10 @@ class Clock:
         heappush(self._events, (event.at_s, self._number, event))
         return event
 
+    def stop(self) -> None:
+        """Drop all events: ``run`` returns."""
+        self._events.clear()
+
     def run(self) -> None:
         """Run until no event is left."""
         while self._events:

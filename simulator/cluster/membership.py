@@ -101,6 +101,11 @@ class Cluster:
         for table in self._tables(role):
             table.add(node.view)
 
+    def handing_on(self) -> set[str]:
+        """Nodes that should hand on the requests that decode there: they end, or no longer decode."""
+        retiring = {node.node_id for node in self._retiring}
+        return retiring | {name for name in self.nodes if self.decode.get(name) is None}
+
     def retire(self, node: Node) -> None:
         """Give a node nothing new, and end it once it has finished its jobs (see ``ends``)."""
         self._retiring[node] = None

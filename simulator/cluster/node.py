@@ -91,7 +91,7 @@ class Node:
 
     def queue_prefill(self, job: Job, order_s: float) -> None:
         self._queued[job] = None
-        self.engine.add_prefill(Prefill(job, order_s))
+        self.engine.add_prefill(Prefill(job, order_s, job.attempt))
 
     def start_prefill(self, prefill: Prefill) -> bool:
         job, size = prefill.job, self._scenario.block_tokens
@@ -120,8 +120,8 @@ class Node:
         return self.memory.reserve(hold, keys, num_blocks)
 
     def _count(self, job: Job, hits: int) -> None:
-        """Count the prompt's tokens by source, in the first attempt."""
-        if job.attempt != 1:
+        """Count the prompt's tokens by source, in the first attempt that computes."""
+        if job.use.computed:
             return
         size = self._scenario.block_tokens
         peer = min(job.fetched_blocks, hits)
@@ -170,14 +170,9 @@ class Node:
         self._grant()
 
     def _grant(self) -> None:
-        size = self._scenario.block_tokens
         while self._waiting_for_blocks:
             job, granted = self._waiting_for_blocks[0]
-            hold = PinnedBlocks()
-            hits = self.memory.pin(hold, job.keys)
-            blocks = -(-(job.num_tokens + job.remaining) // size) - hits
-            if not self.memory.reserve(hold, job.keys[hits:], blocks):
-                self.memory.release(hold)
+            if (hold := self.reserve_for(job)) is None:
                 return
             self._waiting_for_blocks.popleft()
             self.memory.use(job.keys)
@@ -195,7 +190,9 @@ class Node:
             return
         if hold is not None:
             self.memory.release(hold)
-        self._waiting_for_blocks = deque(entry for entry in self._waiting_for_blocks if entry[0] is not job)
+        if self._waiting_for_blocks:
+            others = (entry for entry in self._waiting_for_blocks if entry[0] is not job)
+            self._waiting_for_blocks = deque(others)
         self.on_blocks_released()
 
     def on_blocks_released(self) -> None:
@@ -208,6 +205,26 @@ class Node:
         self._report(1)
         self.engine.join(Decode(job, job.num_tokens, job.remaining, job.since_s))
 
+    def reserve_for(self, job: Job) -> PinnedBlocks | None:
+        """Blocks for a job that another node decodes, and all its output; None: there is no room."""
+        hold = PinnedBlocks()
+        hits = self.memory.pin(hold, job.keys)
+        blocks = -(-(job.num_tokens + job.remaining) // self._scenario.block_tokens) - hits
+        if self.memory.reserve(hold, job.keys[hits:], blocks):
+            return hold
+        self.memory.release(hold)
+        return None
+
+    def take_over(self, job: Job) -> None:
+        """Go on with a job whose blocks have arrived."""
+        job.num_delivered = 0
+        self.load.decoding(job)
+        self.engine.join(Decode(job, job.num_tokens, job.remaining, job.since_s))
+
+    def waiting_for_blocks(self) -> list[Job]:
+        """Prefilled elsewhere, without room here yet."""
+        return [job for job, _ in self._waiting_for_blocks]
+
     def decoded(self, decode: Decode, gaps_s: npt.NDArray[np.float64]) -> None:
         job = decode.job
         job.add_tokens(gaps_s)
@@ -218,10 +235,13 @@ class Node:
 
     def refresh(self) -> NodeView:
         """Bring ``view`` up to date and return it."""
-        num_produced = self.engine.num_produced()
-        self._report(num_produced - self._num_reported)
-        self._num_reported = num_produced
-        return self.view
+        num_produced, view = self.engine.num_produced(), self.view
+        waits, available = len(self._waiting_for_blocks), self.memory.num_available
+        same = view.num_waiting == waits and view.num_free_blocks == available
+        if not same or num_produced != self._num_reported:
+            self._report(num_produced - self._num_reported)
+            self._num_reported = num_produced
+        return view
 
     def _report(self, num_delivered: int) -> None:
         self.load.on_step(

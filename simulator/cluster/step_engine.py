@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 import numpy as np
@@ -14,6 +15,9 @@ from moonpool.conductor.costs.model import Profile
 from moonpool.simulator.cluster.clock import Clock, Event
 from moonpool.simulator.cluster.job import Job
 
+# Gets the gaps before the tokens of a job that leaves; None: it has ended.
+OnGaps = Callable[[npt.NDArray[np.float64] | None], None]
+
 
 @dataclass(slots=True, eq=False)
 class Prefill:
@@ -21,6 +25,7 @@ class Prefill:
 
     job: Job
     order_s: float
+    attempt: int  # of the job
     num_tokens: int = 0  # to compute
     num_cached: int = 0
     num_done: int = 0
@@ -99,6 +104,7 @@ class StepEngine:
         self._context = 0  # tokens that the batch attends to
         self._ends: list[tuple[int, int, Decode]] = []  # heap by last step
         self._run: _Run | None = None
+        self._leaving: dict[Job, OnGaps] = {}
         self._settling = False
         self._number = 0
         self._num_steps = 0  # with a decode batch
@@ -129,21 +135,41 @@ class StepEngine:
         elif self._run.count > 1 and (self._joining or (self._waiting and self._prefill is None)):
             self._cut(self._run)
 
+    def leave(self, job: Job, left: OnGaps) -> None:
+        """Take a job out of the batch at the end of the current step, if it does not end there."""
+        self._leaving[job] = left
+        if self._run is not None and self._run.count > 1:
+            self._cut(self._run)
+
     def stop(self) -> list[tuple[Decode, npt.NDArray[np.float64]]]:
         """Stop for good. Returns the sequences in the batch, with the gaps before their tokens."""
         self._stop_run()
         self._settling = True
+        leaving, self._leaving = self._leaving, {}
+        for left in leaving.values():
+            left(None)
         return [(entry[2], self._gaps_of(entry[2], self._num_steps)) for entry in self._ends]
 
     # ------------------------------------------------------------------ questions
+
+    def decoding(self) -> Iterator[tuple[Job, int]]:
+        """The jobs in the batch, with the tokens that each has produced in it."""
+        done, run = self._num_steps, self._run
+        if run is not None and run.batch_size:
+            done += self._done(run)
+        for _, _, decode in self._ends:
+            yield decode.job, done - decode.first_step
 
     def num_produced(self) -> int:
         """Tokens that decoding has produced so far."""
         run = self._run
         if run is None or not run.batch_size:
             return self._num_produced
-        done = min(int(run.steps(self._clock.now_s - run.start_s) + 1e-9), run.count)
-        return self._num_produced + done * self._batch_size
+        return self._num_produced + self._done(run) * self._batch_size
+
+    def _done(self, run: _Run) -> int:
+        """The steps of the run that have ended."""
+        return min(int(run.steps(self._clock.now_s - run.start_s) + 1e-9), run.count)
 
     # ------------------------------------------------------------------ steps
 
@@ -184,6 +210,9 @@ class StepEngine:
         del self._joining[:room]
 
     def _take_prefill(self) -> None:
+        # Those that were placed again meanwhile are void.
+        while self._waiting and self._waiting[0][2].attempt != self._waiting[0][2].job.attempt:
+            heappop(self._waiting)
         if self._waiting and self._owner.start_prefill(self._waiting[0][2]):
             self._prefill = heappop(self._waiting)[2]
 
@@ -203,7 +232,7 @@ class StepEngine:
         if run is not None:
             assert run.end is not None
             run.end.cancel()
-            run.count = min(int(run.steps(self._clock.now_s - run.start_s) + 1e-9), run.count)
+            run.count = self._done(run)
             self._settle(run)
 
     def _end_run(self) -> None:
@@ -220,9 +249,27 @@ class StepEngine:
             self._batch_size -= 1
             self._context -= decode.context + decode.last_step - decode.first_step
             self._owner.decoded(decode, self._gaps_of(decode, decode.last_step))
+        self._let_go()
         self._settling = False
         if self._run is None:
             self._begin()
+
+    def _let_go(self) -> None:
+        """Take those that leave out of the batch."""
+        if not self._leaving:
+            return
+        leaving, self._leaving = self._leaving, {}
+        found = {entry[2].job: entry for entry in self._ends if entry[2].job in leaving}
+        for job, left in leaving.items():
+            if job not in found:
+                left(None)
+                continue
+            decode = found[job][2]
+            self._ends.remove(found[job])
+            self._batch_size -= 1
+            self._context -= decode.context + self._num_steps - decode.first_step
+            left(self._gaps_of(decode, self._num_steps))
+        heapify(self._ends)
 
     def _settle(self, run: _Run) -> None:
         """Account for the run's steps."""

@@ -5,23 +5,23 @@ from __future__ import annotations
 import csv
 import gzip
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
-from itertools import count
 from pathlib import Path
 
-from moonpool.simulator.inputs.trace import BLOCK_TOKENS, TraceInvalid, TraceRequest
+from moonpool.simulator.inputs.trace import TraceInvalid, TraceRequest
 
 _COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 # Copies of a request arrive within this time, so that a multiplied trace keeps its shape over seconds.
 _SPREAD_S = 10.0
 
 
-def load_azure_trace(path: Path, *, block_tokens: int = BLOCK_TOKENS) -> list[TraceRequest]:
+def load_azure_trace(path: Path) -> list[TraceRequest]:
     """Read a CSV file, gzipped or not: ``TIMESTAMP, ContextTokens, GeneratedTokens``.
 
-    Returns the requests in order of arrival, from 0 s on; no two share a prefix. Raises ``TraceInvalid``.
+    Returns the requests in order of arrival, from 0 s on, without block ids: shared prefixes are not
+    known. Raises ``TraceInvalid``.
     """
     opener = gzip.open if path.suffix == ".gz" else open
     rows: list[tuple[float, int, int]] = []
@@ -36,11 +36,8 @@ def load_azure_trace(path: Path, *, block_tokens: int = BLOCK_TOKENS) -> list[Tr
         raise TraceInvalid(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not rows:
         raise TraceInvalid(f"{path} has no requests")
-    began_s, ids = min(row[0] for row in rows), count()
-    return [
-        TraceRequest(at_s - began_s, prompt, output, _blocks(prompt, block_tokens, ids))
-        for at_s, prompt, output in sorted(rows)
-    ]
+    began_s = min(row[0] for row in rows)
+    return [TraceRequest(at_s - began_s, prompt, output, ()) for at_s, prompt, output in sorted(rows)]
 
 
 def _row(where: str, row: dict[str, str]) -> tuple[float, int, int]:
@@ -57,24 +54,14 @@ def _row(where: str, row: dict[str, str]) -> tuple[float, int, int]:
     return (at_s, *lengths)
 
 
-def times(
-    requests: Sequence[TraceRequest], copies: int, *, seed: int = 1, block_tokens: int = BLOCK_TOKENS
-) -> list[TraceRequest]:
-    """Return ``copies`` of each request, arriving up to some seconds apart. Copies share no prefix."""
+def times(requests: Sequence[TraceRequest], copies: int, *, seed: int = 1) -> list[TraceRequest]:
+    """Return ``copies`` of each request, arriving up to some seconds apart."""
     if copies == 1:
         return list(requests)
-    rng, ids = random.Random(seed), count()
+    rng = random.Random(seed)
     found = [
-        replace(
-            request,
-            arrival_s=request.arrival_s + rng.uniform(0, _SPREAD_S),
-            block_ids=_blocks(request.input_tokens, block_tokens, ids),
-        )
+        replace(request, arrival_s=request.arrival_s + rng.uniform(0, _SPREAD_S))
         for request in requests
         for _ in range(copies)
     ]
     return sorted(found, key=lambda request: request.arrival_s)
-
-
-def _blocks(num_tokens: int, block_tokens: int, ids: Iterator[int]) -> tuple[int, ...]:
-    return tuple(next(ids) for _ in range(-(-num_tokens // block_tokens)))

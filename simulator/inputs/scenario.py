@@ -40,7 +40,7 @@ class Elastic:
 
     rules: Rules
     join_s: float = 60.0
-    period_s: float = 5.0
+    period_s: float = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,7 @@ class Scenario:
     host_policy: str = "prefix"
     ssd_policy: str = "prefix"
     decode_caches: bool = True  # decode nodes cache and publish the prompts' blocks
+    migrate: Collection[str] = ()  # why requests move: conductor.migrate
     replicate_nbytes_per_s: float = 0.0  # for copies of hot prefixes; 0: none
     events: Sequence[ClusterEvent] = ()
     elastic: Elastic | None = None  # None: as many nodes as at first

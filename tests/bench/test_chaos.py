@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import socket
 import subprocess
@@ -21,6 +20,7 @@ from moonpool.bench.serve.client.http_client import HttpClient
 from moonpool.bench.serve.client.server import RequestFailed, Server
 from moonpool.runtime.reports import report
 from tests.bench.fake_server import FakeServer
+from tests.forked_command import forked_command
 
 _CONNECTS = """
 import socket, sys
@@ -101,9 +101,7 @@ async def test_a_different_answer_makes_the_exit_status_1(fake: FakeServer, tmp_
 
     disturbing = asyncio.create_task(disturb())
     options = ["--url", fake.url, "--fault", f"touch=touch {marker}", "--seconds", "1", "--json", str(file)]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "moonpool", "bench", "chaos", *options, env={**os.environ}
-    )
+    process = await asyncio.create_subprocess_exec(*forked_command("moonpool"), "bench", "chaos", *options)
     assert await process.wait() == 1
     await disturbing
     rows = {row.metric: row.value for row in report.read(file).rows}

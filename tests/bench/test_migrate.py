@@ -46,6 +46,18 @@ def test_a_model_of_too_few_positions_gets_more(tmp_path: Path) -> None:
     assert {file.name for file in directory.iterdir()} == {file.name for file in shipped.iterdir()}
 
 
+def test_a_load_with_and_without_moves_is_simulated(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    arguments = ["migrate", "--quick", "--part", "simulated", "--json", str(file)]
+    result = CliRunner().invoke(bench, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    content = json.loads(file.read_text())
+    report.validate(content)
+    ours = {row["metric"]: row for row in content["rows"] if row["case"].startswith("requests move")}
+    for metric in ("TTFT", "TBT, longest tenth of a request", "whole answer"):
+        assert ours[metric]["peer"] == ours[f"{metric}, p99"]["peer"] == "requests stay"
+
+
 @pytest.mark.slow
 async def test_moves_of_a_small_cluster_are_measured(tmp_path: Path) -> None:
     file = tmp_path / "report.json"

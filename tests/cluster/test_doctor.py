@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 import pytest_asyncio
 from rich.console import Console
@@ -28,6 +27,9 @@ from moonpool.prefill_node.node import PrefillNode
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.service.lifecycle import ServiceContext
 from tests.cluster.conftest import another, eventually, small_config, started
+from tests.lazily import Lazily
+
+openai = Lazily("openai")
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -16,7 +16,6 @@ import pytest
 import pytest_asyncio
 import tokenizers
 import torch
-import transformers
 from click.testing import CliRunner
 
 from moonpool.cli import cli
@@ -26,6 +25,9 @@ from moonpool.local.cluster import LocalCluster
 from moonpool.runtime.config.options import ModelOptions, ParallelOptions
 from tests.cluster.conftest import eventually, small_config
 from tests.cluster.test_ranks import DEMO, GREEDY, is_back, nodes, rank_pid
+from tests.lazily import Lazily
+
+transformers = Lazily("transformers")
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import numpy as np
-import openai
 import pytest
 
 from moonpool.client import Client
@@ -22,6 +21,9 @@ from moonpool.runtime.config.options import Config
 from moonpool.runtime.security.process import Security
 from moonpool.runtime.security.roles import Caller
 from tests.cluster.conftest import eventually
+from tests.lazily import Lazily
+
+openai = Lazily("openai")
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

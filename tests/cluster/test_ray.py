@@ -16,6 +16,7 @@ import pytest
 import pytest_asyncio
 
 from moonpool.client import Client, Reply
+from moonpool.conductor.fleet.errors import ProviderFailed
 from moonpool.conductor.fleet.providers.provider import FAILED, RUNNING
 from moonpool.conductor.fleet.providers.ray import RayProvider
 from moonpool.errors import ApiError
@@ -151,6 +152,17 @@ async def test_operators_scale_and_a_node_that_is_stopped_leaves_nothing(
 
         await eventually(left, timeout_s=240)
         await provider.stop(name)  # idempotent
+
+
+async def test_a_planner_of_an_older_epoch_is_refused(provider: RayProvider) -> None:
+    before = {one.node_id for one in await provider.list()}
+    await provider.stop("decode-unheard-of", fence=3)
+    for call in (provider.start("decode", "", fence=2), provider.stop(min(before), fence=2)):
+        with pytest.raises(ProviderFailed, match="a planner of epoch 2 asks, and one of epoch 3 has asked"):
+            await call
+    await provider.stop("decode-unheard-of", fence=3)
+    await provider.stop("decode-unheard-of")  # an operator's
+    assert {one.node_id for one in await provider.list() if one.state == RUNNING} == before
 
 
 async def test_a_node_that_fails_at_its_start_tells_why_and_leaves_others_alone(

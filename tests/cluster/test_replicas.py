@@ -17,7 +17,6 @@ import pytest
 import pytest_asyncio
 import tokenizers
 import torch
-import transformers
 
 from moonpool.client import Client, Reply
 from moonpool.commands.status import state_of
@@ -29,7 +28,10 @@ from moonpool.local.cluster import LocalCluster
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
 from tests.cluster.conftest import eventually, kill, nodes, small_config
+from tests.lazily import Lazily
 from tests.processes import are_gone, children_of, descendants_of
+
+transformers = Lazily("transformers")
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 
 from moonpool.client import Client, Reply
+from moonpool.kvstore.index.redis.client import connect
 from moonpool.local.cluster import LocalCluster
 from moonpool.runtime.service.child import Child
 from tests.cluster.conftest import another, eventually
@@ -189,3 +190,13 @@ async def test_who_may_not_go_on_with_a_stream_is_told_why(cluster: LocalCluster
         count = int(position.split("-")[0])
         status, text = await resumed(f"{name}:{count}-00000000")
         assert (status, "came out differently" in text) == (409, True)
+        redis = connect(cluster.config.index.redis_url)
+        try:
+            # As they do a while after their stream.
+            kept = [key async for key in redis.scan_iter(match="*:stream:*")]
+            assert kept
+            await redis.delete(*kept)
+        finally:
+            await redis.aclose()
+        status, text = await resumed(last_id)
+        assert (status, "can no longer be resumed" in text) == (410, True)

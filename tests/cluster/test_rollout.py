@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -15,7 +17,8 @@ import pytest_asyncio
 from moonpool.client import Client, Reply
 from moonpool.errors import ApiError
 from moonpool.local.cluster import LocalCluster
-from tests.cluster.conftest import eventually, nodes, small_config
+from moonpool.runtime.service.child import Child
+from tests.cluster.conftest import another, eventually, nodes, small_config, started
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -25,10 +28,20 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 120, "ignore_eos": Tru
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCluster]:
     config = small_config()
-    config = replace(config, cluster=replace(config.cluster, prefill=1, decode=2))
+    config = replace(
+        config,
+        cluster=replace(config.cluster, prefill=1, decode=2),
+        # One target that every request keeps, and one that only an answer all at once does; all are served.
+        conductor=replace(config.conductor, slo_ttft_s=60.0, slo_tbt_s=1e-4, rejection="none"),
+    )
     directory: Path = tmp_path_factory.mktemp("rollout")
     async with LocalCluster(config, directory=directory, restart=True, supervises=True) as running:
         yield running
+
+
+def beside(cluster: LocalCluster, conductor: Child) -> Client:
+    """A client of another conductor, which may do everything."""
+    return Client(str(conductor.ready["url"]), security=cluster.client()._security)
 
 
 async def answer(client: Client, number: int) -> str:
@@ -88,7 +101,9 @@ async def test_all_nodes_are_replaced_under_load(cluster: LocalCluster) -> None:
         assert (found["state"], found["reason"]) == ("done", "")
         assert {move["old"] for move in found["moves"]} == {"prefill-0", "decode-0", "decode-1"}
         assert all(move["state"] == "done" and move["probe_s"] > 0 for move in found["moves"])
-        assert found["attained"] == {"ttft": 1.0, "tbt": 1.0}
+        assert found["attained"]["ttft"] == 1.0
+        assert found["attained"]["tbt"] < 0.1
+        assert found["num_conductors"] == 1
         assert await supplied(client) == {"prefill-1", "decode-2", "decode-3"}
         options = [cluster.children[name]._command for name in ("prefill-1", "decode-2", "decode-3")]
         assert all("engine.max_batch_size=24" in command for command in options)
@@ -142,5 +157,81 @@ async def test_what_cannot_be_rolled_out_is_refused(cluster: LocalCluster) -> No
         for settings in ([], ["node.id=x"], ["security.cluster_key=x"], ["engine"]):
             with pytest.raises(ApiError, match="a rollout"):
                 await client.rollout(settings, 1.0)
-        with pytest.raises(ApiError, match="no rollout of this conductor runs"):
+        with pytest.raises(ApiError, match="no rollout runs"):
             await client.abort_rollout()
+
+
+async def test_no_conductor_places_requests_on_a_node_that_is_watched(cluster: LocalCluster) -> None:
+    second = another(cluster, "rollout-beside", "conductor", "conductor.leave_s=0")
+    async with cluster.client() as client, started(second), beside(cluster, second) as other:
+        await client.rollout(["engine.max_batch_size=20"], 3.0)
+        num_checked = 0
+        while (found := await client.rollout_status())["state"] == "running":
+            watched = {move["new"] for move in found["moves"] if move["state"] == "watched"}
+            for asked in (client, other):
+                reply = Reply()
+                async for _ in asked.complete("In the beginning", reply, **GREEDY | {"max_tokens": 4}):
+                    pass
+                summary = (await asked.timeline(reply.id))["summary"]
+                known = await nodes(asked)
+                for name in watched:
+                    # Not one that has passed since.
+                    if name in known and known[name]["state"] == "gated":
+                        assert name not in (summary["prefill_node"], summary["decode_node"])
+                        num_checked += 1
+        assert found["state"] == "done", found
+        assert num_checked >= 2 * len(found["moves"])
+
+        async def all_open() -> bool:
+            known = [await nodes(asked) for asked in (client, other)]
+            return {one[move["new"]]["state"] for one in known for move in found["moves"]} == {"ready"}
+
+        await eventually(all_open)
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+async def test_another_conductor_goes_on_with_a_rollout(cluster: LocalCluster, fault: signal.Signals) -> None:
+    options = (
+        "conductor.leave_s=0",
+        "fleet.provider=local",
+        f"fleet.supervisor={cluster.supervisor_address}",
+    )
+    runs = another(cluster, f"rollout-{fault.name}", "conductor", *options)
+    size = {signal.SIGKILL: 28, signal.SIGSTOP: 30}[fault]
+    async with cluster.client() as client:
+        before = await supplied(client)
+        async with load(client):
+            await runs.start()
+            try:
+                await runs.wait_ready(60)
+                async with beside(cluster, runs) as other:
+
+                    async def sees_all() -> bool:
+                        found = await nodes(other)
+                        return all(found.get(name, {}).get("state") == "ready" for name in before)
+
+                    await eventually(sees_all)
+                    await other.rollout([f"engine.max_batch_size={size}"], 1.0)
+
+                    async def second_is_watched() -> bool:
+                        moves = (await client.rollout_status())["moves"]
+                        return len(moves) == 2 and moves[1]["state"] == "watched"
+
+                    await eventually(second_is_watched, timeout_s=200)
+                    os.kill(runs.pid, fault)
+                    found = await finished(client)
+                assert (found["state"], found["reason"], found["num_conductors"]) == ("done", "", 2)
+                after = await supplied(client)
+                assert after == {move["new"] for move in found["moves"]}
+                assert len(after) == len(before)
+                if fault is signal.SIGSTOP:
+                    os.kill(runs.pid, signal.SIGCONT)
+                    async with beside(cluster, runs) as other:
+                        # It knows that it was superseded, and changes nothing.
+                        assert (await finished(other))["num_conductors"] == 2
+            finally:
+                runs.kill()
+                await runs.wait()
+        assert await supplied(client) == after
+        for name in after:
+            assert f"engine.max_batch_size={size}" in cluster.children[name]._command

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
-import openai
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moonpool.client import Client, Reply
 from moonpool.local.cluster import LocalCluster
 from moonpool.runtime.config.options import Config
 from tests.cluster.conftest import eventually
+from tests.lazily import Lazily
+
+openai, transformers = Lazily("openai"), Lazily("transformers")
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -30,7 +32,7 @@ def openai_client(cluster: LocalCluster) -> openai.AsyncOpenAI:
 def reference():
     """Greedy continuation by transformers, in float32."""
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
 
     def generate(token_ids: list[int], count: int) -> list[int]:
@@ -48,7 +50,7 @@ def reference():
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
-    vocab = AutoTokenizer.from_pretrained(MODEL).vocab_size
+    vocab = transformers.AutoTokenizer.from_pretrained(MODEL).vocab_size
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(10, vocab - 1, (length,), generator=generator).tolist()
 
@@ -188,3 +190,27 @@ async def test_too_long_a_prompt_is_refused_with_the_numbers(openai_client) -> N
 async def test_an_unknown_model_is_not_found(openai_client) -> None:
     with pytest.raises(openai.NotFoundError, match="gpt-9"):
         await openai_client.completions.create(model="gpt-9", prompt="x")
+
+
+async def test_answers_match_what_is_asked_for(
+    cluster: LocalCluster, openai_client: openai.AsyncOpenAI
+) -> None:
+    """Over a hand-over: the first token is the prefill node's."""
+    schema = {"type": "object", "properties": {"a": {"enum": ["ja", "größer"]}}, "required": ["a"]}
+    form = {"name": "x", "schema": {**schema, "additionalProperties": False}}
+    answers = await asyncio.gather(
+        *(
+            openai_client.chat.completions.create(
+                model=Config().model.served_name,
+                messages=[{"role": "user", "content": f"{seed}. Say."}],
+                response_format={"type": "json_schema", "json_schema": form},
+                temperature=1.0,
+                seed=seed,
+                max_tokens=100,
+            )
+            for seed in range(4)
+        )
+    )
+    for answer in answers:
+        assert answer.choices[0].finish_reason == "stop"
+        assert json.loads(str(answer.choices[0].message.content))["a"] in ("ja", "größer")

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
-import openai
 import pytest
 import pytest_asyncio
 
@@ -24,6 +23,9 @@ from moonpool.runtime import rpc
 from moonpool.runtime.config.options import Config
 from tests.cluster.conftest import eventually
 from tests.forked import run_module
+from tests.lazily import Lazily
+
+openai = Lazily("openai")
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -103,9 +103,10 @@ async def test_a_tenant_keeps_no_more_than_its_quota_and_others_keep_theirs(shar
         assert await ask("sk-other", other) >= 300, "the other tenant's blocks are all there"
         assert await ask("sk-small", prompts[-1]) >= 80, "the latest chain is what it kept"
         assert await ask("sk-small", prompts[0]) == 0
-        found = (await metrics_of_nodes())["prefill"]
-        assert 0.1 < found["moonpool_prefix_hit_ratio"] < 1
-        assert found['moonpool_tenant_prompt_tokens_total{source="pool",tenant="other"}'] >= 300
+        found = (await metrics_of_nodes()).values()  # a decode node computes what little is not cached there
+        assert any(0.1 < one.get("moonpool_prefix_hit_ratio", 0) < 1 for one in found)
+        tokens = 'moonpool_tenant_prompt_tokens_total{source="pool",tenant="other"}'
+        assert sum(one.get(tokens, 0) for one in found) >= 300
         await eventually(trimmed)  # the last prompt too
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import aiohttp
 import numpy as np
-import openai
 import pytest
 import pytest_asyncio
 
@@ -25,6 +24,9 @@ from moonpool.runtime import rpc
 from moonpool.runtime.config.options import Config
 from tests.cluster.conftest import channel_as, eventually, kill, small_config
 from tests.cluster.test_serving import BLOCK_SIZE, greedy, prompt_of
+from tests.lazily import Lazily
+
+openai = Lazily("openai")
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

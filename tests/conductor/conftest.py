@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ from moonpool.conductor.request import GenerateRequest, TokenEvent, TokenLogprob
 from moonpool.conductor.server import ApiServer
 from moonpool.conductor.text.chat_template import load_chat_template
 from moonpool.conductor.text.tokenizer import Tokenizer
+from moonpool.protos import node_pb2
 from moonpool.runtime.config.options import ConductorOptions
+from moonpool.runtime.structure.grammars import Grammars
 from tests.conductor.core_nodes import RedisProcess, redis_process
 
 CHAT_TEMPLATE = (
@@ -90,6 +93,31 @@ class ScriptedFleet:
         return answer
 
 
+class ScriptedAdapters:
+    """LoRA adapters by name, without nodes."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, node_pb2.Adapter] = {}
+        self.error: Exception | None = None
+
+    def find(self, name: str) -> node_pb2.Adapter | None:
+        return self.known.get(name)
+
+    def all(self) -> list[node_pb2.Adapter]:
+        return list(self.known.values())
+
+    async def load(self, name: str, path: str, *, replace: bool) -> node_pb2.Adapter:
+        if self.error is not None:
+            raise self.error
+        self.known[name] = node_pb2.Adapter(name=name, path=path, digest="d" * 32, rank=8)
+        return self.known[name]
+
+    async def unload(self, name: str) -> None:
+        if self.error is not None:
+            raise self.error
+        del self.known[name]
+
+
 class ScriptedConductor:
     """What the API sees of a core. ``script`` says for each request what comes: token ids, or errors."""
 
@@ -106,6 +134,7 @@ class ScriptedConductor:
         self.is_ready = True
         self.timelines: dict[str, RequestTimeline] = {}
         self.fleet = ScriptedFleet()
+        self.adapters = ScriptedAdapters()
         self.num_others = 0
 
     def says(self, text: str, *after: Any) -> list[Any]:
@@ -236,6 +265,7 @@ async def serving(checkpoint: Path, options: ConductorOptions) -> AsyncIterator[
         defaults=SamplingDefaults.from_checkpoint(checkpoint),
         metrics=RequestMetrics("tiny", registry),
         options=options,
+        grammars=Grammars(checkpoint, core.model.vocab_size, core.model.eos_token_ids),
     )
     server = ApiServer(context)
     await server.start()
@@ -265,3 +295,28 @@ def redis() -> Iterator[RedisProcess]:
 @pytest.fixture
 def url(redis: RedisProcess) -> str:
     return redis.url
+
+
+TOOL_TEMPLATE = (
+    "{% if tools %}<|system|>Call these as <tool_call>: {{ tools | tojson }}<|eos|>{% endif %}"
+    "{% for m in messages %}<|{{ 'user' if m.role == 'tool' else m.role }}|>{{ m.content or '' }}"
+    "{% for call in m.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|eos|>"
+    "{% endfor %}<|assistant|>"
+)
+
+
+@pytest.fixture
+async def tools_api(checkpoint: Path, tmp_path: Path) -> AsyncIterator[Api]:
+    """With a template that shows tools, and room for their descriptions."""
+    path = tmp_path / "tiny"
+    shutil.copytree(checkpoint, path)
+    (path / "chat_template.jinja").write_text(TOOL_TEMPLATE)
+    async with serving(path, ConductorOptions(port=0)) as running:
+        running.core.model = replace(running.core.model, max_model_len=8192)
+        yield running
+
+
+def prompt_of(api: Api) -> str:
+    """The text of the latest request's prompt."""
+    token_ids = api.core.requests[-1].prompt_token_ids
+    return api.core.tokenizer.decode(token_ids, skip_special=False)

@@ -77,7 +77,10 @@ async def obedient(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
 
 
 class ScriptedNode(
-    node_pb2_grpc.PrefillNodeServicer, node_pb2_grpc.DecodeNodeServicer, node_pb2_grpc.NodeServicer
+    node_pb2_grpc.PrefillNodeServicer,
+    node_pb2_grpc.DecodeNodeServicer,
+    node_pb2_grpc.NodeServicer,
+    node_pb2_grpc.AdaptersServicer,
 ):
     """Either role. ``script(node, work, index)`` runs before each token: it may wait, raise or kill."""
 
@@ -93,6 +96,8 @@ class ScriptedNode(
         self.cancelled: list[tuple[str, int]] = []
         self.copied: list[tuple[str, int]] = []  # source, number of blocks
         self.stop_at = -1  # index of the token that ends a sequence by itself; -1: none
+        self.adapters: dict[str, node_pb2.Adapter] = {}
+        self.adapter_error: MoonpoolError | None = None
         self.dead = False
         self.deaf = False  # cancels do not reach it
         # Waits until a new request has its blocks.
@@ -117,7 +122,10 @@ class ScriptedNode(
             node_pb2_grpc.add_DecodeNodeServicer_to_server,
         ][self.role == "decode"]
         node = node_pb2_grpc.add_NodeServicer_to_server
-        self._server, self.port = await rpc.serve([(add, self), (node, self)], "127.0.0.1", port)
+        adapters = node_pb2_grpc.add_AdaptersServicer_to_server
+        self._server, self.port = await rpc.serve(
+            [(add, self), (node, self), (adapters, self)], "127.0.0.1", port
+        )
 
     async def die(self) -> None:
         """As abrupt as it can be within one process: every connection breaks, and no more heartbeats."""
@@ -161,8 +169,12 @@ class ScriptedNode(
     def _record(self) -> NodeRecord:
         address = f"127.0.0.1:{self.port}"
         kv = node_pb2.KvAddress(node_id=self.node_id, epoch=self.record.epoch, rpc_address=address)
+        adapters = {
+            name: (one.digest, one.path, one.rank, one.loaded_unix_s) for name, one in self.adapters.items()
+        }
         return replace(
             self.record,
+            extra={**self.record.extra, "adapters": adapters},
             rpc_address=address,
             state=self.state,
             load=self.load,
@@ -236,6 +248,26 @@ class ScriptedNode(
             del self.held[key]
             self.publisher.removed(key)
         return node_pb2.EvictReply(num_blocks=request.num_blocks)
+
+    async def Load(
+        self, request: node_pb2.LoadAdapterRequest, context: ServicerContext[Any, Any]
+    ) -> node_pb2.Adapter:
+        if self.adapter_error is not None:
+            raise self.adapter_error
+        self.adapters[request.name] = node_pb2.Adapter(
+            name=request.name,
+            digest=f"{zlib.crc32(request.path.encode()):032x}",
+            path=request.path,
+            rank=8,
+            loaded_unix_s=request.loaded_unix_s,
+        )
+        return self.adapters[request.name]
+
+    async def Unload(
+        self, request: node_pb2.UnloadAdapterRequest, context: ServicerContext[Any, Any]
+    ) -> node_pb2.UnloadAdapterReply:
+        was_known = self.adapters.pop(request.name, None) is not None
+        return node_pb2.UnloadAdapterReply(was_known=was_known)
 
     def tell(self, conductor_id: str, *tokens: node_pb2.TokenOut) -> None:
         running = len(self._tasks)
@@ -317,10 +349,15 @@ class Cluster:
         self.nodes: dict[str, ScriptedNode] = {}
         self._former: list[ScriptedNode] = []  # earlier lives
 
-    async def add(self, node_id: str, script: Script = obedient) -> ScriptedNode:
-        """A node by its name ("p0" prefills, "d0" decodes, "s0" stores), which the conductor knows then."""
+    async def add(self, node_id: str, script: Script = obedient, **given: Any) -> ScriptedNode:
+        """A node by its name ("p0" prefills, "d0" decodes, "s0" stores), which the conductor knows then.
+
+        ``given``: attributes that it has before the conductor knows it, and may use it.
+        """
         role = {"p": "prefill", "s": "store"}.get(node_id[0], "decode")
         node = ScriptedNode(self.index, node_id, role, script)
+        for name, value in given.items():
+            setattr(node, name, value)
         if node_id in self.nodes:
             self._former.append(self.nodes[node_id])
         self.nodes[node_id] = await node.start()

@@ -18,6 +18,7 @@ from moonpool.conductor.errors import (
     RequestRejected,
 )
 
+LOOK = {"type": "function", "function": {"name": "look"}}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -113,8 +114,13 @@ def check_shape(answer: Any) -> Any:
         ("user", 5),
         ("model", 5),
         ("suffix", "the end"),
-        ("response_format", {"type": "json_object"}),
-        ("structured_outputs", {"regex": ".*"}),
+        ("response_format.type", {"type": "xml"}),
+        ("response_format", {"type": "json_schema"}),
+        ("structured_outputs", {"regex": ".*", "choice": ["a"]}),
+        ("structured_outputs.choice", {"choice": []}),
+        ("structured_outputs.xml", {"xml": "a"}),
+        ("guided_json", {"type": "object"}),
+        ("tools", [{"type": "function", "function": {"name": "look"}}]),
     ],
 )
 async def test_a_wrong_field_of_a_completion_is_named(api: Any, field: str, value: Any) -> None:
@@ -149,7 +155,29 @@ async def test_a_wrong_field_of_a_completion_is_named(api: Any, field: str, valu
         ("max_tokens", {"messages": HI, "max_tokens": 0}),
         ("max_completion_tokens", {"messages": HI, "max_completion_tokens": 256}),
         ("min_tokens", {"messages": HI, "max_tokens": 2, "min_tokens": 3}),
-        ("tools", {"messages": HI, "tools": [{"type": "function"}]}),
+        ("tools[0].function", {"messages": HI, "tools": [{"type": "function"}]}),
+        (
+            "tools[0].function.name",
+            {"messages": HI, "tools": [{"type": "function", "function": {"name": "a b"}}]},
+        ),
+        ("tool_choice", {"messages": HI, "tool_choice": "required"}),
+        (
+            "tool_choice",
+            {
+                "messages": HI,
+                "tools": [LOOK],
+                "tool_choice": {"type": "function", "function": {"name": "go"}},
+            },
+        ),
+        (
+            "tool_choice",
+            {
+                "messages": HI,
+                "tools": [LOOK],
+                "tool_choice": "required",
+                "response_format": {"type": "json_object"},
+            },
+        ),
         ("chat_template_kwargs", {"messages": HI, "chat_template_kwargs": 5}),
         (
             "continue_final_message",

@@ -44,3 +44,16 @@ async def test_an_answer_says_where_it_was_computed_and_why_when_asked(api: Any,
     async with api.client.post(api.url + "/v1/completions", **options) as response:
         assert response.status == 400
         assert "x-moonpool-explain must be 0 or 1" in (await response.json())["error"]["message"]
+
+
+async def test_the_list_of_requests_says_what_came_of_each_prefix(api: Any) -> None:
+    def script(request: Any) -> list[Any]:
+        api.core.timelines[request.request_id].summary.prefix_outcome = "dropped"
+        return list(api.core.says("Hi."))
+
+    api.core.script = script
+    async with api.client.post(api.url + "/v1/completions", json={"prompt": ["In", "the"]}) as response:
+        assert response.status == 200
+    async with api.client.get(api.url + "/v1/requests") as response:
+        [listed] = (await response.json())["data"]
+    assert listed["prefix_outcome"] == "dropped"

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-import openai
 import pytest
 
 from moonpool.conductor.errors import NoNodes, RequestRejected
+from tests.lazily import Lazily
+
+openai = Lazily("openai")
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]
 

@@ -127,13 +127,13 @@ async def test_the_next_turn_goes_where_its_blocks_are(url: str) -> None:
         await cluster.generate(request(prompt=prompt, tenant="tenant"))
         timeline = cluster.conductor.timeline("r")
         assert timeline is not None
-        assert timeline.summary.reason == "locality"
+        assert (timeline.summary.reason, timeline.summary.prefix_outcome) == ("locality", "hit")
         assert (timeline.summary.prefill_node, timeline.summary.decode_node) == ("p1", "d1")
         # Another tenant's equal tokens are not equal blocks.
         await cluster.generate(request("other", prompt=prompt, tenant="other"))
         other = cluster.conductor.timeline("other")
         assert other is not None
-        assert other.summary.reason == "load"
+        assert (other.summary.reason, other.summary.prefix_outcome) == ("load", "salted")
 
 
 async def test_a_prefix_worth_fetching_names_its_holder(url: str) -> None:

@@ -6,14 +6,17 @@ import asyncio
 import contextlib
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
 
+from moonpool.conductor.admission.tenants import Tenant
 from moonpool.conductor.errors import RequestInvalid, RequestRejected
 from moonpool.conductor.request import SamplingParams
 from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.blocks.vllm_keys import VllmChain
 from tests.conductor.core_nodes import MODEL, PROMPT, continuation, request, running
-from tests.conductor.engine_server import KEY, EngineServer, engines, keys_of, state_of
+from tests.conductor.engine_server import KEY, NONE_HASH, EngineServer, engines, keys_of, state_of
 
 
 async def test_a_request_is_served_and_told_of(url: str) -> None:
@@ -170,6 +173,38 @@ async def test_what_does_not_fit_is_not_used(url: str, facts: dict[str, Any], wh
         assert why in node["incompatible"]
         await engine.die()
         await engine.publisher.close()
+
+
+async def test_a_prompt_that_only_an_engine_of_another_layout_has_is_told_of(url: str) -> None:
+    other = VllmChain(bytes(range(1, 17)), NONE_HASH)
+    [probe], _ = other.extend(np.arange(MODEL.block_size, dtype=np.int32), MODEL.block_size, None)
+    async with running(url, namespace="layouts", engine_key=KEY) as cluster:
+        used = EngineServer("e0")
+        unused = EngineServer("e1", fingerprint=bytes(range(1, 17)).hex(), probe=probe.hex())
+        async with engines(cluster, used), engines(cluster, unused):
+            assert state_of(cluster, "e1") == "incompatible"
+            keys, _ = other.extend(request().prompt_token_ids, MODEL.block_size, None)
+            await unused.hold(keys)
+            mirror = cluster.conductor._deps.registry.mirror
+            await cluster.until(lambda: mirror.longest_prefix(keys))
+            for name, tenant in (("r", ""), ("other", "one")):
+                await cluster.events(request(name, tenant=tenant, max_tokens=2))
+            found = [cluster.conductor.timeline(name) for name in ("r", "other")]
+            outcomes = [each.summary.prefix_outcome for each in found if each is not None]
+            assert outcomes == ["layout", "salted"], "of a tenant's own prompts only"
+            assert not unused.bodies
+
+
+async def test_an_engine_is_told_whose_quota_counts(url: str) -> None:
+    async with running(url, namespace="quotas", engine_key=KEY) as cluster:
+        engine = EngineServer("e0")
+        async with engines(cluster, engine):
+            client = Tenant("acme", cached_nbytes=1 << 20)
+            for name, owner in (("r", client), ("s", Tenant())):
+                await cluster.events(request(name, client=owner, max_tokens=2))
+            owned, unowned = engine.bodies
+            assert owned["kv_transfer_params"] == {"tenant": "acme", "tenant_cached_nbytes": 1 << 20}
+            assert "kv_transfer_params" not in unowned
 
 
 async def test_costs_are_learned(url: str) -> None:

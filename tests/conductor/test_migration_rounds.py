@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from moonpool.kvstore.index.redis.node_record import NodeLoad
 from moonpool.protos import node_pb2
 from tests.conductor.core_nodes import (
     PROMPT,
@@ -57,9 +58,7 @@ async def test_one_request_leaves_a_node_whose_steps_are_too_long(
         members = cluster.conductor._deps.registry.members
 
         async def add(node_id: str) -> None:
-            node = await cluster.add(node_id, script)
-            node.profile, node.take = PROFILE, take
-            await node.announce()
+            await cluster.add(node_id, script, profile=PROFILE, take=take)
             await cluster.until(lambda: members[node_id].view.cost.profile.decode_sequence_s > 0)
 
         await add("d0")
@@ -76,6 +75,39 @@ async def test_one_request_leaves_a_node_whose_steps_are_too_long(
         # Two take 3 ms a step: fast enough, and so the others stay.
         assert len(moved) == (causes == ("hot-spot",))
         assert not any("retry" in cluster.names(one) for one in names)
+
+
+async def test_a_node_that_drains_is_left_at_once_for_one_that_warms_up(redis: RedisProcess) -> None:
+    """Though another one is warm, and has no room."""
+    go_on, taken = asyncio.Event(), asyncio.Semaphore(0)
+
+    async def script(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
+        if index == (STOP if work.attempt == 0 else STOP + 2):
+            await go_on.wait()
+
+    async def take(decode: node_pb2.DecodeRequest) -> list[int]:
+        taken.release()
+        return PROMPT + continuation(PROMPT, STOP)
+
+    async with asyncio.timeout(60), running(redis.url, "p0", namespace="warms", rejection="none") as cluster:
+        members = cluster.conductor._deps.registry.members
+        await cluster.add("d0", script)
+        for number in range(8):
+            await cluster.generate(request(f"warms-{number}", max_tokens=2))
+        names = [f"r{number}" for number in range(6)]
+        asked = [asyncio.create_task(cluster.generate(request(one, max_tokens=NUM_TOKENS))) for one in names]
+        await cluster.until(lambda: all("transferred" in cluster.names(one) for one in names))
+        await cluster.add("d1", script, load=NodeLoad(num_blocks=4096, free_blocks=0), take=take)
+        await cluster.add("d2", script, take=take)
+        await cluster.until(lambda: members["d1"].view.num_free_blocks == 0)
+        cluster.nodes["d0"].state = "draining"
+        await cluster.nodes["d0"].announce()
+        for _ in names:
+            await taken.acquire()
+        go_on.set()
+        assert await asyncio.gather(*asked) == [continuation(PROMPT, NUM_TOKENS)] * len(names)
+        moved = [cluster.conductor.timeline(one).summary.decode_node for one in names]
+        assert moved == ["d2"] * len(names)
 
 
 @pytest.mark.parametrize(("cause", "priority"), [("defragment", 0), ("priority", -1)])
@@ -116,9 +148,8 @@ async def test_a_request_leaves_to_make_room_for_one_that_waits(
         second = asyncio.create_task(cluster.generate(asked))
         members = cluster.conductor._deps.registry.members
         await cluster.until(lambda: members["d0"].view.num_waiting == 1)
-        other = await cluster.add("d1", script)
-        other.take, other.load = take, replace(other.load, free_blocks=OTHER_BLOCKS)
-        await other.announce()
+        room = NodeLoad(num_blocks=4096, free_blocks=OTHER_BLOCKS)
+        await cluster.add("d1", script, load=room, take=take)
         await moved.wait()
         admitted.set()
         go_on.set()

@@ -22,6 +22,7 @@ from moonpool.conductor.fleet.registry import NodeRegistry
 from moonpool.conductor.fleet.removal import Reuse
 from moonpool.conductor.observing.demand import DemandCounter
 from moonpool.conductor.observing.slo import Slo
+from moonpool.conductor.placing.load_ledger import LoadLedger
 from moonpool.conductor.placing.node_table import NodeTable
 from moonpool.conductor.placing.node_view import NodeView
 from moonpool.conductor.planning.lease import PlannerLease
@@ -98,7 +99,10 @@ class Fleet:
             state="ready",
             reuse=Reuse(),
             view=view,
+            load=LoadLedger(view, self._clock, lambda _: None),
             available=lambda now_s: True,
+            warming=False,
+            first_token_s=None,
             client=SimpleNamespace(switch=partial(self._switch, name)),
         )
         self._tables[role].add(view)

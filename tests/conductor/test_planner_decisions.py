@@ -20,9 +20,9 @@ from moonpool.conductor.planning.loads import (
     DecodeLoad,
     Need,
     PrefillLoad,
-    clear_within_s,
     decode_need,
     prefill_need,
+    queue_need,
 )
 from moonpool.conductor.planning.plan import (
     ADD,
@@ -192,18 +192,21 @@ def test_while_a_provider_fails_nothing_is_asked_for() -> None:
 def test_more_load_never_needs_fewer_nodes(
     rate: float, compute_s: float, variation: float, ttft_s: float, more: float
 ) -> None:
-    load, slo = PrefillLoad(rate, compute_s, variation), Slo(ttft_s=ttft_s)
-    need = prefill_need(load, slo, attained=0.95, clear_s=10.0).nodes
+    load, slo = PrefillLoad(rate, compute_s, variation, mean_per_s=rate), Slo(ttft_s=ttft_s)
+    need = prefill_need(load, slo, attained=0.95, join_s=10.0, ready=2).nodes
     assert need >= max(1, rate * compute_s)
-    for heavier in (replace(load, requests_per_s=rate * more), replace(load, queued_s=more * 10)):
-        assert prefill_need(heavier, slo, attained=0.95, clear_s=10.0).nodes >= need
+    for heavier in (
+        replace(load, requests_per_s=rate * more, mean_per_s=rate * more),
+        replace(load, queued_s=more * 10),
+    ):
+        assert prefill_need(heavier, slo, attained=0.95, join_s=10.0, ready=2).nodes >= need
 
 
 def test_the_need_keeps_the_slo_in_a_queue() -> None:
     """Simulated: Poisson arrivals, exponential work, first come first served, on as many nodes."""
     rng, rate, compute_s, slo_s = random.Random(1), 20.0, 0.5, 1.5
     need = prefill_need(
-        PrefillLoad(rate, compute_s, 1.0), Slo(ttft_s=slo_s), attained=0.95, clear_s=10.0
+        PrefillLoad(rate, compute_s, 1.0), Slo(ttft_s=slo_s), attained=0.95, join_s=10.0, ready=2
     ).nodes
     free_s, now_s, late, num_requests = [0.0] * need, 0.0, 0, 40_000
     for _ in range(num_requests):
@@ -217,13 +220,23 @@ def test_the_need_keeps_the_slo_in_a_queue() -> None:
 
 
 def test_work_that_waits_is_done_in_time_by_nodes_that_have_yet_to_join() -> None:
-    slo = Slo(ttft_s=30.0)
-    assert clear_within_s(slo, 1.0, join_s=10.0) == 19.0
-    assert clear_within_s(slo, 1.0, join_s=25.0) == pytest.approx(29 / 3)
-    assert clear_within_s(slo, 1.0, join_s=60.0) == 60.0  # what waits is late by then
-    assert clear_within_s(Slo(), 1.0, join_s=2.0) == 10.0
-    load = PrefillLoad(2.0, 1.0, 1.0, queued_s=380.0)
-    assert prefill_need(load, slo, attained=0.95, clear_s=19.0).nodes == 20
+    slo = Slo(ttft_s=31.0)  # 0.7 × 30 s may be waited for
+    load = PrefillLoad(2.0, 1.0, 1.0, queued_s=160.0)
+    assert queue_need(load, slo, join_s=10.0, ready=5) == pytest.approx((160 - 50) / 11)
+    # All that 20 more nodes' worth brings until they serve waits too: 160 + 15 × 10 s.
+    burst = replace(load, latest_nodes=20.0)
+    assert queue_need(burst, slo, join_s=10.0, ready=5) == pytest.approx(310 / 21)
+    assert queue_need(load, slo, join_s=10.0, ready=99) == pytest.approx(160 / 21)
+    assert queue_need(load, slo, join_s=60.0, ready=5) == pytest.approx(160 / 60)  # late by then
+    assert queue_need(load, Slo(), join_s=2.0, ready=5) == 16.0
+    assert prefill_need(burst, slo, attained=0.95, join_s=10.0, ready=5).nodes == 15
+
+
+def test_where_requests_can_wait_for_nodes_to_join_a_burst_needs_them_for_its_work_alone() -> None:
+    load = PrefillLoad(40.0, 1.0, 1.0, queued_s=40.0, mean_per_s=5.0, latest_nodes=40.0)
+    patient = prefill_need(load, Slo(ttft_s=61.0), attained=0.95, join_s=10.0, ready=10).nodes
+    hurried = prefill_need(load, Slo(ttft_s=3.0), attained=0.95, join_s=10.0, ready=10).nodes
+    assert patient < 15 < 40 <= hurried
 
 
 def test_decode_nodes_keep_the_step_and_the_pool() -> None:

@@ -23,11 +23,20 @@ class Asking:
         self.watch = PrefixWatch(SIZE, lambda: self.now_s)
 
     def __call__(
-        self, tokens: list[int], salt: bytes = b"a", *, tenant: str = "", held: int = 0, used: int = 0
+        self,
+        tokens: list[int],
+        salt: bytes = b"a",
+        *,
+        tenant: str = "",
+        held: int = 0,
+        used: int = 0,
+        elsewhere: bool = False,
     ) -> str:
         ids = np.array(tokens, np.int32)
         keys = chain(salt, ids, SIZE)
-        return self.watch.note(tenant, salt, ids, keys, held={"n": held}, num_used_tokens=used)
+        return self.watch.note(
+            tenant, salt, ids, keys, held={"n": held}, num_used_tokens=used, elsewhere=lambda: elsewhere
+        )
 
 
 @pytest.fixture
@@ -58,6 +67,14 @@ def test_the_same_tokens_of_another_salt_are_told_apart_from_new_ones(ask: Askin
     assert [ask(BODY, salt) for salt in (b"a", b"b", b"c")] == ["new", "salted", "salted"]
     assert ask.watch.to_dict()["num_salts"] == 3
     assert ask.watch.to_dict()["num_salts_once"] == 3
+
+
+def test_what_only_another_layout_has_is_told_apart_from_what_is_new_or_lost(ask: Asking) -> None:
+    assert ask(BODY, elsewhere=True) == "layout"
+    assert ask(BODY, b"b", elsewhere=True) == "layout"
+    ask.now_s = 6.0
+    assert ask(BODY, elsewhere=True) == "dropped"
+    assert ask(BODY, held=4, used=16, elsewhere=True) == "hit"
 
 
 def test_no_outcome_tells_a_tenant_what_another_has_sent(ask: Asking) -> None:

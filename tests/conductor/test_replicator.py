@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,15 @@ from moonpool.conductor.core import Conductor
 from moonpool.conductor.observing import scheduling_metrics as core_metrics
 from moonpool.conductor.replication.copier import Replicator
 from moonpool.kvstore.blocks.keys import chain
-from tests.conductor.core_nodes import MODEL, PROMPT, RedisProcess, redis_process, request, running
+from tests.conductor.core_nodes import (
+    MODEL,
+    PROMPT,
+    RedisProcess,
+    ScriptedNode,
+    redis_process,
+    request,
+    running,
+)
 
 
 @pytest.fixture(scope="module")
@@ -181,3 +191,42 @@ async def test_what_cannot_be_handed_on_is_counted(redis: RedisProcess) -> None:
         lost = core_metrics.hot_lost_blocks._value.get()
         await replicator.hand_on("p0")
         assert core_metrics.hot_lost_blocks._value.get() == lost + len(keys)
+
+
+async def test_a_node_that_joins_gets_hot_prefixes_before_requests(
+    redis: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, go_on, replicate = asyncio.Event(), asyncio.Event(), ScriptedNode.Replicate
+
+    async def slow(self: ScriptedNode, *call: Any) -> Any:
+        asked.set()
+        await go_on.wait()
+        return await replicate(self, *call)
+
+    monkeypatch.setattr(ScriptedNode, "Replicate", slow)
+    monkeypatch.setattr("moonpool.conductor.replication.copier._WARM_S", 60.0)
+    async with (
+        asyncio.timeout(60),
+        running(redis.url, "p0", "d0", namespace="warm", replicate_nbytes_per_s=1 << 30) as cluster,
+    ):
+        deps = cluster.conductor._deps
+        registry, replicator = deps.registry, deps.replicator
+        root_key = registry.root_key("")
+        assert root_key is not None
+        often, more, once = (
+            chain(root_key, [first, *range(1, 640)], MODEL.block_size) for first in (7, 8, 9)
+        )
+        for keys in (often, more, once):
+            cluster.nodes["p0"].hold(keys)
+        await cluster.until(lambda: all(registry.holders(keys) for keys in (often, more, once)))
+        for keys in (often, often, more, more, more, once):
+            replicator.note(keys, registry.holders(keys), compute_s=1e-6)
+        warmed = core_metrics.warmed_blocks._value.get()
+        await cluster.add("p1")
+        await asked.wait()
+        assert [view.node_id for view in registry.fleet("prefill")] == ["p0"]
+        go_on.set()
+        await cluster.until(lambda: len(registry.fleet("prefill")) == 2)
+        # The hottest first; what was used once is not copied.
+        assert cluster.nodes["p1"].copied == [("p0", len(more)), ("p0", len(often))]
+        assert core_metrics.warmed_blocks._value.get() == warmed + len(more) + len(often)

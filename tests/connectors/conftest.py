@@ -128,6 +128,11 @@ class VllmServer:
             page = Page(reply.read().decode())
         return page.total(name)
 
+    def store_metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric of the store node in it."""
+        with urllib.request.urlopen(self.metrics_url(), timeout=60) as reply:
+            return Page(reply.read().decode()).total(name, **labels)
+
     def metrics_url(self) -> str:
         """Of the store node in it, as its log says."""
         found = re.findall(r"keeps KV blocks as node \S+ at \S+; its metrics: (\S+)", self.log_text())

@@ -23,7 +23,7 @@ from moonpool.connectors.vllm.plan import Outcome
 from moonpool.connectors.vllm.scheduler import SchedulerSide
 from moonpool.connectors.vllm.settings import identify, read_settings
 from moonpool.connectors.vllm.worker import WorkerSide
-from moonpool.runtime.service.tied_command import tied_command
+from tests.forked_command import forked_command
 
 BLOCK = 16
 PAGE_NBYTES = 4096
@@ -43,6 +43,7 @@ class Request:
     cache_salt: str | None = None
     lora_request: object | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    kv_hints: object | None = None
 
     def __post_init__(self) -> None:
         name = self.name or self.request_id[0]
@@ -92,6 +93,7 @@ class SmallEngine:
     def begin(self, request: Request) -> int:
         """Begin the load; returns how many tokens it is of."""
         blocks = list(range(request.num_prompt_tokens // BLOCK + 1))
+        self.scheduler.arrived(request)
         num_tokens = self.scheduler.match(request, 0)
         self.scheduler.allocated(request, blocks, num_tokens)
         self._blocks = blocks
@@ -176,10 +178,8 @@ class Peer:
     def __init__(self, redis_url: str, name: str, *, sets: Sequence[str] = (), **facts: str) -> None:
         self.name = name
         arguments = json.dumps({"redis_url": redis_url, "name": name, "sets": list(sets), **facts})
-        command = [sys.executable, "-m", "tests.connectors.small_engine", arguments]
-        self._process = subprocess.Popen(
-            tied_command(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        command = [*forked_command("tests.connectors.small_engine"), arguments]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.pid = int(self._answer())
 
     def hold(self, name: str, num_blocks: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moonpool.connectors.vllm import engine_node
-from moonpool.connectors.vllm.hand_over import hand_over_of
+from moonpool.connectors.vllm.parameters.hand_over import hand_over_of
 from tests.connectors.conftest import Redis
 from tests.connectors.small_engine import BLOCK, Peer, Request, SmallEngine, until
 from tests.processes import stop

@@ -6,8 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from moonpool.connectors.vllm.lookup.costs import LoadCosts, Source
 from moonpool.connectors.vllm.lookup.prefix_index import Holder
+from moonpool.connectors.vllm.parameters.tenant import Tenant, tenant_of
 from moonpool.connectors.vllm.scheduler import SchedulerSide
 from moonpool.kvstore.blocks.keys import BlockKey
 
@@ -163,6 +166,75 @@ def test_full_blocks_are_saved_once() -> None:
     assert not scheduler.plan({"a": 1}, lambda _: [5, 6, 7]).saves
     scheduler.finished("a")
     assert not scheduler.plan({"a": 40}, lambda _: [5, 6, 7]).saves
+
+
+def test_a_prefix_is_fetched_ahead_only_while_its_request_waits() -> None:
+    scheduler = side(FakeIndex(peer=9, own=2))
+    request = Request("a", 4 * BLOCK, kv_transfer_params={"cache_hint": {"prefetch": True}})
+    scheduler.arrived(request)
+    [hint] = scheduler.plan({}, lambda _: None).hints
+    assert (hint.action, hint.source, len(hint.keys)) == ("prefetch", b"peer", 4)
+    scheduler.arrived(request)
+    scheduler.match(request, 0)
+    scheduler.allocated(request, [0, 1, 2, 3], 3 * BLOCK)
+    plan = scheduler.plan({}, lambda _: None)
+    assert plan.loads and not plan.hints
+
+
+def test_what_is_in_the_own_memory_is_not_fetched_ahead() -> None:
+    scheduler = side(FakeIndex(peer=2, own=2))
+    scheduler.arrived(Request("a", 4 * BLOCK, kv_transfer_params={"cache_hint": {"prefetch": True}}))
+    assert not scheduler.plan({}, lambda _: None).hints
+
+
+def test_what_is_dropped_is_not_saved() -> None:
+    scheduler = side(FakeIndex())
+    params = {"cache_hint": {"drop_from": BLOCK + 1}}
+    scheduler.arrived(Request("a", 5 * BLOCK, kv_transfer_params=params))
+    [save] = scheduler.plan({"a": 5 * BLOCK}, lambda _: [0, 1, 2, 3, 4]).saves
+    assert (len(save.keys), save.blocks) == (2, [0, 1])
+    scheduler.finished("a")
+    [hint] = scheduler.plan({}, lambda _: None).hints
+    assert (hint.action, hint.first, hint.keys[:2]) == ("drop", 2, save.keys)
+
+
+def test_blocks_of_a_prompt_that_is_handed_over_are_not_dropped() -> None:
+    scheduler = side(FakeIndex())
+    params = {"do_remote_decode": True, "cache_hint": {"drop_from": 0}}
+    scheduler.arrived(Request("a", 2 * BLOCK, kv_transfer_params=params))
+    [save] = scheduler.plan({"a": 2 * BLOCK}, lambda _: [0, 1]).saves
+    assert len(save.keys) == 2
+    scheduler.finished("a")
+    assert not scheduler.plan({}, lambda _: None).hints
+
+
+def test_a_tenants_prompt_counts_from_the_beginning() -> None:
+    scheduler = side(FakeIndex(peer=1))
+    params = {"tenant": "t", "tenant_cached_nbytes": 100}
+    request = Request("a", 2 * BLOCK + 1, kv_transfer_params=params)
+    scheduler.match(request, 0)
+    scheduler.allocated(request, [0, 1, 2], BLOCK)
+    plan = scheduler.plan({}, lambda _: None)
+    [claim], [load] = plan.claims, plan.loads
+    assert (claim.tenant, len(claim.keys), load.tenant) == (Tenant("t", 100), 2, "t")
+    plan = scheduler.plan({"a": 2 * BLOCK + 1}, lambda _: [0, 1, 2])
+    assert [save.tenant for save in plan.saves] == ["t"] and not plan.claims
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"tenant": ""},
+        {"tenant": 3},
+        {"tenant": "x" * 300},
+        {"tenant": "t", "tenant_cached_nbytes": -1},
+        {"tenant": "t", "tenant_cached_nbytes": True},
+        {"tenant": "t", "tenant_cached_nbytes": "1GiB"},
+    ],
+)
+def test_what_names_no_tenant(params: dict[str, Any]) -> None:
+    assert tenant_of(Request("a", BLOCK, kv_transfer_params=params)) is None
 
 
 def test_engines_whose_bytes_differ_share_no_key() -> None:

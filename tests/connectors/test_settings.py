@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -15,7 +16,7 @@ import pytest
 
 from moonpool.connectors.checkpoint import fingerprint_of, layout_facts
 from moonpool.connectors.vllm.errors import Unsupported
-from moonpool.connectors.vllm.settings import check_version, read_settings
+from moonpool.connectors.vllm.settings import check_engine, check_version, read_settings
 from moonpool.runtime.config.loading import load_config, shown_options
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.errors import ConfigError
@@ -125,3 +126,39 @@ def test_what_is_no_conductor(conductor: tuple[str, Callable[..., None]]) -> Non
         read_settings({"url": f"{url}/other"}, "0123456789")
     with pytest.raises(ConfigError, match="does not answer"):
         read_settings({"url": "http://127.0.0.1:9"}, "0123456789")
+
+
+def of_vllm(**facts: Any) -> tuple[SimpleNamespace, SimpleNamespace]:
+    """What is read of vLLM's configuration at its start."""
+    known = {
+        "device": "cpu",
+        "caching": True,
+        "world": 1,
+        "replicas": 1,
+        "groups": 1,
+        "policy": "recompute",
+    } | facts
+    config = SimpleNamespace(
+        device_config=SimpleNamespace(device_type=known["device"]),
+        cache_config=SimpleNamespace(enable_prefix_caching=known["caching"]),
+        parallel_config=SimpleNamespace(world_size=known["world"], data_parallel_size=known["replicas"]),
+        kv_transfer_config=SimpleNamespace(kv_load_failure_policy=known["policy"]),
+    )
+    return config, SimpleNamespace(kv_cache_groups=[None] * known["groups"])
+
+
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        ({"device": "cuda"}, "KV caches on cuda: so far this connector copies from main memory only"),
+        ({"caching": False}, "without --enable-prefix-caching"),
+        ({"world": 2}, "2 ranks"),
+        ({"replicas": 4}, "4 ranks"),
+        ({"groups": 2}, "several KV cache groups"),
+        ({"policy": "fail"}, "kv_load_failure_policy is fail: set recompute"),
+    ],
+)
+def test_an_engine_that_cannot_be_served_does_not_start(facts: dict[str, Any], says: str) -> None:
+    check_engine(*of_vllm())
+    with pytest.raises(Unsupported, match=says):
+        check_engine(*of_vllm(**facts))

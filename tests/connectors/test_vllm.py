@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.connectors.conftest import BLOCK_SIZE, Redis, VllmServer, hit_everything
+from tests.connectors.small_engine import until
 from tests.processes import stop
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -79,6 +80,18 @@ def test_concurrent_requests_and_aborts(trio: Trio) -> None:
             server.forget()
             found = list(threads.map(server.complete, together))
             assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+
+
+def test_hints_and_quotas_reach_the_store(trio: Trio) -> None:
+    prompt, other = prompts(7, (333, 400))
+    expected = trio.plain.complete(prompt)
+    hinted, hints = trio.first.store_metric, "moonpool_connector_hints_total"
+    for action, hint in (("pin", {"pin_s": 3600}), ("drop", {"drop_from": BLOCK_SIZE})):
+        found = trio.first.complete(prompt, kv_transfer_params={"cache_hint": hint})
+        assert found.token_ids == expected.token_ids
+        until(lambda action=action: hinted(hints, action=action, end="done") == 1)
+    trio.first.complete(other, kv_transfer_params={"tenant": "acme", "tenant_cached_nbytes": 1})
+    until(lambda: trio.first.store_metric("moonpool_tenant_blocks", tenant="acme") == 1)
 
 
 def test_redis_stopped(trio: Trio) -> None:

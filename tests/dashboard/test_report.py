@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from tests.dashboard.conftest import (
     ask,
     result,
 )
+from tests.forked_command import forked_command
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
@@ -59,7 +59,7 @@ async def test_a_report_of_a_cluster_runs_nothing_and_asks_nobody(
     ]
     results = [str(result(tmp_path / "hostile.json", f"{MARKUP}{BREAKOUT}"))]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "moonpool", "report", *arguments, *results), stdout=asyncio.subprocess.PIPE
+        *(*forked_command("moonpool"), "report", *arguments, *results), stdout=asyncio.subprocess.PIPE
     )
     output, _ = await process.communicate()
     assert process.returncode == 0, output

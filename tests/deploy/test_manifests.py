@@ -194,16 +194,22 @@ def test_the_scaled_object_that_is_shown_fits_what_is_deployed(tmp_path: Path) -
         },
     }
     kubernetes_validate.validate(autoscaler, "1.30", strict=True)
-    (trigger,) = spec["triggers"]
-    assert (trigger["type"], trigger["metricType"]) == ("prometheus", "AverageValue")
+    assert {one["type"] for one in spec["triggers"]} == {"prometheus"}
+    assert [one["metricType"] for one in spec["triggers"]] == ["AverageValue", "Value", "Value"]
     names = {one for path in KUBERNETES.glob("*.yaml") for one in deployments(path)}
     assert spec["scaleTargetRef"]["name"] in names
-    query = trigger["metadata"]["query"]
+    queries = [one["metadata"]["query"] for one in spec["triggers"]]
     metrics = [name for metric in vars(planner_metrics).values() for name in described(metric)]
-    assert set(re.findall(r"moonpool_\w+", query)) == {"moonpool_planner_needed_nodes"} <= set(metrics)
-    assert re.findall(r'role="(\w+)"', query) == [spec["scaleTargetRef"]["name"]]
+    shown_metrics = [name for query in queries for name in re.findall(r"moonpool_\w+", query)]
+    assert shown_metrics == [
+        *("moonpool_planner_needed_nodes", "moonpool_role_queue_seconds", "moonpool_role_kv_free_ratio")
+    ]
+    assert set(shown_metrics) <= set(metrics)
+    for query in queries:
+        assert re.findall(r'role="(\w+)"', query) == [spec["scaleTargetRef"]["name"]]
     if promtool := shutil.which("promtool"):
-        rule = {"groups": [{"name": "shown", "rules": [{"record": "shown:query", "expr": query}]}]}
+        rules = [{"record": f"shown:query{i}", "expr": query} for i, query in enumerate(queries)]
+        rule = {"groups": [{"name": "shown", "rules": rules}]}
         (tmp_path / "rules.yml").write_text(yaml.safe_dump(rule))
         subprocess.run([promtool, "check", "rules", tmp_path / "rules.yml"], check=True)
 

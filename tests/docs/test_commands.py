@@ -29,6 +29,7 @@ from moonpool.local.cluster import LocalCluster
 from moonpool.runtime.config.loading import explain
 from tests.conductor.views import REQUEST, node
 from tests.conductor.views import cluster as cluster_view
+from tests.forked_command import write_moonpool
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
@@ -44,11 +45,18 @@ def blocks(kind: str) -> list[tuple[str, str]]:
     return [(page, commands) for commands, page in found.items()]
 
 
-def environment(cluster: LocalCluster) -> dict[str, str]:
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A PATH on which ``moonpool`` is."""
+    directory = tmp_path_factory.mktemp("bin")
+    write_moonpool(directory)
+    return f"{directory}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+
+
+def environment(cluster: LocalCluster, programs: str) -> dict[str, str]:
     return {
         **os.environ,
-        "PATH": path,
+        "PATH": programs,
         "MOONPOOL_URL": cluster.url,
         "CHECKPOINT": str(cluster.config.model.directory),
         "REDIS_URL": cluster.config.index.redis_url,
@@ -57,11 +65,13 @@ def environment(cluster: LocalCluster) -> dict[str, str]:
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("page", "commands"), blocks("sh"))
-async def test_commands_run(page: str, commands: str, cluster: LocalCluster, tmp_path: Path) -> None:
+async def test_commands_run(
+    page: str, commands: str, cluster: LocalCluster, programs: str, tmp_path: Path
+) -> None:
     process = await asyncio.create_subprocess_exec(
         *("bash", "-euo", "pipefail", "-c", commands),
         cwd=tmp_path,
-        env=environment(cluster),
+        env=environment(cluster, programs),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
@@ -73,12 +83,12 @@ async def test_commands_run(page: str, commands: str, cluster: LocalCluster, tmp
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("page", "commands"), blocks("sh daemon"))
 async def test_daemons_start_and_drain(
-    page: str, commands: str, cluster: LocalCluster, tmp_path: Path
+    page: str, commands: str, cluster: LocalCluster, programs: str, tmp_path: Path
 ) -> None:
     process = await asyncio.create_subprocess_exec(
         *("bash", "-c", f"exec {commands}"),
         cwd=tmp_path,
-        env=environment(cluster),
+        env=environment(cluster, programs),
         stdout=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None

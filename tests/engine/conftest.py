@@ -13,12 +13,14 @@ from zlib import crc32
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from moonpool.engine import Engine, FinishReason, Sampling, Sequence, StepEvent
 from moonpool.engine.device.device import CpuDevice, Device
 from moonpool.engine.device.selection import choose_device
 from moonpool.runtime.config.options import EngineOptions, ModelOptions
+from tests.lazily import Lazily
+
+transformers = Lazily("transformers")
 
 # Two threads on a busy core wait for each other.
 torch.set_num_threads(1)

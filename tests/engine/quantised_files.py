@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.engine.conftest import Reference
+from tests.lazily import Lazily
+
+transformers = Lazily("transformers")
 
 Array = np.ndarray[Any, Any]
 #: Of a module: its stored tensors without the module's name, and the matrix they mean.

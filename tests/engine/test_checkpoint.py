@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from moonpool.engine.checkpoint.config import ModelConfig
@@ -27,6 +26,9 @@ from moonpool.runtime.config.model_directory import ModelMissing
 from moonpool.runtime.config.options import EngineOptions, ModelOptions
 from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.machine import file_hashes
+from tests.lazily import Lazily
+
+transformers = Lazily("transformers")
 
 
 @pytest.fixture

@@ -9,10 +9,12 @@ import shutil
 import numpy as np
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from moonpool.runtime.config.options import ModelOptions
+from tests.lazily import Lazily
+
+transformers = Lazily("transformers")
 
 FAMILIES = {
     "llama": ("llama", {}),

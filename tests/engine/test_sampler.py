@@ -7,13 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers.generation import logits_process as theirs
 
 from moonpool.engine.batching.sampling import Sampling
 from moonpool.engine.batching.sequence import FinishReason, Sequence
 from moonpool.engine.device.device import CpuDevice
 from moonpool.engine.execution.sampler import SamplingBatch, describe, sample, uniform
 from moonpool.protos import node_pb2
+from tests.lazily import Lazily
+
+theirs = Lazily("transformers.generation.logits_process")
 
 VOCAB = 40
 CPU = CpuDevice()

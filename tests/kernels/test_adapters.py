@@ -14,28 +14,38 @@ from tests.kernels.paged import assert_near
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @settings(max_examples=20, deadline=None)
 @given(
-    ids=st.lists(st.integers(-1, 3), min_size=1, max_size=12), rank=st.integers(1, 9), seed=st.integers(0, 99)
+    ids=st.lists(st.integers(-1, 3), min_size=1, max_size=12),
+    ranks=st.lists(st.integers(1, 9), min_size=4, max_size=4),
+    seed=st.integers(0, 99),
 )
-def test_each_row_gets_its_own_adapter(dtype: torch.dtype, ids: list[int], rank: int, seed: int) -> None:
+def test_each_row_gets_its_own_adapter(
+    dtype: torch.dtype, ids: list[int], ranks: list[int], seed: int
+) -> None:
     torch.manual_seed(seed)
-    x, y = torch.randn(len(ids), 24).to(dtype), torch.randn(len(ids), 17).to(dtype)
-    a, b = torch.randn(4, rank, 24).to(dtype), torch.randn(4, 17, rank).to(dtype)
-    scales = torch.rand(4)
+    x, y = torch.randn(len(ids), 24).to(dtype), torch.randn(len(ids), 30).to(dtype)[:, 5:22]
+    firsts = [3 + sum(ranks[:i]) for i in range(4)]
+    a, b = torch.randn(3 + sum(ranks), 24).to(dtype), torch.randn(3 + sum(ranks), 17).to(dtype)
+    extents = torch.tensor([*zip(firsts, ranks, strict=True)], dtype=torch.int32)
     expected = y.double()
     for row, adapter in enumerate(ids):
         if adapter >= 0:
-            expected[row] += scales[adapter] * (b[adapter].double() @ (a[adapter].double() @ x[row].double()))
+            rows = slice(firsts[adapter], firsts[adapter] + ranks[adapter])
+            expected[row] += b[rows].double().T @ (a[rows].double() @ x[row].double())
     unchanged = y.clone()
-    kernels.add_lora(y, x, a, b, torch.tensor(ids, dtype=torch.int32), scales)
+    kernels.add_lora(y, x, a, b, torch.tensor(ids, dtype=torch.int32), extents, max(ranks))
     assert_near(y, expected, dtype, factor=4)
     without = torch.tensor(ids) < 0
     assert torch.equal(y[without], unchanged[without])
 
 
-def test_a_smaller_adapter_is_padded_with_zeros() -> None:
-    x = torch.randn(2, 8)
-    a, b = torch.randn(1, 4, 8), torch.randn(1, 6, 4)
-    a[:, 2:], b[:, :, 2:] = 0, 0
-    y = torch.zeros(2, 6)
-    kernels.add_lora(y, x, a, b, torch.zeros(2, dtype=torch.int32), torch.ones(1))
-    assert_near(y, (x @ a[0, :2].T) @ b[0, :, :2].T, torch.float32, factor=4)
+def test_a_row_does_not_depend_on_the_others() -> None:
+    x, y = torch.randn(40, 100), torch.randn(40, 70)
+    a, b = torch.randn(12, 100), torch.randn(12, 70)
+    extents = torch.tensor([[0, 5], [5, 7]], dtype=torch.int32)
+    ids = (torch.arange(40) // 7 % 2).int()
+    together, alone = y.clone(), y.clone()
+    kernels.add_lora(together, x, a, b, ids, extents, 7)
+    for row in range(40):
+        one = slice(row, row + 1)
+        kernels.add_lora(alone[one], x[one], a, b, ids[one].contiguous(), extents, 7)
+    assert torch.equal(together, alone)

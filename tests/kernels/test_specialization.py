@@ -76,8 +76,9 @@ def step(num_decodes: int, num_tokens: int, width: int, *, sinks: bool) -> None:
     states = aligned(3, n, HEADS, DIM, dtype=BF16)
     merge.merge_attention_states(states, aligned(3, n, HEADS, dtype=torch.float32))
     ids = aligned(n + 1, dtype=torch.int32)[1:]
-    weights = aligned(2, 384, 8, dtype=BF16)
-    adapters.add_lora(hidden, hidden, weights.view(2, 8, 384), weights, ids, torch.ones(2))
+    weights = aligned(16, 384, dtype=BF16)
+    extents = aligned(6, dtype=torch.int32)[2:].view(2, 2)
+    adapters.add_lora(hidden, hidden, weights, weights, ids, extents, 8)
 
 
 @pytest.mark.parametrize("sinks", [False, True])

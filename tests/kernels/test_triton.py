@@ -31,6 +31,7 @@ def test_what_is_served_compiles_for_a_hopper() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("arch", [80, 90])
 def test_everything_compiles(arch: int) -> None:
     assert [fault for _, faults in compile_all(list(all_cases(arch)), arch) for fault in faults] == []

@@ -174,7 +174,6 @@ async def test_the_loop_goes_on_while_a_gibibyte_is_evicted_and_the_disk_stalls(
         num_held += len(store.match(keys))
     ended = True
     await watching
-    gc.unfreeze()
     assert num_held == 16 * 64, "host memory did not take what the pool dropped"
     assert longest_nbytes <= MIB, "the loop has copied more than the one block it may copy in a turn"
     # What else it does in a turn is Python of its own for 64 blocks: far less than to copy them, anywhere.

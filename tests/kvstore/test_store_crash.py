@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 from asyncio.subprocess import PIPE
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.store import TieredStore
 from moonpool.runtime.config.options import StoreOptions
+from tests.forked_command import forked_command
 from tests.kvstore.nodes import chain
 from tests.kvstore.ssd_blocks import LAYOUT, check_every_block, open_tier, payload
 from tests.kvstore.store_worker import NUM_SLOTS
@@ -23,7 +23,7 @@ from tests.kvstore.test_ssd_crash import Victim
 
 async def kill_again_and_again(directory: Path, times: int) -> None:
     rng = random.Random(times)
-    command = [sys.executable, "-m", "tests.kvstore.store_worker", str(directory)]
+    command = [*forked_command("tests.kvstore.store_worker"), str(directory)]
     victim = Victim(await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE))
     num_checked = number = 0
     # A machine that gets little done in so short lives is given more of them.

@@ -54,6 +54,18 @@ def test_blocks_in_use_wait_for_their_turn() -> None:
     assert quotas.excess(lambda _: True) == [keys[5], keys[4]]
 
 
+def test_room_is_made_before_more_blocks_come() -> None:
+    quotas = TenantQuotas(NBYTES)
+    old = chain("a", 3)
+    fill(quotas, "acme", old)
+    fill(quotas, "other", chain("b", 4))
+    assert (quotas.room("acme"), quotas.room("other"), quotas.room("nobody")) == (1, 0, None)
+    assert quotas.excess(lambda _: True, "acme", 2) == [old[2]]
+    assert quotas.excess(lambda _: True, "acme", 9) == [old[1], old[0]], "more than the quota allows"
+    assert (quotas.room("acme"), quotas.num_blocks("other")) == (4, 4)
+    quotas.check_integrity()
+
+
 def test_blocks_of_an_earlier_life_count_when_they_are_used_again() -> None:
     quotas = TenantQuotas(NBYTES)
     keys = chain("a", 6)

@@ -6,16 +6,17 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.forked_command import forked_command
 
 ROOT = Path(__file__).parents[2]
 
 
 def moonpool(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "moonpool", *arguments]
+    command = [*forked_command("moonpool"), *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
 
 

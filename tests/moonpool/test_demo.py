@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.lazily import Lazily
+
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+if find_spec("transformers") is None:
+    pytest.skip("needs transformers: `make env` installs it", allow_module_level=True)
+transformers = Lazily("transformers")
 
 DEMO = Path(__file__).parents[2] / "moonpool" / "demo"
 MODEL = DEMO / "model"

@@ -8,7 +8,7 @@ import pytest
 
 from moonpool.doctor.agreement import check_clocks, check_options
 from moonpool.doctor.evidence import Evidence, Page
-from moonpool.doctor.hits import check_hits
+from moonpool.doctor.hits import check_hits, check_requests
 from moonpool.doctor.index_state import check_index
 from moonpool.doctor.transfer_paths import check_paths
 
@@ -49,6 +49,7 @@ def route(source: str, target: str, rate: float, **facts: Any) -> dict[str, Any]
         ("pending", "bursts", "ahead of the others"),
         ("unused", "placement", "add prefill nodes"),
         ("dropped", "lost prefixes", "publishers"),
+        ("layout", "layouts", "incompatible"),
     ],
 )
 def test_a_zero_hit_rate_has_its_cause_and_what_to_do(outcome: str, what: str, advice: str) -> None:
@@ -155,3 +156,16 @@ def test_clocks_and_options_that_differ_are_told() -> None:
     assert "3.00 s behind" in found[0].fact
     assert "b: true" in found[1].fact
     assert "refuse each other" in found[1].fact
+
+
+def test_the_latest_requests_are_listed_with_what_came_of_their_prefixes() -> None:
+    one = {"id": "cmpl-1", "prompt_tokens": 2080, "cached_tokens": 1024, "prefix_outcome": "hit"}
+    two = one | {"id": "cmpl-2", "cached_tokens": 0, "prefix_outcome": "dropped"}
+    runs = one | {"id": "cmpl-3", "prefix_outcome": ""}
+    found = list(check_requests(evidence(live={"requests": [runs, two, one]})))
+    assert [finding.what for finding in found] == ["cmpl-2", "cmpl-1"]
+    assert found[0].fact.startswith(
+        "2,080 prompt tokens: 0 from the cache, 2,080 computed; dropped: an equal"
+    )
+    assert "1,024 from the cache, 1,056 computed; hit" in found[1].fact
+    assert not list(check_requests(evidence()))

@@ -18,71 +18,72 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.processes import are_gone
+from tests.forked import PipedProcess, start_module
+from tests.processes import are_gone, descendants_of
 
 ROOT = Path(__file__).parents[2]
-UP = [sys.executable, "-m", "moonpool", "up", "--port", "0", "--prefill", "1", "--decode", "1"]
+UP = ["up", "--port", "0", "--prefill", "1", "--decode", "1"]
+EXECUTED = [sys.executable, "-m", "moonpool", *UP]
 
 
 @pytest.fixture
-def cluster() -> Iterator[subprocess.Popen[str]]:
-    """A cluster that serves: its conversation is over and its URLs are printed."""
+def executed() -> Iterator[subprocess.Popen[str]]:
+    """A cluster as a shell starts it: with a fork server of its own."""
     with subprocess.Popen(
-        UP, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        EXECUTED, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         yield process
         if process.poll() is None:
             process.kill()
 
 
-def read_until(process: subprocess.Popen[str], words: str) -> str:
+@pytest.fixture
+def forked() -> Iterator[PipedProcess]:
+    """A cluster whose processes the tests' fork server forks."""
+    with start_module("moonpool", *UP, stderr_with_stdout=True) as process:
+        yield process
+        if process.poll() is None:
+            process.kill()
+
+
+def read_until(process: subprocess.Popen[str] | PipedProcess, words: str) -> str:
     assert process.stdout is not None
     seen = ""
     for line in process.stdout:
-        seen += line
-        if words in line:
+        seen += line if isinstance(line, str) else line.decode()
+        if words in seen:
             return seen
     pytest.fail(f"it ended before it said {words!r}:\n{seen}")
-
-
-def members(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    children = psutil.Process(process.pid).children(recursive=True)
-    assert len(children) == 5  # redis, conductor, prefill-0, decode-0, and the fork server
-    return children
 
 
 def test_once_holds_a_conversation_and_exits() -> None:
     with tempfile.TemporaryDirectory(prefix="up") as temporary:
         environment = {**os.environ, "TMPDIR": temporary}
-        done = subprocess.run(
-            [*UP, "--once"],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        with start_module(
+            "moonpool", *UP, "--once", environment=environment, stderr_with_stdout=True
+        ) as process:
+            said = process.stdout.read().decode()
+            assert process.wait(60) == 0, said
         assert list(Path(temporary).glob("moonpool-*")) == [], "the logs of a run without failures"
-    assert done.stdout.count("you ") == 3
+    assert said.count("you ") == 3
     # The decode node may compute the short rest of a later turn itself.
-    rows = re.findall(r"^(\d) +(?:prefill|decode)-0 +decode-0 +(\d+) +(\d+) ", done.stdout, re.MULTILINE)
+    rows = re.findall(r"^(\d) +(?:prefill|decode)-0 +decode-0 +(\d+) +(\d+) ", said, re.MULTILINE)
     assert [row[0] for row in rows] == ["1", "2", "3"]
     cached = [int(row[2]) for row in rows]
     assert cached[0] == 0
     assert all(cached[1:]), f"a turn found nothing of those before it: {cached}"
 
 
-def test_kill_9_leaves_nothing_running(cluster: subprocess.Popen[str]) -> None:
-    read_until(cluster, "Serving.")
-    processes = members(cluster)
-    cluster.kill()
+def test_kill_9_leaves_nothing_running(executed: subprocess.Popen[str]) -> None:
+    read_until(executed, "Serving.")
+    processes = psutil.Process(executed.pid).children(recursive=True)
+    assert len(processes) == 5  # redis, conductor, prefill-0, decode-0, and the fork server
+    executed.kill()
     assert are_gone(processes)
 
 
-def test_a_killed_node_is_started_again_and_ctrl_c_stops_everything(cluster: subprocess.Popen[str]) -> None:
-    seen = read_until(cluster, "Serving.")
+def test_a_killed_node_is_started_again_and_ctrl_c_stops_everything(forked: PipedProcess) -> None:
+    seen = read_until(forked, "Serving.")
     assert "/v1/chat/completions" in seen
     found = re.search(r"API +(http\S+)/v1", seen)
     assert found is not None
@@ -98,15 +99,16 @@ def test_a_killed_node_is_started_again_and_ctrl_c_stops_everything(cluster: sub
     before = decode_pid()
     assert before is not None
     psutil.Process(before).kill()
-    read_until(cluster, "starting it again")
-    read_until(cluster, "decode-0 is ready")
+    read_until(forked, "starting it again")
+    read_until(forked, "decode-0 is ready")
     deadline = time.monotonic() + 60
     while decode_pid() in (None, before):
         assert time.monotonic() < deadline, "the new decode-0 is not in the cluster"
         time.sleep(0.05)
-    processes = members(cluster)
-    cluster.send_signal(signal.SIGINT)
-    assert cluster.wait(60) == 0
+    processes = descendants_of(forked.pid)
+    assert len(processes) == 4
+    forked.send_signal(signal.SIGINT)
+    assert forked.wait(60) == 0
     assert are_gone(processes)
     directory = re.search(r"logs +(\S+)", seen)
     assert directory is not None
@@ -116,7 +118,7 @@ def test_a_killed_node_is_started_again_and_ctrl_c_stops_everything(cluster: sub
 
 @pytest.mark.slow
 def test_a_node_killed_in_the_first_conversation_is_started_again() -> None:
-    command = [*UP[: UP.index("--decode")], "--decode", "2"]
+    command = [*EXECUTED, "--decode", "2"]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:

@@ -217,7 +217,7 @@ async def played(directory: Path, deadline_s: float = 1.0) -> AsyncIterator[Play
     # By default Redis acknowledges up to two seconds of changes before it writes them, if the disk is slow.
     keeps = ("--appendonly", "yes", "--appendfsync", "always")
     redis = Server(directory, *keeps, *listens, within=network.within(REDIS))
-    cluster = StoreCluster(directory, redis, network.within)
+    cluster = StoreCluster(directory, redis, network.path)
     cluster.url = f"redis://{host}:{REDIS_PORT}"
     play = Play(cluster, redis, network)
     try:

@@ -48,7 +48,11 @@ class Network:
 
     def within(self, party: str) -> list[str]:
         """The words before a command that runs as this party."""
-        return ["nsenter", f"--net=/run/netns/{self._prefix}{party}"]
+        return ["nsenter", f"--net={self.path(party)}"]
+
+    def path(self, party: str) -> str:
+        """The file of its namespace."""
+        return f"/run/netns/{self._prefix}{party}"
 
     def cut(self, sender: str = "", receiver: str = "") -> None:
         """Nothing arrives from one at the other any more, until ``mend``; without a name: from or at all."""

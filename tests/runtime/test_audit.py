@@ -124,10 +124,10 @@ def test_two_processes_of_one_name_have_a_file_each(tmp_path: Path) -> None:
 
 def test_a_flood_of_refusals_is_counted_not_written(tmp_path: Path) -> None:
     with audit.audited(AuditOptions(path=str(tmp_path)), "n"):
-        began_s = time.perf_counter()
+        began_s = time.thread_time()
         for number in range(50_000):
             audit.refused("Node/Drain", "no token", origin=f"ipv4:10.0.{number % 150}.1:{number}")
-        seconds = time.perf_counter() - began_s
+        seconds = time.thread_time() - began_s
         audit.refused("Node/Drain", "another reason", origin="ipv4:10.9.9.9:1")
     lines = lines_of(tmp_path)
     assert len(lines) < 250

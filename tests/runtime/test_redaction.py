@@ -50,9 +50,9 @@ def test_what_looks_like_a_secret_is_hidden(text: str, shown: str | None) -> Non
 
 def test_a_long_text_takes_no_time() -> None:
     for text in ("a-" * 50_000, "?key" * 30_000, "://" * 30_000, "secret=" * 20_000, "secret " * 20_000):
-        began_s = time.perf_counter()
+        began_s = time.thread_time()
         redacted(text)
-        assert time.perf_counter() - began_s < 2
+        assert time.thread_time() - began_s < 2
 
 
 def test_a_secret_of_the_configuration_is_hidden_wherever_it_occurs(tmp_path: Path) -> None:

@@ -7,8 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -27,85 +25,45 @@ from moonpool.runtime.machine import gpus
 from moonpool.runtime.replicas.group import replica_configs
 from moonpool.runtime.replicas.identity import Replica
 from moonpool.runtime.replicas.metrics_page import merged
+from tests.forked import PipedProcess, start_module
+from tests.processes import children_of
 
-ROOT = Path(__file__).parents[2]
-
-# A daemon without a model; node.id says what it does: "short.N" ends as soon as it is ready, "refused.1" (and
-# only that) does not start, "slow.1" never becomes ready, "busy.0" does not look at its loop for a while.
-NODE = """
-import asyncio, os, sys, time
-from moonpool.runtime.errors import ConfigError
-from moonpool.runtime.observing.metrics_server import serve_metrics
-from moonpool.runtime.replicas.identity import Replica
-from moonpool.runtime.replicas.group import ReplicaGroup
-from moonpool.runtime.service.lifecycle import run_service
-
-async def main(config, context):
-    if config.engine.parallel.dp > 1:
-        await ReplicaGroup(config, "test", [sys.executable, __file__]).run(context)
-        return
-    replica = Replica.ours()
-    if config.node.id == "refused.1":
-        raise ConfigError("no, not like this")
-    if config.node.id == "slow.1":
-        await asyncio.Event().wait()
-    url = f"http://127.0.0.1:{serve_metrics('127.0.0.1', 0).port}/metrics"
-    start, secret = replica.start_number, config.security.cluster_key
-    context.ready(node_id=config.node.id, start_number=start, secret=secret, metrics_url=url)
-    if replica.node_id == "short":
-        os._exit(3)
-    if config.node.id == "told.1":
-        while not os.path.exists(__file__ + ".told"):
-            await asyncio.sleep(0.01)
-        context.drains()
-    if config.node.id == "busy.0":
-        time.sleep(2 * config.engine.parallel.timeout_s)
-    await context.draining.wait()
-    sys.stderr.write(f"drained {config.node.id}\\n")  # at once: others write there too
-    if config.node.id == "stuck.1":
-        await asyncio.Event().wait()
-
-sys.exit(run_service(main, role="test-node"))
-"""
+MODULE = "tests.runtime.replica_node"
 
 
 class Node:
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: PipedProcess, log: Path) -> None:
         self.process = process
+        self._log = log
 
     def ready(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
         ready: dict[str, Any] = json.loads(self.process.stdout.readline())
         return ready
 
     def replicas(self) -> dict[str, psutil.Process]:
         """The processes there are, by name."""
         found = {}
-        for process in psutil.Process(self.process.pid).children():
+        for process in children_of(self.process.pid):
             if name := re.search(r"node\.id=(\S+)", " ".join(process.cmdline())):
                 found[name[1]] = process
         return found
 
     def end(self) -> tuple[int, str]:
         """Its exit code and what it and its replicas logged."""
-        _, log = self.process.communicate(timeout=90)
-        return self.process.returncode, log
+        return self.process.wait(90), self._log.read_text()
 
 
 @contextmanager
-def node(tmp_path: Path, name: str, *options: str) -> Iterator[Node]:
-    file = tmp_path / "node.py"
-    file.write_text(NODE)
+def node(tmp_path: Path, name: str, *options: str, forked: bool = True) -> Iterator[Node]:
     sets = [f"--set={option}" for option in (f"node.id={name}", "engine.parallel.dp=2", *options)]
-    with subprocess.Popen(
-        [sys.executable, file, *sets],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    environment = {**os.environ, "TOLD": str(tmp_path / "told")}
+    file = tmp_path / f"{name}.log"
+    with (
+        file.open("wb") as log,
+        start_module(MODULE, *sets, environment=environment, stderr=log.fileno(), forked=forked) as process,
+    ):
         try:
-            yield Node(process)
+            yield Node(process, file)
         finally:
             process.kill()
 
@@ -188,7 +146,7 @@ def test_replica_silent_before_ready_ends_the_node(tmp_path: Path) -> None:
 
 
 def test_replicas_die_with_the_node(tmp_path: Path) -> None:
-    with node(tmp_path, "n") as running:
+    with node(tmp_path, "n", forked=False) as running:
         running.ready()
         replicas = list(running.replicas().values())
         running.process.kill()
@@ -215,7 +173,7 @@ def test_rejected_options_end_the_node(tmp_path: Path) -> None:
 def test_drain_of_one_replica_drains_all(tmp_path: Path) -> None:
     with node(tmp_path, "told") as running:
         running.ready()
-        (tmp_path / "node.py.told").touch()
+        (tmp_path / "told").touch()
         code, log = running.end()
     assert code == 0
     assert "drained told.0" in log

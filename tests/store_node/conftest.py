@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -25,20 +25,20 @@ READY_TIMEOUT_S = 60.0
 
 
 class StoreCluster:
-    """A Redis and store nodes by name. ``start`` a node, ``kill`` it, start it again. ``within``: the words
-    before a node's command."""
+    """A Redis and store nodes by name. ``start`` a node, ``kill`` it, start it again. ``namespace``: the file
+    of a node's network namespace; empty: ours."""
 
     def __init__(
         self,
         directory: Path,
         redis: Server,
-        within: Callable[[str], Sequence[str]] = lambda name: (),
+        namespace: Callable[[str], str] = lambda name: "",
     ) -> None:
         self.directory = directory
         self.redis = redis
         self.url = redis.url
         self.nodes: dict[str, Child] = {}
-        self._within = within
+        self._namespace = namespace
 
     async def start(self, name: str, **options: object) -> Child:
         """``options``: ``store_node__object_nbytes=…`` for ``store_node.object_nbytes``."""
@@ -55,7 +55,9 @@ class StoreCluster:
                 "store_node.chunk_nbytes": "64KiB",
                 **{key.replace("__", "."): value for key, value in options.items()},
             }
-            command = [*self._within(name), sys.executable, "-m", "moonpool.kvstore.store_node"]
+            namespace = self._namespace(name)
+            within = ["tests.objects.in_namespace", namespace] if namespace else []
+            command = [sys.executable, "-m", *within, "moonpool.kvstore.store_node"]
             for key, value in settings.items():
                 command += ["--set", f"{key}={value}"]
             child = self.nodes[name] = Child(name, command, self.directory / f"{name}.log", sends_json=True)

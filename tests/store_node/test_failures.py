@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 
 import numpy as np
 import psutil
@@ -20,6 +19,7 @@ from moonpool.kvstore.client.errors import (
 from moonpool.protos import store_pb2
 from moonpool.runtime.config.options import TransferOptions
 from moonpool.transfer import GrantLapsed, Span
+from tests.forked_command import forked_command
 from tests.processes import stop
 from tests.store_node.conftest import StoreCluster
 
@@ -74,8 +74,8 @@ async def test_a_cluster_without_store_nodes_says_so(cluster: StoreCluster) -> N
 async def test_a_client_killed_in_a_put_leaves_nothing_behind(cluster: StoreCluster) -> None:
     # A reservation lives for twice the node's longest transfer.
     node = await cluster.start("a", transfer__deadline_s=1.0)
-    command = ["-m", "tests.store_node.putter", node.ready["rpc_address"], str(12 << 20)]
-    putter = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.PIPE)
+    command = [*forked_command("tests.store_node.putter"), node.ready["rpc_address"], str(12 << 20)]
+    putter = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     assert putter.stdout is not None
     assert await putter.stdout.readline() == b"written\n"
     putter.kill()
@@ -101,8 +101,8 @@ async def test_a_client_killed_in_a_put_leaves_nothing_behind(cluster: StoreClus
 async def test_a_write_that_comes_late_does_not_land_in_another_tenants_object(cluster: StoreCluster) -> None:
     """A client is stopped in a put, its reservation lapses, another tenant gets the memory, it goes on."""
     node = await cluster.start("a", transfer__deadline_s=0.5, transfer__checksum="false")
-    command = ["-m", "tests.store_node.putter", node.ready["rpc_address"], str(12 << 20), "late"]
-    putter = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.PIPE)
+    command = [*forked_command("tests.store_node.putter"), node.ready["rpc_address"], str(12 << 20), "late"]
+    putter = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     assert putter.stdout is not None
     assert await putter.stdout.readline() == b"written\n"
     async with cluster.client(tenant="another") as store:

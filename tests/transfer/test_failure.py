@@ -87,7 +87,7 @@ async def test_a_killed_peer_is_lost(
         result, more_seconds = await outcome(asyncio.ensure_future(again(move, ours, spans)))
         assert isinstance(result, PeerLost)
         # Long before a deadline: by the end of its connection, not by its silence.
-        assert seconds + more_seconds < 5
+        assert seconds + more_seconds < 15
         memory.array[:] = 7
         with pytest.raises(PeerLost):
             await agent.connect(theirs.descriptor)

@@ -220,4 +220,6 @@ def _digest(path: str, body: GenerationBody, runs: Sequence[SequenceRun]) -> str
     for run in runs:
         # Whatever made the prompt: a template may have today's date in it.
         digest.update(run.choice.prompt.token_ids.tobytes())
+        # Of an adapter that has been replaced, the stream cannot go on.
+        digest.update(run.request.adapter_key.encode())
     return digest.hexdigest()

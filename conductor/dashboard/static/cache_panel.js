@@ -3,9 +3,9 @@ import { bars, byId, bytes, cell, element, fill, format, percent, row, say } fro
 
 const SOURCES = { computed: "computed", pool: "its own pool", host: "host memory", ssd: "disk", fetched: "another node" };
 // Outcomes of prefix lookups; docs/troubleshooting.md explains each.
-const OUTCOMES = {
+export const OUTCOMES = {
   hit: "hit", off: "cache not asked", short: "no whole block", unused: "cached, not used", pending: "just computed", dropped: "evicted",
-  salted: "other salt", headed: "other head", new: "never seen",
+  layout: "other layout", salted: "other salt", headed: "other head", new: "never seen",
 };
 const LOCAL = ["pool", "host", "ssd"];
 

@@ -13,7 +13,7 @@ const FRAME = 26, INSET = 8; // frame around the replicas of a node: its name ab
 const LINKS = 120, LABELS = 10;
 
 export function stateClass(node) {
-  return { ready: "good", partial: "warn", draining: "warn", starting: "warn" }[node.state] ?? "bad";
+  return { ready: "good", partial: "warn", draining: "warn", gated: "warn", starting: "warn" }[node.state] ?? "bad";
 }
 
 // Text: how many replicas of a node serve.

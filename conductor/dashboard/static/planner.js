@@ -8,5 +8,11 @@ export function drawPlan(planner) {
   say(byId("planner"), [`${planner.state}; mode ${planner.mode}`, ...steps].join("; "));
   fill(byId("plan"), Object.entries(planner.roles).map(([role, state]) => row(role, state.ready, state.starting,
     state.needed, state.target ?? "–", state.attained == null ? "–" : percent(state.attained),
-    cell([state.reason ?? state.why, state.held].filter(Boolean).join("; "), "soft"))));
+    cell([state.reason ?? state.why, state.held, joins(state.join)].filter(Boolean).join("; "), "soft"))));
+}
+
+// Where the time of a role's slowest start goes.
+function joins(phases) {
+  const parts = Object.entries(phases ?? {}).map(([phase, seconds]) => `${phase.replace("_", " ")} ${seconds.toFixed(2)} s`);
+  return parts.length ? `joins: ${parts.join(", ")}` : "";
 }

@@ -27,8 +27,9 @@ class LocalProvider:
     async def start(self, role: str, model: str, fence: int = 0) -> str:
         return await self._start(fleet_pb2.StartNodeRequest(role=role, model=model, fence=fence))
 
-    async def start_with(self, role: str, model: str, settings: Sequence[str]) -> str:
-        return await self._start(fleet_pb2.StartNodeRequest(role=role, model=model, settings=settings))
+    async def start_with(self, role: str, model: str, settings: Sequence[str], rollout: int) -> str:
+        request = fleet_pb2.StartNodeRequest(role=role, model=model, settings=settings, rollout=rollout)
+        return await self._start(request)
 
     async def settle(self, settings: Sequence[str]) -> None:
         with self._failures("later nodes will not have the new settings"):
@@ -40,8 +41,13 @@ class LocalProvider:
         return str(reply.node_id)
 
     async def stop(self, node_id: str, fence: int = 0) -> None:
-        with self._failures(f"{node_id} was not stopped"):
-            request = fleet_pb2.StopNodeRequest(node_id=node_id, fence=fence)
+        await self._stop(fleet_pb2.StopNodeRequest(node_id=node_id, fence=fence))
+
+    async def stop_for(self, node_id: str, rollout: int) -> None:
+        await self._stop(fleet_pb2.StopNodeRequest(node_id=node_id, rollout=rollout))
+
+    async def _stop(self, request: fleet_pb2.StopNodeRequest) -> None:
+        with self._failures(f"{request.node_id} was not stopped"):
             await self._supervisor.Stop(request, timeout=_TIMEOUT_S)
 
     async def list(self) -> Sequence[SuppliedNode]:

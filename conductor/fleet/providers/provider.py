@@ -62,10 +62,16 @@ class Provider(Protocol):
 
 @runtime_checkable
 class VersionedProvider(Provider, Protocol):
-    """A provider whose nodes can have other settings than those before: ``section.key=value``."""
+    """A provider whose nodes can have other settings than those before: ``section.key=value``.
 
-    async def start_with(self, role: str, model: str, settings: Sequence[str]) -> str:
+    ``rollout``: the epoch of the rollout that asks; one older than it has seen is refused.
+    """
+
+    async def start_with(self, role: str, model: str, settings: Sequence[str], rollout: int) -> str:
         """As ``start``, with these settings for this node alone."""
+
+    async def stop_for(self, node_id: str, rollout: int) -> None:
+        """As ``stop``."""
 
     async def settle(self, settings: Sequence[str]) -> None:
         """Have all nodes that are started from now on have these settings."""

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeVar
 
 from moonpool.conductor.fleet.errors import ProviderFailed
 from moonpool.conductor.fleet.providers.provider import FAILED, STOPPING, SuppliedNode
+from moonpool.conductor.fleet.providers.ray_address import check_answers
 from moonpool.runtime.config.loading import to_toml
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.errors import ConfigError
@@ -32,8 +35,7 @@ _ROLES = ("prefill", "decode", "both")
 class RayProvider:
     """Starts nodes with the options of ``config``: a core for each thread, a GPU for each rank.
 
-    Nodes of equal ``index.*`` options are one fleet, whichever process asks. They outlive it. Ray knows
-    nothing of a planner's epoch: ``fence`` is not checked.
+    Nodes of equal ``index.*`` options are one fleet, whichever process asks. They outlive it.
     """
 
     name = "ray"
@@ -51,6 +53,7 @@ class RayProvider:
         same = f"{config.index.redis_url} {config.index.namespace}".encode()
         self._fleet = hashlib.sha256(same).hexdigest()[:12]
         self._connected: RayCluster | None = None
+        self._closed = False
         self._started_s: dict[str, float] = {}
         self._roles: dict[str, str] = {}
         self._failed: dict[str, SuppliedNode] = {}
@@ -64,6 +67,7 @@ class RayProvider:
 
         def asked(cluster: RayCluster) -> None:
             module = import_module("moonpool.conductor.fleet.providers.ray_cluster")
+            cluster.check(fence)
             _check_redis(self._config.index.redis_url, cluster.machines(), module.is_here)
             engine = self._config.engine
             ranks, threads = engine.parallel.dp * engine.parallel.ranks_per_host, engine.threads or 1
@@ -82,7 +86,11 @@ class RayProvider:
         return node_id
 
     async def stop(self, node_id: str, fence: int = 0) -> None:
-        await self._call(f"{node_id} was not stopped", lambda cluster: cluster.stop(node_id))
+        def asked(cluster: RayCluster) -> None:
+            cluster.check(fence)
+            cluster.stop(node_id)
+
+        await self._call(f"{node_id} was not stopped", asked)
         reaper = asyncio.create_task(self._reap(node_id), name=f"end of {node_id}")
         self._reapers.add(reaper)
         reaper.add_done_callback(self._reapers.discard)
@@ -108,14 +116,17 @@ class RayProvider:
 
     async def stop_all(self) -> None:
         """End all nodes at once, those of other processes included. Raises ``ProviderFailed``."""
+        if self._connected is None:
+            return  # it has started none
         await self._call("nodes on Ray were not ended", lambda cluster: cluster.end_all())
 
     async def close(self) -> None:
+        self._closed = True
         for reaper in self._reapers:
             reaper.cancel()
         cluster, self._connected = self._connected, None
         if cluster is not None:
-            await asyncio.to_thread(cluster.close)
+            await _in_thread(cluster.close)
 
     async def _reap(self, node_id: str) -> None:
         """A node that has drained keeps its place until it is listed."""
@@ -130,19 +141,40 @@ class RayProvider:
             module = import_module("moonpool.conductor.fleet.providers.ray_cluster")
             try:
                 if self._connected is None:
-                    self._connected = module.RayCluster(self._config.fleet.ray, self._fleet)
+                    connected = module.RayCluster(self._config.fleet.ray, self._fleet)
+                    if self._closed:  # nobody waited for it
+                        connected.close()
+                        raise ProviderFailed("it was given up")
+                    self._connected = connected
                 return call(self._connected)
             except (module.RayError, OSError, RuntimeError, ValueError) as error:
                 raise ProviderFailed(f"Ray: {error}") from error
 
         async with self._turn:
             try:
+                if self._connected is None:
+                    await check_answers(self._config.fleet.ray)
                 async with asyncio.timeout(_TIMEOUT_S):
-                    return await asyncio.to_thread(calls)
+                    return await _in_thread(calls)
             except ProviderFailed as error:
                 raise ProviderFailed(f"{what}: {error}") from error
             except TimeoutError:
                 raise ProviderFailed(f"{what}: Ray did not answer within {_TIMEOUT_S:g} s") from None
+
+
+async def _in_thread(call: Callable[[], T]) -> T:
+    """As ``asyncio.to_thread``, but the end of the process waits for no thread: Ray may try for minutes."""
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="call to Ray", daemon=True).start()
+    return await asyncio.wrap_future(done)
 
 
 def _check_redis(url: str, machines: Sequence[str], is_here: Callable[[str], bool]) -> None:

@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,18 @@ _users_lock = threading.Lock()
 logging.getLogger("ray").setLevel(logging.ERROR)
 
 
+class RayFence:
+    """The epoch of the latest planner that has changed a fleet: an actor, for all conductors together."""
+
+    def __init__(self) -> None:
+        self._latest = 0
+
+    def latest(self, epoch: int) -> int:
+        """Return it, with ``epoch`` counted."""
+        self._latest = max(self._latest, epoch)
+        return self._latest
+
+
 @dataclass(frozen=True, slots=True)
 class Resources:
     """Of one node: all its ranks run on one machine."""
@@ -59,6 +72,7 @@ class RayCluster:
         """
         global _users
         self._fleet = fleet
+        self._fence = f"{fleet}-fence"  # not one of the nodes, whose names are in the fleet
         self._actors: dict[str, Any] = {}  # handles, also of actors that are gone
         with _users_lock:
             try:
@@ -87,6 +101,19 @@ class RayCluster:
 
     def has_gpus(self) -> bool:
         return bool(ray.cluster_resources().get("GPU"))
+
+    def check(self, fence: int) -> None:
+        """Raise ``ProviderFailed`` for a planner of an older epoch than has asked before. 0: no planner."""
+        if not fence:
+            return
+        options = {"lifetime": "detached", "get_if_exists": True, "num_cpus": 0, "max_restarts": -1}
+        actor = ray.remote(RayFence).options(name=self._fence, namespace=_NAMESPACE, **options).remote()
+        latest = ray.get(actor.latest.remote(fence), timeout=_ANSWER_S)
+        if latest > fence:
+            raise ProviderFailed(
+                f"a planner of epoch {fence} asks, and one of epoch {latest} has asked before: nothing was "
+                "changed"
+            )
 
     def start(self, node_id: str, resources: Resources, *args: object) -> None:
         """Ask for an actor with ``args``; it starts as soon as a machine has room."""
@@ -161,6 +188,8 @@ class RayCluster:
     def end_all(self) -> None:
         """End all nodes of this fleet."""
         self.end(*{name for _, name, _ in self._groups()}, *self._actors)
+        with suppress(ValueError):  # no planner has asked
+            ray.kill(ray.get_actor(self._fence, namespace=_NAMESPACE), no_restart=True)
 
     def _actor(self, node_id: str) -> Any:
         if node_id not in self._actors:

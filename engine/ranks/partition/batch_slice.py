@@ -61,6 +61,8 @@ class BatchSlice:
             num_decodes=len(self.decodes),
             decode_table=inputs.decode_table[decodes],
             decode_lens=inputs.decode_lens[decodes],
+            adapter_ids=None if inputs.adapter_ids is None else inputs.adapter_ids[rows],
+            adapters=inputs.adapters,
         )
         if not self.runs:
             return part

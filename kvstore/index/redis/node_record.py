@@ -32,6 +32,10 @@ LAYOUT_FACTS = "layout_facts"
 # The stages of a request, and the roles that requests are placed on: "both" serves both stages.
 STAGES = ("prefill", "decode")
 ROLES = (*STAGES, "both")
+# In ``extra["join"]``, seconds by phase of the start. process: until the node began. weights: until they are
+# in memory. warm_up: until the engine can step (pool, ranks, compiled kernels and graphs, cost profile).
+# services: store and RPC server. registration: until the record is in the index.
+JOIN_PHASES = ("process", "weights", "warm_up", "services", "registration")
 
 
 def stages_of(role: str) -> tuple[str, ...]:

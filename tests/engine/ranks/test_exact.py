@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import transformers
 
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.sharding.expert_placement import plan_experts
 from tests.engine.ranks.conftest import ranks, serving
+from tests.lazily import Lazily
+
+transformers = Lazily("transformers")
 
 # Heads for four ranks, of which pairs share a KV head; and what differs between the families.
 SHAPE: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 160}

@@ -20,8 +20,18 @@ from tests.kernels.paged import PagedBatch, Shape, assert_near
 from tests.kernels.triton_device import DEVICE, INTERPRETED
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@pytest.mark.parametrize("num_programs", [1, 6])
+def every_pair(variants: list[dict[str, Any]], others: list[Any]) -> list[tuple[dict[str, Any], Any]]:
+    """All pairs on a GPU. In the interpreter, which is slow: each variant with one of ``others``, the first
+    with all."""
+    return [
+        (variant, other)
+        for i, variant in enumerate(variants)
+        for j, other in enumerate(others)
+        if not INTERPRETED or i == 0 or j == i % len(others)
+    ]
+
+
+@pytest.mark.parametrize(("variant", "num_programs"), every_pair(VARIANTS, [1, 6]), ids=str)
 def test_decode(variant: dict[str, Any], num_programs: int) -> None:
     batch = PagedBatch(replace(DECODES, **variant), device=DEVICE)
     lse = torch.full(batch.q.shape[:2], float("nan"))
@@ -29,9 +39,11 @@ def test_decode(variant: dict[str, Any], num_programs: int) -> None:
     assert_states(batch, out, lse)
 
 
-@pytest.mark.parametrize("variant", VARIANTS[1:4] + VARIANTS[6:], ids=str)
-@pytest.mark.parametrize(("q_len", "num_programs"), [(3, 1), (5, 4)])
-def test_decode_of_a_few_queries(variant: dict[str, Any], q_len: int, num_programs: int) -> None:
+@pytest.mark.parametrize(
+    ("variant", "queries"), every_pair(VARIANTS[1:4] + VARIANTS[6:], [(3, 1), (5, 4)]), ids=str
+)
+def test_decode_of_a_few_queries(variant: dict[str, Any], queries: tuple[int, int]) -> None:
+    q_len, num_programs = queries
     totals = (q_len, 17, 140 if INTERPRETED else 300)
     batch = PagedBatch(replace(DECODES, lens=tuple((q_len, n) for n in totals), **variant), device=DEVICE)
     q = batch.q.view(len(totals), q_len, *batch.q.shape[1:])

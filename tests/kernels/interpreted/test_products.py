@@ -68,9 +68,10 @@ def test_grouped_matmul(dtype: torch.dtype, offsets: list[int]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_adapters(dtype: torch.dtype) -> None:
     ids = torch.tensor([2, -1, 0, 2, 1], dtype=torch.int32)
-    x, y = torch.randn(5, 200).to(dtype), torch.randn(5, 150).to(dtype)
-    a, b, scales = torch.randn(3, 6, 200).to(dtype), torch.randn(3, 150, 6).to(dtype), torch.rand(3)
+    x, y = torch.randn(5, 200).to(dtype), torch.randn(5, 190).to(dtype)[:, 40:]
+    a, b = torch.randn(50, 200).to(dtype), torch.randn(50, 150).to(dtype)
+    extents = torch.tensor([[4, 3], [7, 1], [10, 40]], dtype=torch.int32)
     expected = y.double()
-    reference.add_lora(expected, x.double(), a.double(), b.double(), ids, scales)
-    triton_adapters.add_lora(y, x, a, b, ids, scales)
+    reference.add_lora(expected, x.double(), a.double(), b.double(), ids, extents, 40)
+    triton_adapters.add_lora(y, x, a, b, ids, extents, 40)
     assert_near(y, expected, dtype, factor=4)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -23,6 +22,7 @@ from moonpool.runtime.security.posture import SecurityCollector, warnings
 from moonpool.runtime.security.process import Security
 from moonpool.runtime.security.roles import Caller
 from moonpool.transfer import TransferAgent
+from tests.forked_command import forked_command
 
 ME = Caller("node", "n")
 KEY = SecurityOptions(cluster_key="0123456789abcdef")
@@ -65,7 +65,7 @@ async def test_with_a_key_or_when_it_is_wanted_it_listens(options: SecurityOptio
 @pytest.mark.parametrize("module", ["conductor", "node", "kvstore.store_node"])
 async def test_a_daemon_says_so_and_exits_before_it_loads(module: str) -> None:
     option = "conductor.host" if module == "conductor" else "node.host"
-    command = [sys.executable, "-m", f"moonpool.{module}", "--set", f"{option}={EVERYWHERE}"]
+    command = [*forked_command(f"moonpool.{module}"), "--set", f"{option}={EVERYWHERE}"]
     command += ["--set", "conductor.port=0", "--set", "index.redis_url=unix:///nowhere"]
     done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2, done.stderr

@@ -39,7 +39,7 @@ async def test_a_killed_peer_is_lost_and_memory_left_alone(
         theirs.kill()
         result, seconds = await outcome(batch)
         assert isinstance(result, PeerLost)
-        assert seconds < 5
+        assert seconds < 15  # long before the deadline
         memory.array[:] = 7
         assert peer.lost
         await settled(agent)

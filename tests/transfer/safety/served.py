@@ -7,6 +7,7 @@ import socket
 import time
 
 import numpy as np
+import pytest
 
 from moonpool.runtime.config.options import TransferOptions
 from moonpool.runtime.security import process
@@ -34,11 +35,16 @@ class Served:
 
     async def works(self) -> None:
         """A read on new connections and one on those there are: both arrive, and about as soon as usual."""
-        started = time.perf_counter()
-        async with await start("late") as late:
-            for agent in (late, self.client):
-                await self._read(agent)
-        assert time.perf_counter() - started < 1 + 10 * self.usual_s
+        # A machine that stands still for a while has three tries.
+        for _ in range(3):
+            started = time.perf_counter()
+            async with await start("late") as late:
+                for agent in (late, self.client):
+                    await self._read(agent)
+            took_s = time.perf_counter() - started
+            if took_s < 1 + 10 * self.usual_s:
+                return
+        pytest.fail(f"two reads took {took_s:.1f} s, usually one takes {self.usual_s:.2f} s")
 
     async def measured(self) -> Served:
         started = time.perf_counter()

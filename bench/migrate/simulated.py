@@ -1,0 +1,68 @@
+"""Long outputs in the simulator: requests stay where they were placed, or move as the conductor decides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from moonpool.bench.harness.command import Run
+from moonpool.bench.migrate.tail_latency import MOVES, STAYS
+from moonpool.conductor.observing.slo import Slo
+from moonpool.runtime.reports.report import Row, versus
+from moonpool.simulator.inputs.hardware import A800, LLAMA3_70B, tensor_parallel
+from moonpool.simulator.inputs.scenario import Scenario
+from moonpool.simulator.inputs.workload import Workload
+from moonpool.simulator.outcome import Outcome
+from moonpool.simulator.simulation import Simulation
+
+_CAUSES = {STAYS: ("drain",), MOVES: ("drain", "defragment", "hot-spot", "priority", "queue")}
+_WORK = Workload(
+    sessions=4000, rate=3.6, bursty=True, turns=1, prompt_tokens=2048, output_tokens=900, spread=1.3
+)
+_PREFILL, _DECODE = 4, 4
+_TTFT_S, _TBT_S = 10.0, 0.05
+
+
+def simulated_rows(run: Run, tbt_s: float) -> Iterator[Row]:
+    """``tbt_s``: as for the live load; 0: 50 ms."""
+    work = replace(_WORK, sessions=100) if run.quick else _WORK
+    slo = Slo(_TTFT_S, tbt_s or _TBT_S)
+    hardware = tensor_parallel(A800, LLAMA3_70B, 4)
+    run.machine = f"simulated {hardware.name}"
+    outcomes: dict[str, Outcome] = {}
+    for name, causes in _CAUSES.items():
+        run.say(f"simulated: {name}")
+        scenario = Scenario(hardware, num_prefill=_PREFILL, num_decode=_DECODE, slo=slo, migrate=causes)
+        simulation = Simulation(scenario, work.requests())
+        outcomes[name] = simulation.run()
+    case = (
+        f"simulated, {_PREFILL} + {_DECODE} nodes, {work.sessions:,} requests in bursts, "
+        f"{work.output_tokens} tokens of output on average"
+    )
+    values = {name: _figures(outcome) for name, outcome in outcomes.items()}
+    for metric, ours in values[MOVES].items():
+        theirs = values[STAYS][metric]
+        yield _tail(f"{STAYS}: {case}", metric, theirs)
+        yield versus(_tail(f"{MOVES}: {case}", metric, ours), STAYS, 1e3 * float(np.median(theirs)))
+        tail = Row(f"{MOVES}: {case}", f"{metric}, p99", 1e3 * float(np.quantile(ours, 0.99)), "ms")
+        yield versus(tail, STAYS, 1e3 * float(np.quantile(theirs, 0.99)))
+    for name, outcome in outcomes.items():
+        yield Row(f"{name}: {case}", "requests within both SLOs", 100 * outcome.effective_ratio, "%")
+    yield Row(f"{MOVES}: {case}", "moves of running requests", float(simulation.moves.num_moved), "moves")
+    yield Row(f"{MOVES}: {case}", "prompts placed again", float(simulation.moves.num_replaced), "prompts")
+
+
+def _figures(outcome: Outcome) -> dict[str, list[float]]:
+    done = outcome.completed
+    return {
+        "TTFT": [each.ttft_s for each in done],
+        "TBT, longest tenth of a request": [each.tbt_s for each in done if each.output_tokens > 1],
+        "whole answer": [each.e2e_s for each in done],
+    }
+
+
+def _tail(case: str, metric: str, seconds: list[float]) -> Row:
+    p50, p95, p99 = (1e3 * float(np.quantile(seconds, q)) for q in (0.5, 0.95, 0.99))
+    return Row(case, metric, p50, "ms", p95=p95, p99=p99)

@@ -1,0 +1,1 @@
+"""Handlers of requests for tokens, one file a kind."""

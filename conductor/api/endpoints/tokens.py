@@ -1,0 +1,79 @@
+"""``/tokenize`` and ``/detokenize`` as in vLLM's API, and the refusal of ``/v1/embeddings``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import orjson
+from aiohttp import web
+
+from moonpool.conductor.api.answer import token_label
+from moonpool.conductor.api.context import CONTEXT, ApiContext
+from moonpool.conductor.api.errors import bad_request
+from moonpool.conductor.api.exchange import unknown_model
+from moonpool.conductor.api.prompts import Prompt, chat_prompt, completion_prompts
+from moonpool.conductor.api.request_body import read_object
+from moonpool.conductor.api.schemas import ChatBody, CompletionBody, parse
+
+
+async def tokenize(http: web.Request) -> web.Response:
+    """``POST /tokenize``: the token ids of a ``prompt``, or of the prompt of ``messages``."""
+    context = http.app[CONTEXT]
+    given = await read_object(http, context.options.max_body_nbytes)
+    strings = given.pop("return_token_strs", None)
+    if not isinstance(strings, bool | None):
+        raise bad_request("return_token_strs: must be true or false", "return_token_strs")
+    prompt = await _prompt(given, context)
+    token_ids = prompt.token_ids.tolist()
+    labels = [token_label(token_id, context.tokenizer) for token_id in token_ids] if strings else None
+    return _reply(
+        {
+            "count": len(token_ids),
+            "max_model_len": context.conductor.model.max_model_len,
+            "tokens": token_ids,
+            "token_strs": labels,
+        }
+    )
+
+
+async def detokenize(http: web.Request) -> web.Response:
+    """``POST /detokenize``: the text of ``tokens``."""
+    context = http.app[CONTEXT]
+    given = await read_object(http, context.options.max_body_nbytes)
+    _check_model(given.get("model"), context)
+    token_ids, size = given.get("tokens"), context.conductor.model.vocab_size
+    if not isinstance(token_ids, list) or any(type(i) is not int or not 0 <= i < size for i in token_ids):
+        raise bad_request(f"tokens: must be a list of token ids from 0 to {size - 1}", "tokens")
+    text = context.tokenizer.decode(np.array(token_ids, np.int32), skip_special=False)
+    return _reply({"prompt": text})
+
+
+async def embeddings(http: web.Request) -> web.Response:
+    """``POST /v1/embeddings``"""
+    raise bad_request(
+        "embeddings are not supported: the served model generates text", None, "unsupported_endpoint"
+    )
+
+
+async def _prompt(given: dict[str, Any], context: ApiContext) -> Prompt:
+    if "messages" in given:
+        chat = parse(ChatBody, given)
+        _check_model(chat.model, context)
+        return await chat_prompt(chat, context.template, context.tokenizer)
+    body = parse(CompletionBody, given)
+    _check_model(body.model, context)
+    if not isinstance(body.prompt, str):
+        raise bad_request("prompt: must be a text", "prompt", "invalid_type")
+    (prompt,) = await completion_prompts(body, context.tokenizer, context.conductor.model)
+    return prompt
+
+
+def _check_model(name: Any, context: ApiContext) -> None:
+    served = context.conductor.model.name
+    if name not in (None, served) and context.conductor.adapters.find(str(name)) is None:
+        raise unknown_model(str(name), served)
+
+
+def _reply(value: dict[str, Any]) -> web.Response:
+    return web.Response(body=orjson.dumps(value), content_type="application/json")

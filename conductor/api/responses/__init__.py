@@ -1,0 +1,1 @@
+"""OpenAI's Responses API, as far as it maps to chats."""

@@ -1,0 +1,35 @@
+"""What waits for the nodes of a role, and the room in their pools: for autoscalers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from moonpool.conductor.fleet.member import Member
+from moonpool.kvstore.index.redis.node_record import stages_of
+
+
+def of_role(members: Iterable[Member], role: str) -> list[Member]:
+    """The members that serve a stage; ``both``: those of that role."""
+    if role == "both":
+        return [one for one in members if one.record.role == role]
+    return [one for one in members if role in stages_of(one.record.role)]
+
+
+def queue_s(members: Iterable[Member], role: str, now_s: float) -> float:
+    """How long a request waits that comes now, on average over the nodes of a role: for the prompts before
+    it, and for blocks that others hold while they decode."""
+    found = of_role(members, role)
+    waits_s = 0.0
+    for one in found:
+        if role != "decode":
+            waits_s += one.view.queue.wait_s(now_s) + one.view.foreign_queue_s
+        if role != "prefill":
+            waits_s += one.load.schedule.wait_s(one.view.num_waiting)
+    return waits_s / max(len(found), 1)
+
+
+def kv_free(members: Iterable[Member], role: str) -> float:
+    """The fraction of blocks that sequences do not hold; 1 without a node."""
+    loads = [one.record.load for one in of_role(members, role)]
+    num_blocks = sum(load.num_blocks for load in loads)
+    return sum(load.free_blocks for load in loads) / num_blocks if num_blocks else 1.0

@@ -1,0 +1,1 @@
+"""What the store in the engine keeps: blocks that hints pin, and blocks of tenants within their quotas."""

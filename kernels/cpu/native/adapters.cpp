@@ -1,0 +1,99 @@
+// LoRA adapters: a product to a few ranks and one back, each row with its own adapter.
+
+#include <vector>
+
+#include "lanes.h"
+#include "threads.h"
+
+namespace {
+
+// Nanoseconds of one thread for a value of an adapter and a row, roughly.
+constexpr double VALUE_NS = 0.05;
+// Rows of one adapter that share a read of it, and ranks that share a read of these rows.
+constexpr int64_t ROWS = 4;
+constexpr int RANKS = 4;
+
+// low[m * rank + k] = a[k] · x[m] for M rows and K ranks. Each has a sum of its own, in the order of `ins`: the
+// result of a row does not depend on the others.
+template <class T, int M, int K>
+MP_INLINE void down_part(const T* x, const T* a, int64_t ins, float* low, int64_t rank) {
+    vf sums[M][K] = {};
+    for_vectors(ins, [&](int64_t i, int count) {
+        vf row[M];
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) row[m] = load_some(x + m * ins + i, count);
+#pragma GCC unroll 8
+        for (int k = 0; k < K; k++) {
+            const vf factor = load_some(a + k * ins + i, count);
+#pragma GCC unroll 8
+            for (int m = 0; m < M; m++) sums[m][k] += row[m] * factor;
+        }
+    });
+    for (int m = 0; m < M; m++)
+        for (int k = 0; k < K; k++) low[m * rank + k] = sum(sums[m][k]);
+}
+
+// y[m] += low[m][k] * b[k], summed over the ranks, for M rows and C vectors of outputs.
+template <class T, int M, int C>
+MP_INLINE void up_part(const float* low, const T* b, int64_t outs, int64_t rank, T* y, int64_t stride, int count) {
+    vf sums[M][C] = {};
+    for (int64_t k = 0; k < rank; k++) {
+        vf factor[C];
+#pragma GCC unroll 8
+        for (int c = 0; c < C; c++) factor[c] = load_some(b + k * outs + c * W, count);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+            for (int c = 0; c < C; c++) sums[m][c] += factor[c] * low[m * rank + k];
+    }
+    for (int m = 0; m < M; m++)
+        for (int c = 0; c < C; c++) {
+            T* target = y + m * stride + c * W;
+            store_some(target, load_some(target, count) + sums[m][c], count);
+        }
+}
+
+template <class T, int M>
+void add_rows(T* y, int64_t stride, const T* x, const T* a, const T* b, int64_t rank, int64_t ins, int64_t outs,
+              float* low) {
+    int64_t k = 0;
+    for (; k + RANKS <= rank; k += RANKS) down_part<T, M, RANKS>(x, a + k * ins, ins, low + k, rank);
+    for (; k < rank; k++) down_part<T, M, 1>(x, a + k * ins, ins, low + k, rank);
+    int64_t at = 0;
+    for (; at + 2 * W <= outs; at += 2 * W) up_part<T, M, 2>(low, b + at, outs, rank, y + at, stride, W);
+    for (; at + W <= outs; at += W) up_part<T, M, 1>(low, b + at, outs, rank, y + at, stride, W);
+    if (at < outs) up_part<T, M, 1>(low, b + at, outs, rank, y + at, stride, (int)(outs - at));
+}
+
+template <class T>
+void add_lora(T* y, int64_t stride, const T* x, const T* a, const T* b, const int32_t* ids,
+              const int32_t* extents, int64_t n, int64_t ins, int64_t outs) {
+    static thread_local std::vector<float> scratch;
+    for (int64_t row = 0, count; row < n; row += count) {
+        const int32_t id = ids[row];
+        for (count = 1; row + count < n && count < ROWS && ids[row + count] == id;) count++;
+        if (id < 0) continue;
+        const int64_t first = extents[2 * id], rank = extents[2 * id + 1];
+        scratch.resize(ROWS * rank);
+        const auto add = count == 4   ? add_rows<T, 4>
+                         : count == 3 ? add_rows<T, 3>
+                         : count == 2 ? add_rows<T, 2>
+                                      : add_rows<T, 1>;
+        add(y + row * stride, stride, x + row * ins, a + first * ins, b + first * outs, rank, ins, outs,
+            scratch.data());
+    }
+}
+
+}  // namespace
+
+#define MP_ADAPTERS(T, NAME)                                                                                 \
+    MP_EXPORT void add_lora_##NAME(T* y, int64_t stride, const T* x, const T* a, const T* b,                 \
+                                   const int32_t* ids, const int32_t* extents, int64_t n, int64_t ins,       \
+                                   int64_t outs, int64_t max_rank) {                                         \
+        parallel_ranges(n, VALUE_NS * max_rank * (ins + outs), [=](int64_t first, int64_t end) {             \
+            add_lora(y + first * stride, stride, x + first * ins, a, b, ids + first, extents, end - first,   \
+                     ins, outs);                                                                             \
+        });                                                                                                  \
+    }
+
+MP_FOR_DTYPES(MP_ADAPTERS)

@@ -1,0 +1,33 @@
+"""Options of LoRA adapters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from moonpool.runtime.config.section import Section, option, require
+
+
+@dataclass(frozen=True, slots=True)
+class LoraOptions(Section, name="lora"):
+    adapters: tuple[str, ...] = option(
+        (), "names", "LoRA adapters in PEFT's format that a node serves from its start, each NAME=DIRECTORY"
+    )
+    memory_nbytes: int = option(
+        1 << 30,
+        "bytes",
+        "memory of a node for the weights of adapters; the least recently used leave it",
+        least=1,
+    )
+
+    @property
+    def paths(self) -> dict[str, Path]:
+        """The directories of the adapters, by name."""
+        return {name: Path(path) for name, _, path in (each.partition("=") for each in self.adapters)}
+
+    def _check(self) -> None:
+        for each in self.adapters:
+            name, _, path = each.partition("=")
+            require(bool(name and path), "lora.adapters", "a list of NAME=DIRECTORY", each)
+        unique = len(self.paths) == len(self.adapters)
+        require(unique, "lora.adapters", "a list of different names", self.adapters)

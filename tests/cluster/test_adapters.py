@@ -1,0 +1,175 @@
+"""LoRA adapters in a cluster: exact over the hand-over, loaded and replaced while it serves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import tokenizers
+import torch
+import transformers
+
+from moonpool.client import Client, Reply
+from moonpool.errors import ApiError
+from moonpool.local.cluster import LocalCluster
+from tests.cluster.conftest import eventually, nodes, small_config
+from tests.engine.adapters import make_adapter
+from tests.engine.conftest import Reference
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+
+DEMO = Path(__file__).parents[2] / "moonpool" / "demo" / "model"
+PROMPT = "In the beginning " * 20
+NUM_TOKENS = 32
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def base() -> Reference:
+    return Reference(
+        DEMO, transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
+    )
+
+
+@pytest.fixture(scope="module")
+def voices(base: Reference, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
+    """Three adapters that change every answer; the third is loaded by the tests."""
+    folder = tmp_path_factory.mktemp("voices")
+    kinds: dict[str, dict[str, Any]] = {
+        "wide": {"r": 16},
+        "thin": {"r": 3, "target_modules": ["q_proj", "down_proj"]},
+        "late": {"r": 8, "use_rslora": True},
+    }
+    return {
+        name: make_adapter(base, folder / name, seed=seed, std=0.08, **words)
+        for seed, (name, words) in enumerate(kinds.items())
+    }
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(
+    voices: dict[str, Reference], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[LocalCluster]:
+    config = small_config().with_adapters([f"{name}={voices[name].path}" for name in ("wide", "thin")])
+    async with LocalCluster(config, directory=tmp_path_factory.mktemp("adapters")) as running:
+        yield running
+
+
+def expected(model: Reference, prompt: str = PROMPT) -> str:
+    tokenizer = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    text: str = tokenizer.decode(model.greedy(tokenizer.encode(prompt).ids, NUM_TOKENS))
+    return text
+
+
+async def answer(client: Client, model: str | None, prompt: str = PROMPT, **parameters: Any) -> str:
+    reply = Reply()
+    words = {**GREEDY, **parameters} | ({} if model is None else {"model": model})
+    async for _ in client.complete(prompt, reply, **words):
+        pass
+    return reply.text
+
+
+async def names(client: Client) -> list[str]:
+    return [one["id"] for one in (await client._get("/v1/models"))["data"]]
+
+
+async def test_requests_name_an_adapter_by_model(
+    client: Client, base: Reference, voices: dict[str, Reference]
+) -> None:
+    models: dict[str | None, Reference] = {None: base, "wide": voices["wide"], "thin": voices["thin"]}
+    texts = {name: expected(model) for name, model in models.items()}
+    assert len(set(texts.values())) == 3
+    for _ in range(2):  # the second time from the blocks of each, which the others never get
+        found = await asyncio.gather(*(answer(client, name) for name in [*models, *models]))
+        assert found == [*texts.values(), *texts.values()]
+
+
+async def test_adapters_are_listed_with_their_parent(client: Client, voices: dict[str, Reference]) -> None:
+    listed = (await client._get("/v1/models"))["data"]
+    assert [one["id"] for one in listed] == [listed[0]["id"], "thin", "wide"]
+    assert listed[0]["parent"] is None
+    assert listed[1]["parent"] == listed[0]["id"]
+    assert listed[1]["root"] == str(voices["thin"].path)
+    with pytest.raises(ApiError, match="does not exist") as unknown:
+        await answer(client, "nobody")
+    assert unknown.value.status == 404
+
+
+async def test_an_adapter_is_loaded_replaced_and_unloaded(
+    client: Client, voices: dict[str, Reference]
+) -> None:
+    late, thin = voices["late"], voices["thin"]
+    await client.load_adapter("more/late", str(late.path))
+    assert "more/late" in await names(client)
+    assert await answer(client, "more/late") == expected(late)
+    with pytest.raises(ApiError, match="another content") as taken:
+        await client.load_adapter("more/late", str(thin.path))
+    assert taken.value.status == 400
+    assert await answer(client, "more/late") == expected(late)
+    await client.load_adapter("more/late", str(thin.path), replace=True)
+    # The blocks of the former content have other keys.
+    assert await answer(client, "more/late") == expected(thin)
+    await client.unload_adapter("more/late")
+    assert "more/late" not in await names(client)
+    with pytest.raises(ApiError) as gone:
+        await answer(client, "more/late")
+    assert gone.value.status == 404
+    with pytest.raises(ApiError) as missing:
+        await client.unload_adapter("more/late")
+    assert missing.value.status == 404
+
+
+async def test_a_running_request_finishes_with_an_adapter_that_is_unloaded(
+    client: Client, voices: dict[str, Reference]
+) -> None:
+    late = voices["late"]
+    await client.load_adapter("leaving", str(late.path))
+    reply = Reply()
+    async for _ in client.complete(PROMPT, reply, model="leaving", **GREEDY):
+        if len(reply.pieces_s) == 1:
+            await client.unload_adapter("leaving")
+    assert reply.text == expected(late)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "why"),
+    [
+        ("x", "/does/not/exist", "cannot be read"),
+        ("x", "relative/path", "absolute"),
+        ("not a name", "/tmp", "cannot be the name"),
+    ],
+)
+async def test_what_cannot_be_loaded_is_refused(client: Client, name: str, path: str, why: str) -> None:
+    with pytest.raises(ApiError, match=why) as refused:
+        await client.load_adapter(name, path)
+    assert refused.value.status == 400
+    assert name not in await names(client)
+
+
+async def test_a_running_request_moves_with_its_adapter(client: Client, voices: dict[str, Reference]) -> None:
+    tokenizer = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    reply, moved = Reply(), list[dict[str, Any]]()
+    # Long enough that a busy machine moves it before it ends.
+    stream = client.complete(PROMPT, reply, model="wide", **GREEDY | {"max_tokens": 1500})
+    async with aclosing(stream):
+        async for _ in stream:
+            if len(reply.pieces_s) == 4:
+                moved = (await client.migrate(reply.id))["moves"]
+            if len(reply.pieces_s) >= 220:
+                break
+    assert moved and moved[0]["source"] != moved[0]["target"]
+    text = tokenizer.decode(voices["wide"].greedy(tokenizer.encode(PROMPT).ids, 200))
+    assert reply.text.startswith(text[:-8])  # the last token may be a part of a character
+
+
+async def test_nodes_tell_what_they_have(client: Client) -> None:
+    async def told() -> bool:
+        await answer(client, "wide", max_tokens=2)
+        return any(node.get("resident_adapters") for node in (await nodes(client)).values())
+
+    await eventually(told)

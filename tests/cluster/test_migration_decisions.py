@@ -1,0 +1,112 @@
+"""Requests move to make room or to make a node faster where that is on, and stay where it is off."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from moonpool.client import Client, Reply
+from moonpool.local.cluster import LocalCluster
+from tests.cluster.conftest import another, eventually, nodes, small_config, started
+from tests.cluster.test_migration import events_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+
+POOL_BLOCKS, BLOCK_NBYTES = 400, 98_304
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+# One on each decode node: with them, neither has room for LONG, and both together have it twice.
+FILLER, FILLER_TOKENS = "In those days, ", 2000
+LONG = "And it came to pass "
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCluster]:
+    config = small_config()
+    pool = (f"engine.pool_nbytes={POOL_BLOCKS * BLOCK_NBYTES}",)
+    config = replace(
+        config,
+        cluster=replace(config.cluster, prefill=1, decode=2, decode_options=pool),
+        conductor=replace(config.conductor, rejection="none", request_timeout_s=240.0),
+    )
+    async with LocalCluster(config, directory=tmp_path_factory.mktemp("decisions")) as running:
+        yield running
+
+
+@asynccontextmanager
+async def deciding(cluster: LocalCluster, causes: str, *options: str) -> AsyncIterator[Client]:
+    """A conductor of its own that makes these decisions, or none."""
+    own = ("conductor.leave_s=0", f"conductor.migrate={causes}", *options)
+    child = another(cluster, f"decides-{causes or 'nothing'}", "conductor", *own)
+    async with started(child), Client(str(child.ready["url"])) as client:
+
+        async def sees_all() -> bool:
+            found = (await nodes(client)).values()
+            return len(found) == len(cluster.nodes) and all(one["state"] == "ready" for one in found)
+
+        await eventually(sees_all)
+        yield client
+
+
+async def prompt_of(client: Client, text: str, num_tokens: int) -> str:
+    """``text`` repeated, at least so many tokens."""
+    reply = Reply()
+    async for _ in client.complete(text * 50, reply, max_tokens=1):
+        pass
+    return text * (50 * num_tokens // reply.usage["prompt_tokens"] + 1)
+
+
+async def read(client: Client, prompt: str, reply: Reply, **parameters: Any) -> str:
+    async for _ in client.complete(prompt, reply, **{**GREEDY, **parameters}):
+        pass
+    assert reply.usage["completion_tokens"] == parameters["max_tokens"]
+    return reply.text
+
+
+async def pieces(reply: Reply, count: int) -> None:
+    async def come() -> bool:
+        return len(reply.pieces_s) >= count
+
+    await eventually(come, timeout_s=120)
+
+
+async def decode_node(client: Client, reply: Reply) -> str:
+    return str((await client.timeline(reply.id))["summary"]["decode_node"])
+
+
+@pytest.mark.parametrize(("cause", "priority"), [("defragment", 0), ("priority", -1)])
+async def test_a_long_prompt_that_fits_nowhere_gets_room_by_a_move(
+    cluster: LocalCluster, cause: str, priority: int
+) -> None:
+    texts: dict[str, list[str]] = {}
+    for causes in ("", cause):
+        async with deciding(cluster, causes) as client:
+            fillers = [await prompt_of(client, f"{number}. {FILLER}", 1000) for number in range(2)]
+            long = await prompt_of(client, LONG, 5500)
+            replies = [Reply(), Reply(), Reply()]
+            async with asyncio.TaskGroup() as group:
+                running = []
+                for reply, prompt, name in zip(replies, fillers, ("decode-0", "decode-1"), strict=False):
+                    asked = read(client, prompt, reply, max_tokens=FILLER_TOKENS)
+                    running.append(group.create_task(asked))
+                    await pieces(reply, 5)
+                    if await decode_node(client, reply) != name:
+                        await client.migrate(reply.id, name)
+                last = await read(client, long, replies[2], max_tokens=8, priority=priority)
+                ended = [task.done() for task in running]
+            texts[causes] = [*(task.result() for task in running), last]
+            moves = [one for reply in replies[:2] for one in await events_of(client, reply.id, "migrated")]
+            assert not any([await events_of(client, reply.id, "preempted") for reply in replies])
+            if causes:
+                assert [move["cause"] for move in moves if move["cause"] != "asked"] == [cause]
+                assert ended == [False, False]
+            else:
+                # It has waited for one of them.
+                assert any(ended)
+                assert all(move["cause"] == "asked" for move in moves)
+    assert texts[""] == texts[cause]

@@ -1,0 +1,178 @@
+"""The Responses API, with the official client; and the endpoints about tokens."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pydantic
+import pytest
+
+from moonpool.conductor.api.responses import conversations
+from moonpool.conductor.api.responses.conversations import Conversations
+from tests.conductor.conftest import prompt_of
+
+LOOK: Any = {
+    "type": "function",
+    "name": "look",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+CALL = '<tool_call>\n{"name": "look", "arguments": {"city": "Ulm"}}\n</tool_call>'
+
+
+@pytest.fixture
+def api(tools_api: Any) -> Any:
+    return tools_api
+
+
+@pytest.fixture
+async def client(api: Any) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{api.url}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+async def test_text_and_the_next_turn(api: Any, client: openai.AsyncOpenAI) -> None:
+    first = await client.responses.create(model="tiny", instructions="Be brief.", input="Hi")
+    assert (first.output_text, first.status) == ("Hello, world.", "completed")
+    assert first.usage is not None
+    assert first.usage.total_tokens == first.usage.input_tokens + first.usage.output_tokens
+    assert "<|system|>Be brief.<|eos|><|user|>Hi<|eos|>" in prompt_of(api)
+    second = await client.responses.create(
+        model="tiny", input=[{"role": "user", "content": "And?"}], previous_response_id=first.id
+    )
+    assert "<|user|>Hi<|eos|><|assistant|>Hello, world.<|eos|><|user|>And?<|eos|>" in prompt_of(api)
+    assert "brief" not in prompt_of(api)
+    assert second.previous_response_id == first.id
+    with pytest.raises(openai.NotFoundError, match="whole conversation"):
+        await client.responses.create(model="tiny", input="Hi", previous_response_id="resp_unheard-of")
+    unkept = await client.responses.create(model="tiny", input="Hi", store=False)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.create(model="tiny", input="Hi", previous_response_id=unkept.id)
+
+
+async def test_a_limit_leaves_it_incomplete(api: Any, client: openai.AsyncOpenAI) -> None:
+    answer = await client.responses.create(model="tiny", input="Hi", max_output_tokens=2)
+    assert answer.status == "incomplete"
+    assert answer.incomplete_details is not None
+    assert answer.incomplete_details.reason == "max_output_tokens"
+
+
+async def test_calls_and_their_outputs(api: Any, client: openai.AsyncOpenAI) -> None:
+    api.core.script = lambda request: api.core.says(CALL)
+    answer = await client.responses.create(model="tiny", input="Hi", tools=[LOOK])
+    (call,) = answer.output
+    assert call.type == "function_call"
+    assert (call.name, call.arguments) == ("look", '{"city": "Ulm"}')
+    api.core.script = lambda request: api.core.says("Rain.")
+    output: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "It rains"}]
+    answer = await client.responses.create(
+        model="tiny", input=output, previous_response_id=answer.id, tools=[LOOK]
+    )
+    assert answer.output_text == "Rain."
+    assert "It rains" in prompt_of(api)
+    assert '"look"' in prompt_of(api).partition("<|assistant|>")[2]
+    await client.responses.create(
+        model="tiny", input="Hi", tools=[LOOK], tool_choice={"type": "function", "name": "look"}
+    )
+    assert api.core.requests[-1].sampling.structure.kind == "grammar"
+
+
+async def test_events(api: Any, client: openai.AsyncOpenAI) -> None:
+    api.core.script = lambda request: api.core.says("Well. " + CALL)
+    async with client.responses.stream(model="tiny", input="Hi", tools=[LOOK]) as stream:
+        events = [event async for event in stream]
+        final = await stream.get_final_response()
+    assert [event.sequence_number for event in events if hasattr(event, "sequence_number")] == sorted(
+        event.sequence_number for event in events if hasattr(event, "sequence_number")
+    )
+    kinds = list(dict.fromkeys(event.type for event in events))
+    assert kinds == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+        "response.completed",
+    ]
+    assert final.output_text == "Well. "
+    assert final.output[1].type == "function_call"
+    assert final.output[1].arguments == '{"city": "Ulm"}'
+
+
+class City(pydantic.BaseModel):
+    name: str
+
+
+async def test_the_client_parses(api: Any, client: openai.AsyncOpenAI) -> None:
+    api.core.script = lambda request: api.core.says('{"name": "Ulm"}')
+    answer = await client.responses.parse(model="tiny", input="Hi", text_format=City)
+    assert answer.output_parsed == City(name="Ulm")
+    assert api.core.requests[-1].sampling.structure.kind == "json"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"input": "Hi", "background": True},
+        {"input": "Hi", "tools": [{"type": "web_search"}]},
+        {"input": [{"type": "computer_call"}]},
+        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        {"input": 5},
+        {"input": ["Hi"]},
+        {},
+        {"input": "Hi", "previous_response_id": 5},
+        {"input": "Hi", "tools": 5},
+        {"input": "Hi", "text": {"format": {"type": "xml"}}},
+    ],
+    ids=str,
+)
+async def test_what_does_not_map_is_refused(api: Any, body: dict[str, Any]) -> None:
+    status, answer = await api.post("/v1/responses", body)
+    assert status == 400, answer
+    assert len(answer["error"]["message"]) > 10
+    assert api.core.requests == []
+
+
+def test_conversations_are_forgotten_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversations, "MAX_KEPT", 2)
+    kept = Conversations()
+    for name in "abc":
+        kept.put("t", name, [{"content": name}])
+    assert kept.get("t", "a") is None
+    assert kept.get("t", "c") == [{"content": "c"}]
+    assert kept.get("another", "c") is None
+    monkeypatch.setattr(conversations, "MAX_CHARS", 100)
+    kept.put("t", "d", [{"content": "x" * 90}])
+    assert kept.get("t", "c") is None
+
+
+async def test_tokens_to_and_fro(api: Any) -> None:
+    status, answer = await api.post("/tokenize", {"prompt": "Hello, 世界", "return_token_strs": True})
+    assert status == 200
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+    assert answer["max_model_len"] == 8192
+    assert (await api.post("/detokenize", {"tokens": answer["tokens"]}))[1] == {"prompt": "Hello, 世界"}
+    status, chat = await api.post("/tokenize", {"messages": [{"role": "user", "content": "Hi"}]})
+    assert status == 200
+    assert chat["token_strs"] is None
+    text = (await api.post("/detokenize", {"tokens": chat["tokens"]}))[1]["prompt"]
+    assert text == "<|user|>Hi<|eos|><|assistant|>"
+    for path, body in (
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": [1, 2]}),
+        ("/tokenize", {"prompt": "a", "return_token_strs": 1}),
+        ("/detokenize", {}),
+        ("/detokenize", {"tokens": [320]}),
+        ("/detokenize", {"tokens": ["a"]}),
+        ("/v1/embeddings", {"input": "a"}),
+    ):
+        status, answer = await api.post(path, body)
+        assert status == 400, (path, body)
+        assert len(answer["error"]["message"]) > 10
+    assert (await api.post("/tokenize", {"prompt": "a", "model": "other"}))[0] == 404

@@ -1,0 +1,183 @@
+"""Tools over HTTP, with the official client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import openai
+import pydantic
+import pytest
+
+from moonpool.conductor.tools.formats import FORMATS, HERMES, ToolFormat, enforced
+from moonpool.conductor.tools.parser import CallParser
+from tests.conductor.conftest import prompt_of
+from tests.conductor.random_texts import Writer
+
+MODEL = Path(__file__).parents[2] / "moonpool" / "demo" / "model"
+DAY = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Ulm", "Köln"]},
+        "days": {"type": "integer", "minimum": 0, "maximum": 9},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+}
+LOOK: Any = {"type": "function", "function": {"name": "look", "description": "Weather", "parameters": DAY}}
+GO: Any = {"type": "function", "function": {"name": "go"}}
+HI: list[Any] = [{"role": "user", "content": "Hi"}]
+TWO = (
+    '<tool_call>\n{"name": "look", "arguments": {"city": "Ulm"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "go", "arguments": {}}\n</tool_call>'
+)
+
+
+@pytest.fixture
+def api(tools_api: Any) -> Any:
+    return tools_api
+
+
+@pytest.fixture
+async def client(api: Any) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{api.url}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+async def test_calls(api: Any, client: openai.AsyncOpenAI) -> None:
+    api.core.script = lambda request: api.core.says("Well. " + TWO)
+    answer = await client.chat.completions.create(model="tiny", messages=HI, tools=[LOOK, GO], n=2)
+    assert '"name": "look"' in prompt_of(api)
+    names = set()
+    for choice in answer.choices:
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "Well. "
+        calls: Any = choice.message.tool_calls
+        assert [(call.function.name, call.function.arguments) for call in calls] == [
+            ("look", '{"city": "Ulm"}'),
+            ("go", "{}"),
+        ]
+        names |= {call.id for call in calls}
+    assert len(names) == 4
+    assert api.core.requests[-1].sampling.structure is None
+    # The next turn: the calls and what came of them are part of the prompt.
+    message = answer.choices[0].message
+    again: list[Any] = [
+        *HI,
+        message,
+        {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "Rain"},
+    ]
+    api.core.script = lambda request: api.core.says("It rains.")
+    answer = await client.chat.completions.create(model="tiny", messages=again, tools=[LOOK])
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].message.content == "It rains."
+    assert answer.choices[0].message.tool_calls is None
+    assert '{"arguments": {"city": "Ulm"}' in prompt_of(api) or '"arguments": {"city": "Ulm"}' in prompt_of(
+        api
+    )
+    assert "Rain" in prompt_of(api)
+
+
+async def test_calls_streamed(api: Any, client: openai.AsyncOpenAI) -> None:
+    api.core.script = lambda request: api.core.says("Well. " + TWO)
+    stream = await client.chat.completions.create(model="tiny", messages=HI, tools=[LOOK, GO], stream=True)
+    chunks = [chunk async for chunk in stream]
+    content = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert content == "Well. "
+    parts = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or []]
+    assert [(part.index, part.function.name, part.type) for part in parts if part.id] == [
+        (0, "look", "function"),
+        (1, "go", "function"),
+    ]
+    assert "".join(part.function.arguments or "" for part in parts if part.index == 0) == '{"city": "Ulm"}'
+    assert len([part for part in parts if part.index == 0]) > 3, "as they come"
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+class Look(pydantic.BaseModel):
+    city: str
+    days: int = 1
+
+
+async def test_the_client_parses_and_streams_calls(api: Any, client: openai.AsyncOpenAI) -> None:
+    tool: Any = openai.pydantic_function_tool(Look)
+    text = '<tool_call>{"name": "Look", "arguments": {"city": "Ulm", "days": 3}}</tool_call>'
+    api.core.script = lambda request: api.core.says(text)
+    answer = await client.chat.completions.parse(model="tiny", messages=HI, tools=[tool])
+    calls: Any = answer.choices[0].message.tool_calls
+    assert calls[0].function.parsed_arguments == Look(city="Ulm", days=3)
+    async with client.chat.completions.stream(model="tiny", messages=HI, tools=[tool]) as stream:
+        kinds = [event.type async for event in stream]
+        final = await stream.get_final_completion()
+    assert "tool_calls.function.arguments.delta" in kinds
+    calls = final.choices[0].message.tool_calls
+    assert calls[0].function.parsed_arguments == Look(city="Ulm", days=3)
+
+
+async def test_one_call_where_several_are_not_wanted(api: Any, client: openai.AsyncOpenAI) -> None:
+    api.core.script = lambda request: api.core.says(TWO)
+    answer = await client.chat.completions.create(
+        model="tiny", messages=HI, tools=[LOOK, GO], parallel_tool_calls=False
+    )
+    calls: Any = answer.choices[0].message.tool_calls
+    assert [call.function.name for call in calls] == ["look"]
+
+
+async def test_no_calls_where_none_are_wanted(api: Any, client: openai.AsyncOpenAI) -> None:
+    api.core.script = lambda request: api.core.says(TWO)
+    answer = await client.chat.completions.create(
+        model="tiny", messages=HI, tools=[LOOK, GO], tool_choice="none"
+    )
+    assert answer.choices[0].message.content == TWO
+    assert answer.choices[0].finish_reason == "stop"
+    assert "look" not in prompt_of(api)
+
+
+async def test_a_call_cut_off_by_the_limit(api: Any, client: openai.AsyncOpenAI) -> None:
+    api.core.script = lambda request: api.core.says(TWO)
+    answer = await client.chat.completions.create(model="tiny", messages=HI, tools=[LOOK], max_tokens=40)
+    assert answer.choices[0].finish_reason == "length"
+
+
+CHOICES: dict[str, tuple[Any, bool, list[str], bool]] = {
+    "required": ("required", True, ["look", "go"], True),
+    "one required": ("required", False, ["look", "go"], False),
+    "named": ({"type": "function", "function": {"name": "look"}}, True, ["look"], False),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+async def test_required_calls_are_enforced(api: Any, client: openai.AsyncOpenAI, name: str) -> None:
+    choice, parallel, names, several = CHOICES[name]
+    api.core.script = lambda request: api.core.says(TWO)
+    await client.chat.completions.create(
+        model="tiny", messages=HI, tools=[LOOK, GO], tool_choice=choice, parallel_tool_calls=parallel
+    )
+    structure = api.core.requests[-1].sampling.structure
+    described = [(each, DAY if each == "look" else None) for each in names]
+    assert structure == enforced(HERMES, described, lambda text: None, several=several)
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("several", [False, True])
+async def test_enforced_calls_are_parsed_and_validate(form: ToolFormat, several: bool) -> None:
+    writer = Writer(MODEL, 2048, (1,))
+    schemas: dict[str, Any] = {"look": DAY, "go": {"type": "object", "maxProperties": 0}}
+    structure = enforced(form, [("look", DAY), ("go", None)], lambda text: None, several=several)
+    counts = set()
+    for seed in range(12):
+        text = await writer.text(structure, seed, max_tokens=2000, hurry=150)
+        parser = CallParser(form)
+        content, calls = parser.push(text)
+        assert (content, parser.flush()[0]) == ("", "")
+        assert parser.num_calls == len({call.index for call in calls})
+        counts.add(parser.num_calls)
+        whole = {call.index: [call.name, ""] for call in calls if call.name}
+        for call in calls:
+            whole[call.index][1] += call.arguments
+        for called, arguments in whole.values():
+            jsonschema.validate(json.loads(arguments), schemas[called])
+    assert counts == {1} if not several else max(counts) > 1
