@@ -20,6 +20,8 @@ from moonpool.kvstore.index.prefix_map import PrefixMap
 _ESTIMATED = 16
 # Breaks ties in favour of nodes with fewer requests, as the estimates do.
 _PLACED_S = 1e-6
+# Longer than any wait, so that a node whose pool would cut an answer short is among the last.
+_CUT_SHORT_S = 1e6
 
 _Array = npt.NDArray[np.float64]
 
@@ -59,12 +61,18 @@ def prefill_shortlist(
 def decode_shortlist(
     request: PlaceRequest, view: ClusterView, prefill: PrefillEstimate
 ) -> Sequence[NodeView]:
-    """Nodes with a pool that the request fits, in no particular order; empty: there is none."""
+    """Nodes with a pool that the request fits, in no particular order; empty: there is none.
+
+    Where a pool holds the whole answer, nodes whose pool would cut it short are left out.
+    """
     fleet, needed = view.decode, needed_blocks(request, view)
     if (same := view.prefill.get(prefill.node_id)) is not None and same.serves_whole:
         return _fitting([same], needed, view)
+    last_token = request.num_tokens + request.remaining_tokens - 1
+    whole = max(needed, last_token // view.block_size + 1)
     if fleet.small:
-        return _fitting((node for node in fleet if not node.serves_whole), needed, view)
+        nodes = _fitting((node for node in fleet if not node.serves_whole), needed, view)
+        return _roomiest(nodes, whole)
     table = fleet.table(view.now_s)
     num_blocks = -(-request.num_tokens // view.block_size)
     local = np.minimum(_local_blocks(fleet, view.prefix_blocks), num_blocks)
@@ -78,7 +86,16 @@ def decode_shortlist(
     score += (num_blocks - local) * (view.block_nbytes * byte_s)
     score += table[rows.JITTER_S]
     score += table[rows.NUM_PLACED] * _PLACED_S
-    return _best(fleet, score, needed, view)
+    pools = table[rows.NUM_BLOCKS]
+    score += np.where(pools < min(whole, pools.max()), _CUT_SHORT_S, 0.0)
+    return _roomiest(_best(fleet, score, needed, view), whole)
+
+
+def _roomiest(nodes: Sequence[NodeView], whole: int) -> Sequence[NodeView]:
+    """Those with ``whole`` blocks; if there are none, those with the most."""
+    sizes = [node.num_blocks or whole for node in nodes]
+    wanted = min(whole, max(sizes, default=0))
+    return [node for node, num_blocks in zip(nodes, sizes, strict=True) if num_blocks >= wanted]
 
 
 def _fitting(nodes: Iterable[NodeView], needed: int, view: ClusterView) -> Sequence[NodeView]:

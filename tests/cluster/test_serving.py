@@ -112,41 +112,6 @@ async def test_a_seeded_sample_repeats_and_differs_by_seed(openai_client) -> Non
     assert one != other
 
 
-@pytest.mark.parametrize("question", ["What is love?", "Who was Solomon?", "What is wisdom?"])
-async def test_the_next_turn_of_a_conversation_hits_what_was_generated(client: Client, question: str) -> None:
-    async def num_known() -> int:
-        return int((await client.cluster())["index"]["num_blocks"])
-
-    known_before = await num_known()
-    messages = [{"role": "user", "content": question}]
-    first = Reply()
-    async for _ in client.chat(messages, first, temperature=0, max_tokens=400, min_tokens=384):
-        pass
-    messages += [
-        {"role": "assistant", "content": first.text},
-        {"role": "user", "content": "And what is war?"},
-    ]
-    # The last token has no KV yet.
-    num_filled = (first.usage["total_tokens"] - 1) // BLOCK_SIZE
-
-    async def published() -> bool:
-        return await num_known() >= known_before + num_filled
-
-    await eventually(published)
-    second = Reply()
-    async for _ in client.chat(messages, second, temperature=0, max_tokens=16):
-        pass
-    hit = second.usage["prompt_tokens_details"]["cached_tokens"]
-    timeline = await client.timeline(second.id)
-    summary = timeline["summary"]
-    assert summary["cached_tokens"] == hit
-    places = ("pool_tokens", "host_tokens", "ssd_tokens", "fetched_tokens")
-    assert sum(summary[place] for place in places) == hit
-    # Not only the first prompt: blocks the decode node filled count too. Not all of them: the answer's text
-    # need not be tokenized as it was generated.
-    assert hit > first.usage["prompt_tokens"] + BLOCK_SIZE, summary["detail"]
-
-
 async def test_the_timeline_tells_the_whole_way(client: Client) -> None:
     reply = Reply()
     async for _ in client.complete("And it came to pass " * 20, reply, max_tokens=8, temperature=0):

@@ -150,3 +150,21 @@ def test_blind_policies_go_round_a_crowd() -> None:
     assert chosen[:50] == chosen[50:] == [member.node_id for member in view.prefill]
     outcome = place(replace(REQUEST, deadline_s=0.5), view, Slo(), POLICIES["random"])
     assert isinstance(outcome, Placement)
+
+
+@pytest.mark.parametrize("num_others", [1, SMALL])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_an_answer_is_decoded_where_its_pool_does_not_cut_it_short(policy: str, num_others: int) -> None:
+    # 1,000 tokens of prompt and 100 more take 69 blocks of 16; the small pools take the prompt alone.
+    small = [node(f"small-{number}", num_blocks=65) for number in range(num_others)]
+    large = node("large", num_blocks=69, num_running=20, num_context_tokens=20_000)
+    view = cluster([node("p0")], [*small, large])
+    assert placed(REQUEST, view, policy).decode.node_id == "large"
+    # Where no pool has room for all, the most room.
+    large.num_blocks = 68
+    view = cluster([node("p0")], [*small, large])
+    assert placed(REQUEST, view, policy).decode.node_id == "large"
+    # A short answer goes to the idle node.
+    if policy in ("goodput", "kv-aware", "local-cache", "least-loaded"):
+        short = replace(REQUEST, remaining_tokens=8, expected_tokens=8)
+        assert placed(short, view, policy).decode.node_id.startswith("small-")
