@@ -242,13 +242,23 @@ class TieredStore(Residency):
         lease ends. Returns those that no tier holds any more. ``reason``: for the metrics."""
         gone = dict.fromkeys(self.remove_from_host(keys))
         metrics.EVICTED_BLOCKS.labels("host", reason).inc(len(gone))
-        if self.ssd is not None:
-            from_disk = await self.ssd.remove(keys)
-            metrics.EVICTED_BLOCKS.labels("ssd", reason).inc(len(from_disk))
-            gone |= dict.fromkeys(from_disk)
         for key in gone:
             self.announce(key)
+        if self.ssd is not None:
+            gone |= dict.fromkeys(await self._remove_from_disk(keys, reason))
+            if self.writes is not None and self.writes.is_writing(gone):
+                # What has begun to be written would be there again.
+                await self.writes.ended(gone)
+                gone |= dict.fromkeys(await self._remove_from_disk(keys, reason))
         return [key for key in gone if not self.is_held(key)]
+
+    async def _remove_from_disk(self, keys: Sequence[BlockKey], reason: str) -> list[BlockKey]:
+        assert self.ssd is not None
+        gone = await self.ssd.remove(keys)
+        metrics.EVICTED_BLOCKS.labels("ssd", reason).inc(len(gone))
+        for key in gone:
+            self.announce(key)
+        return gone
 
     async def flush(self, within_s: float) -> None:
         """Write the blocks that are only in memory to disk, in at most ``within_s``. Under ``selective``

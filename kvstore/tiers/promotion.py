@@ -102,7 +102,8 @@ class Promoter:
                 if slot is None:
                     if filled[i]:
                         unplaced[keys[i]] = UnplacedBlock(destinations[i], checksums[i])
-                elif filled[i] and (parent is None or self._residency.is_held(parent)):
+                # Not one that was removed meanwhile.
+                elif filled[i] and keys[i] in disk and (parent is None or self._residency.is_held(parent)):
                     host.fill(slot, keys[i], parent, checksums[i])
                     self._residency.announce(keys[i])
                 else:

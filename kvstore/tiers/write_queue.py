@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.tiers import metrics
@@ -153,6 +153,15 @@ class WriteQueue:
         self._unwritten.pop(key, None)
         self._unpin(key)
         self._wake_waiting()  # there may be room now, and no write under way that would end
+
+    def is_writing(self, keys: Iterable[BlockKey]) -> bool:
+        """Whether the write of one of these blocks has begun and not ended."""
+        return not self._writing.isdisjoint(keys)
+
+    async def ended(self, keys: Collection[BlockKey]) -> None:
+        """Wait until none of these blocks is being written."""
+        while self.is_writing(keys):
+            await self._finished.wait()
 
     def _enqueue(self, key: BlockKey) -> None:
         if key not in self._writing:

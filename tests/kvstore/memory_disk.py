@@ -21,6 +21,8 @@ class MemoryDisk:
         self.refuses = False
         self.may_write = asyncio.Event()  # cleared: writes wait
         self.may_write.set()
+        self.may_read = asyncio.Event()  # cleared: reads end later
+        self.may_read.set()
         self.num_reads = 0
         self.bytes: dict[BlockKey, Bytes] = {}
         self._checksums: dict[BlockKey, int] = {}
@@ -101,6 +103,7 @@ class MemoryDisk:
             elif key in self._cache and not self.is_stalled:
                 self._drop(self._cache.remove(key), "corrupt")
             filled.append(good)
+        await self.may_read.wait()
         return filled
 
     async def verify(self, keys: Sequence[BlockKey]) -> list[bool]:

@@ -61,6 +61,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.loop.run_until_complete(begin())
         self.pool.store = self.store
         self.leases: list[Any] = []
+        self.removals: list[asyncio.Task[Any]] = []
 
     def run(self, work: Any) -> Any:
         return self.loop.run_until_complete(work)
@@ -108,7 +109,12 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 3), position=st.integers(0, 4))
     def remove(self, number: int, position: int) -> None:
-        self.run(self.store.remove([key(position, number)]))
+        # While the disk holds up a write of it, the removal waits for that.
+        task = self.loop.create_task(self.store.remove([key(position, number)]))
+        for _ in range(20):
+            self.run(asyncio.sleep(0))
+        assert task.done() or not self.disk.may_write.is_set()
+        self.removals.append(task)
 
     @rule(number=st.integers(0, 3), position=st.integers(0, 5))
     def damage_disk(self, number: int, position: int) -> None:
@@ -120,6 +126,8 @@ class StoreMachine(RuleBasedStateMachine):
     def let_the_disk_work(self) -> None:
         self.disk.may_write.set()
         self.run(settled(self.store))
+        while self.removals:
+            self.run(self.removals.pop())
 
     @rule()
     def hold_the_disk_up(self) -> None:

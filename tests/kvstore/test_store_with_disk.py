@@ -115,6 +115,44 @@ async def test_blocks_queued_and_being_written_stay_within_the_budget() -> None:
     await store.close()
 
 
+async def test_a_removed_block_does_not_come_back_from_a_write_that_had_begun() -> None:
+    store, disk = await with_disk(8, 64, write_policy="write-through")
+    disk.may_write.clear()
+    await put(store, 4)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert store.writes.is_writing(chain(4))
+    removal = asyncio.ensure_future(store.remove(chain(4)[1:2]))
+    await asyncio.sleep(0)
+    assert store.match(chain(4)) == [Tier.HOST]
+    disk.may_write.set()
+    assert sorted(await removal) == sorted(chain(4)[1:])
+    await settled(store)
+    assert store.match(chain(4)) == [Tier.HOST]
+    assert disk.keys() == chain(1)
+    store.check_integrity()
+    await store.close()
+
+
+async def test_a_removed_block_does_not_come_back_from_a_read_that_had_begun() -> None:
+    store, disk = await with_disk(8, 64)
+    await put(store, 4)
+    await store.flush(10.0)
+    store.remove_from_host(chain(4))
+    assert store.match(chain(4)) == [Tier.SSD] * 4
+    disk.may_read.clear()
+    reading = asyncio.ensure_future(store.prefetch(chain(4)))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert disk.num_reads
+    await store.remove(chain(4))
+    disk.may_read.set()
+    assert await reading == 0
+    assert store.match(chain(4)) == []
+    store.check_integrity()
+    await store.close()
+
+
 async def test_a_required_block_is_not_evicted_before_it_is_written() -> None:
     store, disk = await with_disk(
         8, 64, write_policy="write-through", queue_blocks=1, keep_until_written=True
