@@ -196,10 +196,11 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
         try:
             async with (
                 asyncio.timeout(request.work.deadline_unix_s - self.clock()),
-                self.with_adapter(request.work, sequence),
+                self.with_adapter(request.work) as adapter,
             ):
                 await self.prepare(sequence)
                 taken = await self._bring(request, sequence)
+                await self.adapt(sequence, adapter)
                 if not taken.finished:
                     engine.add(sequence)
             received = taken.received

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.adapters.arena import row_nbytes
+from moonpool.engine.adapters.host import HostAdapters
 from moonpool.engine.adapters.loader import AdapterLoader
 from moonpool.engine.adapters.residency import AdapterResidency
 from moonpool.engine.batching.reservations import Reservations
@@ -68,6 +70,7 @@ class Engine:
         hosts: HostListener | None = None,
         separate_pools: bool = False,
         adapters_nbytes: int = LoraOptions().memory_nbytes,
+        adapters_host_nbytes: int = LoraOptions().host_nbytes,
     ) -> None:
         """Read the checkpoint's configuration; ``start`` reads the weights.
 
@@ -76,6 +79,7 @@ class Engine:
         ``options.parallel.hosts``.
 
         ``adapters_nbytes``: memory for the weights of LoRA adapters, on all ranks together.
+        ``adapters_host_nbytes``: memory of each rank's process for adapters that were read.
 
         ``pool_memory``: uint8, memory for rank 0's part of the KV pool on a CPU; None: allocated here, from
         ``options.pool_nbytes`` for all ranks. ``device``: None: the one ``model_options`` name.
@@ -108,7 +112,8 @@ class Engine:
         self._num_expected_blocks = 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="moonpool-step")
         self.adapter_reader = ThreadPoolExecutor(1, thread_name_prefix="moonpool-adapters")
-        self._adapters_nbytes = adapters_nbytes
+        self.host_adapters = HostAdapters(self.config, adapters_host_nbytes)
+        self._adapters_nbytes, self._adapters_host_nbytes = adapters_nbytes, adapters_host_nbytes
         self._loop: StepLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._closed = False
@@ -178,7 +183,10 @@ class Engine:
         self.adapters = AdapterResidency(
             self._adapters_nbytes // nbytes if nbytes else 0,
             AdapterLoader(
-                runner.model.adapters, self.ranks.ranks if self.ranks is not None else (), self.adapter_reader
+                runner.model.adapters,
+                self.host_adapters,
+                self.ranks.ranks if self.ranks is not None else (),
+                self.adapter_reader,
             ),
             self._loop.uses_adapter,
             clock=self._clock,
@@ -190,7 +198,9 @@ class Engine:
     async def _open_group(self, progress: Progress) -> ModelRunner:
         """Load all ranks' parts at once: ours here, the others in their processes."""
         parallel = self.options.parallel
-        assignment = self.setup.assignment(self._num_blocks)
+        assignment = replace(
+            self.setup.assignment(self._num_blocks), adapters_host_nbytes=self._adapters_host_nbytes
+        )
         if self.ranks is None:
             assert parallel.hosts == 1 or self._hosts is not None, "several hosts need a listener"
             self.ranks = RankGroup(

@@ -556,6 +556,11 @@ class AdaptersStub:
                 request_serializer=moonpool_dot_protos_dot_node__pb2.UnloadAdapterRequest.SerializeToString,
                 response_deserializer=moonpool_dot_protos_dot_node__pb2.UnloadAdapterReply.FromString,
                 _registered_method=True)
+        self.List = channel.unary_unary(
+                '/moonpool.Adapters/List',
+                request_serializer=moonpool_dot_protos_dot_node__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_node__pb2.ListAdaptersReply.FromString,
+                _registered_method=True)
 
 
 class AdaptersServicer:
@@ -577,6 +582,13 @@ class AdaptersServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def List(self, request, context):
+        """The adapters that the node knows, in the order of their names, in pages.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdaptersServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -589,6 +601,11 @@ def add_AdaptersServicer_to_server(servicer, server):
                     servicer.Unload,
                     request_deserializer=moonpool_dot_protos_dot_node__pb2.UnloadAdapterRequest.FromString,
                     response_serializer=moonpool_dot_protos_dot_node__pb2.UnloadAdapterReply.SerializeToString,
+            ),
+            'List': grpc.unary_unary_rpc_method_handler(
+                    servicer.List,
+                    request_deserializer=moonpool_dot_protos_dot_node__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_node__pb2.ListAdaptersReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -647,6 +664,33 @@ class Adapters:
             '/moonpool.Adapters/Unload',
             moonpool_dot_protos_dot_node__pb2.UnloadAdapterRequest.SerializeToString,
             moonpool_dot_protos_dot_node__pb2.UnloadAdapterReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def List(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.Adapters/List',
+            moonpool_dot_protos_dot_node__pb2.ListAdaptersRequest.SerializeToString,
+            moonpool_dot_protos_dot_node__pb2.ListAdaptersReply.FromString,
             options,
             channel_credentials,
             insecure,

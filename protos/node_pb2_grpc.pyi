@@ -203,6 +203,8 @@ class AdaptersStub:
     """Read and check an adapter, and know it by its name."""
     Unload: _grpc.UnaryUnaryMultiCallable[_node_pb2.UnloadAdapterRequest, _node_pb2.UnloadAdapterReply]
     """Forget a name. Requests that have begun keep the adapter."""
+    List: _grpc.UnaryUnaryMultiCallable[_node_pb2.ListAdaptersRequest, _node_pb2.ListAdaptersReply]
+    """The adapters that the node knows, in the order of their names, in pages."""
 
 @_typing.type_check_only
 class AdaptersAsyncStub(AdaptersStub):
@@ -213,6 +215,8 @@ class AdaptersAsyncStub(AdaptersStub):
     """Read and check an adapter, and know it by its name."""
     Unload: _aio.UnaryUnaryMultiCallable[_node_pb2.UnloadAdapterRequest, _node_pb2.UnloadAdapterReply]  # type: ignore[assignment]
     """Forget a name. Requests that have begun keep the adapter."""
+    List: _aio.UnaryUnaryMultiCallable[_node_pb2.ListAdaptersRequest, _node_pb2.ListAdaptersReply]  # type: ignore[assignment]
+    """The adapters that the node knows, in the order of their names, in pages."""
 
 class AdaptersServicer(metaclass=_abc_1.ABCMeta):
     """---------------------------------------------------------------- LoRA adapters"""
@@ -232,6 +236,14 @@ class AdaptersServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_node_pb2.UnloadAdapterReply, _abc.Awaitable[_node_pb2.UnloadAdapterReply]]:
         """Forget a name. Requests that have begun keep the adapter."""
+
+    @_abc_1.abstractmethod
+    def List(
+        self,
+        request: _node_pb2.ListAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.ListAdaptersReply, _abc.Awaitable[_node_pb2.ListAdaptersReply]]:
+        """The adapters that the node knows, in the order of their names, in pages."""
 
 def add_AdaptersServicer_to_server(servicer: AdaptersServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

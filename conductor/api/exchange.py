@@ -127,7 +127,7 @@ class GenerationExchange:
         started_s = self._context.clock()
         body = parse(schema, given if translate is None else translate(given))
         if body.model is not None and body.model != self._model:
-            self._adapter = self._context.conductor.adapters.find(body.model)
+            self._adapter = await self._context.conductor.adapters.awaited(body.model)
             if self._adapter is None:
                 raise unknown_model(body.model, self._model)
             self._model = body.model

@@ -16,6 +16,8 @@ from moonpool.runtime.errors import MoonpoolError, RemoteError
 
 # Until then the nodes' records have what they answered.
 _SETTLED_S = 30.0
+# Requests wait so long for the names of a node that has just joined.
+_ASKED_S = 2.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 # Statuses of a node for an adapter that no node would take.
 _INVALID = ("INVALID_ARGUMENT", "ALREADY_EXISTS")
@@ -42,11 +44,20 @@ class AdapterDirectory:
             return change
         return newest
 
+    async def awaited(self, name: str) -> node_pb2.Adapter | None:
+        """As ``find``; where nodes are being asked for their names, which is after a change of them, wait for
+        what they answer."""
+        found = self.find(name)
+        if found is None:
+            asked = [task for member in self._registry.computing() if (task := member.adapters.asking)]
+            if asked:
+                await asyncio.wait(asked, timeout=_ASKED_S)
+                found = self.find(name)
+        return found
+
     def all(self) -> list[node_pb2.Adapter]:
         """All adapters by name."""
-        names = {name for member in self._registry.computing() for name in member.adapters} | set(
-            self._changes
-        )
+        names = set(self._changes).union(*(member.adapters.names() for member in self._registry.computing()))
         return [adapter for name in sorted(names) if (adapter := self.find(name)) is not None]
 
     async def load(self, name: str, path: str, *, replace: bool) -> node_pb2.Adapter:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 from google.protobuf.message import DecodeError
@@ -13,6 +13,7 @@ from moonpool.conductor.costs.learned import LearnedCosts
 from moonpool.conductor.costs.model import CostModel, Profile
 from moonpool.conductor.engines.client import EngineClient
 from moonpool.conductor.fleet.circuit_breaker import CircuitBreaker
+from moonpool.conductor.fleet.member_adapters import MemberAdapters
 from moonpool.conductor.fleet.node_client import DecodeClient, NodeClient
 from moonpool.conductor.fleet.removal import Reuse
 from moonpool.conductor.fleet.timing import ClockOffset, StepWindow
@@ -86,7 +87,7 @@ class Member:
         self._joined_s = clock()
         self._clock = clock
         self._unix_clock = unix_clock
-        self.adapters: Mapping[str, node_pb2.Adapter] = {}  # LoRA, by name
+        self.adapters = MemberAdapters(self.client)
         self._steps = StepWindow()
         self.gated = bool(record.extra.get("gated"))  # it gets no requests until a rollout's gate has passed
         self.update(record)
@@ -179,24 +180,13 @@ class Member:
             # Its store node does not know the engine's load: its server tells.
             record = replace(record, load=self.record.load)
         self.record = record
-        if record is self.record or record.extra.get("adapters") != self.record.extra.get("adapters"):
-            self._see_adapters(record)
+        self.adapters.see(record.extra.get("adapters"))
         resident = record.extra.get("resident_adapters")
         self.view.resident_adapters = frozenset(map(str, resident if isinstance(resident, list) else ()))
         self.view.adapter_load_s = _positive(record.extra.get("adapter_load_s"), ADAPTER_LOAD_S)
         self.view.computes_rest = record.role == "decode" and record.can("prefill")
         self.view.chunk_tokens = int(record.extra.get("chunk_tokens", 0))
         self._see_load(record.load)
-
-    def _see_adapters(self, record: NodeRecord) -> None:
-        """What a record of this version says; anything else is no adapter."""
-        try:
-            self.adapters = {
-                name: node_pb2.Adapter(name=name, digest=digest, path=path, rank=rank, loaded_unix_s=unix_s)
-                for name, (digest, path, rank, unix_s) in record.extra.get("adapters", {}).items()
-            }
-        except (AttributeError, TypeError, ValueError) as error:
-            log.warning("the adapters of %s cannot be read: %s", self.node_id, error)
 
     def _see_load(self, load: NodeLoad) -> None:
         cost = self.view.cost

@@ -21,6 +21,8 @@ _CANCEL_TIMEOUT_S = 5.0
 _SWITCH_MARGIN_S = 5.0
 # The files of an adapter are read meanwhile.
 _ADAPTER_TIMEOUT_S = 60.0
+# Of one node, whatever it says.
+_MOST_ADAPTERS = 1 << 16
 # The call only begins a drain.
 _DRAIN_TIMEOUT_S = 5.0
 # How long closing waits for cancels in flight.
@@ -147,6 +149,20 @@ class NodeClient:
         with rpc.node_errors(self.node_id):
             await self._adapters.Unload(node_pb2.UnloadAdapterRequest(name=name), timeout=_ADAPTER_TIMEOUT_S)
         return node_pb2.Adapter(name=name)
+
+    async def list_adapters(self) -> list[node_pb2.Adapter]:
+        """The LoRA adapters that the node knows, by name."""
+        found: list[node_pb2.Adapter] = []
+        more = True
+        while more:
+            request = node_pb2.ListAdaptersRequest(after=found[-1].name if found else "")
+            with rpc.node_errors(self.node_id):
+                reply: node_pb2.ListAdaptersReply = await self._adapters.List(
+                    request, timeout=_ADAPTER_TIMEOUT_S
+                )
+            found += reply.adapters
+            more = reply.more and len(reply.adapters) > 0 and len(found) < _MOST_ADAPTERS
+        return found
 
     async def drain(self) -> None:
         """Have the node accept nothing new, finish its requests and end."""

@@ -302,6 +302,7 @@ class NodeRegistry:
         if self._members.get(member.node_id) is member:
             flag = self.mirror.flag_of(member.node_id)
             self._connected = self._connected | flag if member.client.connected else self._connected & ~flag
+            member.adapters.see(member.record.extra.get("adapters"))
             if member.client.connected and member.warming is None:
                 self._warm(member)
         self.touched(member)

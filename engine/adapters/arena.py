@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -101,10 +102,7 @@ class AdapterArena:
             if factors is None:
                 return
             outs, ins = self._sizes[module]
-            a, b = (
-                torch.zeros((num_rows, width), dtype=self._dtype, device=self._device)
-                for width in (ins, outs)
-            )
+            a, b = (_zeros(num_rows, width, self._dtype, self._device) for width in (ins, outs))
             matrices = self._matrices[module] = Matrices(a, b)
         # Beside an adapter that has this module, one that lacks it adds 0.
         matrices.a[own] = 0
@@ -160,6 +158,14 @@ class StepAdapters:
             if found is not None:
                 add_lora(y[:, start:end], x, found.a, found.b, self._ids, self._table, self._max_rank)
             start = end
+
+
+def _zeros(num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[num_rows, width]. On a CPU, rows that were never written take no memory."""
+    if device.type != "cpu":
+        return torch.zeros((num_rows, width), dtype=dtype, device=device)
+    rows = np.zeros((num_rows, width * dtype.itemsize), np.uint8)
+    return torch.from_numpy(rows).view(dtype)
 
 
 _WHOLE = (slice(None), slice(None))

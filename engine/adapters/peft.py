@@ -76,6 +76,7 @@ class PeftAdapter:
     """The directory ``path`` as read once: what it says and what is used are the same bytes.
 
     digest: 32 hex digits of both files. rank: the largest of its modules. factors: by module of ``targets``.
+    nbytes: of the factors in memory.
     """
 
     def __init__(self, path: Path, config: ModelConfig) -> None:
@@ -95,6 +96,7 @@ class PeftAdapter:
         self._settings = self._parse_settings(settings_bytes)
         self.factors = dict(self._factors(self._parse_weights(weights_bytes)))
         self.rank = max(len(one.a) for one in self.factors.values())
+        self.nbytes = sum(one.a.nbytes + one.b.nbytes for one in self.factors.values())
 
     @classmethod
     def read(cls, path: Path, digest: str, config: ModelConfig) -> PeftAdapter:

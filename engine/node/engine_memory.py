@@ -58,6 +58,7 @@ class EngineMemory:
             hosts=HostListener.from_options(options.parallel, agent.agent_id),
             separate_pools=separate_pools,
             adapters_nbytes=config.lora.memory_nbytes,
+            adapters_host_nbytes=config.lora.host_nbytes,
         )
         try:
             await engine.start(progress)

@@ -11,6 +11,7 @@ from prometheus_client.core import REGISTRY, CounterMetricFamily, GaugeMetricFam
 from prometheus_client.registry import Collector
 
 from moonpool.engine.engine import Engine
+from moonpool.engine.node.adapter_metrics import adapter_metrics
 from moonpool.engine.sharding.expert_placement import skew
 from moonpool.kvstore.eviction.tenant_metrics import TenantLabels
 
@@ -95,6 +96,7 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily(
             "moonpool_engine_step_seconds", "Duration of the last step", value=stats.step_s
         )
+        yield from adapter_metrics(self._engine)
         if self._engine.config.moe is not None:
             load = self._engine.expert_load()
             yield from _expert_metrics(load)

@@ -15,10 +15,10 @@ from typing import Any
 from prometheus_client import REGISTRY
 
 from moonpool.engine.adapters.registry import AdapterRegistry
-from moonpool.engine.adapters.residency import AdapterRef
+from moonpool.engine.adapters.residency import AdapterPin, AdapterRef
 from moonpool.engine.batching.sequence import Sequence
 from moonpool.engine.device.cuda import gpu_uuids
-from moonpool.engine.errors import NodeDraining, RankLost, RoleUnsupported
+from moonpool.engine.errors import AdapterNameTaken, AdapterRefused, NodeDraining, RankLost, RoleUnsupported
 from moonpool.engine.node.engine_memory import EngineMemory
 from moonpool.engine.node.first_connections import connect_nodes
 from moonpool.engine.node.join_phases import JoinPhases
@@ -57,6 +57,8 @@ log = logging.getLogger(__name__)
 SWEEP_INTERVAL_S = 0.5
 # How often ranks without shared memory are asked for their expert load, for the metrics.
 EXPERT_LOAD_INTERVAL_S = 5.0
+# The adapters in memory that a record names, those used last: 40 bytes each, in every heartbeat.
+_MOST_RESIDENTS = 256
 
 Key = tuple[str, int]  # request id, attempt
 
@@ -171,16 +173,22 @@ class EngineNode(ABC):
             sequence.automaton = await self.grammars.automaton(structure, output_ids)
 
     @asynccontextmanager
-    async def with_adapter(self, work: node_pb2.Work, sequence: Sequence) -> AsyncGenerator[None]:
-        """Wait until the LoRA adapter of a request, if it has one, is in memory. It stays there until the end
-        of the ``with``, and that of the sequence in the engine. Raises AdapterRefused."""
+    async def with_adapter(self, work: node_pb2.Work) -> AsyncGenerator[AdapterPin | None]:
+        """Begin to load the LoRA adapter of a request; None: it has none. The load runs beside what is in the
+        ``with``: see ``adapt``. Raises AdapterRefused."""
         if not work.HasField("adapter"):
-            yield
+            yield None
             return
         wanted = work.adapter
         ref = AdapterRef(wanted.name, wanted.digest, Path(wanted.path), wanted.rank)
-        async with self.engine.adapters.using(ref) as sequence.adapter:
-            yield
+        async with self.engine.adapters.pinned(ref) as pin:
+            yield pin
+
+    async def adapt(self, sequence: Sequence, pin: AdapterPin | None) -> None:
+        """Wait until the adapter is in memory. It stays until the end of the ``with``, and that of the
+        sequence in the engine. Raises AdapterRefused."""
+        if pin is not None:
+            sequence.adapter = await pin.number()
 
     # ------------------------------------------------------------------ starts
 
@@ -268,9 +276,10 @@ class EngineNode(ABC):
             in_parts=bool(memory.ranks),
         )
         stack.push_async_callback(self.exchange.close)
-        self.adapters = AdapterRegistry(engine.config, engine.adapter_reader)
+        self.adapters = AdapterRegistry(engine.config, engine.host_adapters, engine.adapter_reader)
         for name, path in config.lora.paths.items():
             await self.adapters.register(name, path)
+        listed = config.lora.listed()
         gpus = gpu_uuids(engine.device.torch)
         self.health = HealthMonitor(config.health, gpus=gpus, disk=config.store.ssd.path)
         stack.callback(self.health.close)
@@ -335,6 +344,7 @@ class EngineNode(ABC):
             vital(self._sweep(), "sweep"),
             vital(self._enforce_quotas(), "enforce quotas"),
             vital(self._refresh_expert_load(), "expert load"),
+            vital(self._register(listed), "register adapters"),
         ):
             stack.callback(task.cancel)
 
@@ -390,6 +400,18 @@ class EngineNode(ABC):
             await asyncio.sleep(SWEEP_INTERVAL_S)
             await self.tenants.enforce(self.store.tiers)
 
+    async def _register(self, adapters: dict[str, Path]) -> None:
+        """Know the adapters of ``lora.directory``, while the node serves. Those that are refused are left
+        out."""
+        for name, path in adapters.items():
+            try:
+                await self.adapters.register(name, path)
+            except (AdapterRefused, AdapterNameTaken) as error:
+                log.warning("%s is not served: %s", name, error)
+        if adapters:
+            log.info("%d adapters are known", len(self.adapters.refs))
+            self.publisher.announce()
+
     async def _refresh_expert_load(self) -> None:
         while True:
             await asyncio.sleep(EXPERT_LOAD_INTERVAL_S)
@@ -436,12 +458,11 @@ class EngineNode(ABC):
         }
         if self.config.node.gated:
             extra["gated"] = True
-        if refs := self.adapters.refs:
-            extra["adapters"] = {
-                name: (ref.digest, str(ref.path), ref.rank, ref.loaded_unix_s) for name, ref in refs.items()
-            }
-            extra["resident_adapters"] = self.engine.adapters.digests
-            extra["adapter_load_s"] = round(self.engine.adapters.load_s, 4)
+        if self.adapters.version:
+            # Conductors ask for the names when the version changes.
+            extra["adapters"] = [self.adapters.version, len(self.adapters.refs)]
+            extra["resident_adapters"] = self.engine.adapters.digests[-_MOST_RESIDENTS:]
+            extra["adapter_load_s"] = round(self.engine.adapters.load_cost_s, 4)
         if plan.world_size > 1:
             extra["ranks"] = self.ranks
         if self.events is not None:

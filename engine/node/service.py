@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc.aio
 
+from moonpool.engine.adapters.residency import AdapterRef
 from moonpool.engine.node.node import EngineNode
 from moonpool.kvstore.blocks import keys as block_keys
 from moonpool.kvstore.index.node_publisher import BATCH_BLOCKS
@@ -16,6 +17,9 @@ from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.security import process
 from moonpool.runtime.security.roles import CONDUCTOR, OPERATOR
+
+# A path may have 4,096 characters, and a message 4 MiB.
+_PAGE_ADAPTERS = 512
 
 RpcContext = grpc.aio.ServicerContext[Any, Any]
 
@@ -172,13 +176,7 @@ class AdapterService(node_pb2_grpc.AdaptersServicer):
             request.name, Path(request.path), replace=request.replace, loaded_unix_s=request.loaded_unix_s
         )
         self._node.publisher.announce()
-        return node_pb2.Adapter(
-            name=ref.name,
-            digest=ref.digest,
-            path=str(ref.path),
-            rank=ref.rank,
-            loaded_unix_s=ref.loaded_unix_s,
-        )
+        return _message(ref)
 
     async def Unload(
         self, request: node_pb2.UnloadAdapterRequest, context: RpcContext
@@ -186,3 +184,19 @@ class AdapterService(node_pb2_grpc.AdaptersServicer):
         was_known = self._node.adapters.remove(request.name)
         self._node.publisher.announce()
         return node_pb2.UnloadAdapterReply(was_known=was_known)
+
+    async def List(
+        self, request: node_pb2.ListAdaptersRequest, context: RpcContext
+    ) -> node_pb2.ListAdaptersReply:
+        refs, more = self._node.adapters.page(request.after, _PAGE_ADAPTERS)
+        return node_pb2.ListAdaptersReply(adapters=map(_message, refs), more=more)
+
+
+def _message(ref: AdapterRef) -> node_pb2.Adapter:
+    return node_pb2.Adapter(
+        name=ref.name,
+        digest=ref.digest,
+        path=str(ref.path),
+        rank=ref.rank,
+        loaded_unix_s=ref.loaded_unix_s,
+    )

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.adapters.arena import AdapterArena
-from moonpool.engine.adapters.peft import PeftAdapter
+from moonpool.engine.adapters.host import HostAdapters
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.checkpoint.weights import Checkpoint
 from moonpool.engine.collectives.board import SharedBoard, SharedMemory
@@ -78,7 +78,7 @@ def report(kind: str, **facts: object) -> None:
 class LeaderCommands:
     """The thread that executes the leader's commands. Ends the process when the leader ends.
 
-    link, pool, expert_load, adapters: of the open model, set before "loaded" is reported.
+    link, pool, expert_load, adapters, host_adapters: of the open model, set before "loaded" is reported.
     """
 
     def __init__(self) -> None:
@@ -86,6 +86,7 @@ class LeaderCommands:
         self.pool: SharedMemory | Tensor | None = None
         self.expert_load: Tensor | None = None
         self.adapters: AdapterArena | None = None
+        self.host_adapters: HostAdapters | None = None
         self._agent: TransferAgent | None = None
         self._reader: AgentReader | None = None
         self._writable: WriteGrant | None = None
@@ -170,12 +171,12 @@ class LeaderCommands:
 
     async def _load_adapter(self, number: int, words: dict[str, Any]) -> None:
         """Load an adapter into our arena, beside the steps. One command at a time."""
-        arena = self.adapters
-        assert arena is not None
+        arena, host = self.adapters, self.host_adapters
+        assert arena is not None and host is not None
         path, digest, first, num_rows = (words[name] for name in ("path", "digest", "first", "num_rows"))
 
         def load() -> None:
-            arena.load(PeftAdapter.read(Path(path), digest, arena.config), number, first, num_rows)
+            arena.load(host.get(Path(path), digest), number, first, num_rows)
 
         try:
             await asyncio.to_thread(load)
@@ -262,6 +263,7 @@ def _run(assignment: Assignment, board: SharedBoard, commands: LeaderCommands) -
     commands.pool = pool if memory is None else memory
     commands.expert_load = model.expert_load
     commands.adapters = model.adapters
+    commands.host_adapters = HostAdapters(config, assignment.adapters_host_nbytes)
     report("loaded", identity=assignment.identity(config))
     try:
         run_steps(RankStep(model, pool, link, board, clock, options.parallel), board, device)

@@ -86,6 +86,7 @@ PERMITTED: Final = {
     "Experts/Load": _SCHEDULING,
     "Adapters/Load": _SCHEDULING,
     "Adapters/Unload": _SCHEDULING,
+    "Adapters/List": _SCHEDULING,
     "PrefillNode/Prefill": frozenset({CONDUCTOR}),
     "PrefillNode/Follow": frozenset({NODE}),
     "DecodeNode/Decode": frozenset({CONDUCTOR}),

@@ -103,6 +103,9 @@ class ScriptedAdapters:
     def find(self, name: str) -> node_pb2.Adapter | None:
         return self.known.get(name)
 
+    async def awaited(self, name: str) -> node_pb2.Adapter | None:
+        return self.find(name)
+
     def all(self) -> list[node_pb2.Adapter]:
         return list(self.known.values())
 

@@ -97,6 +97,7 @@ class ScriptedNode(
         self.copied: list[tuple[str, int]] = []  # source, number of blocks
         self.stop_at = -1  # index of the token that ends a sequence by itself; -1: none
         self.adapters: dict[str, node_pb2.Adapter] = {}
+        self.num_listed = 0  # calls
         self.adapter_error: MoonpoolError | None = None
         self.dead = False
         self.deaf = False  # cancels do not reach it
@@ -169,12 +170,10 @@ class ScriptedNode(
     def _record(self) -> NodeRecord:
         address = f"127.0.0.1:{self.port}"
         kv = node_pb2.KvAddress(node_id=self.node_id, epoch=self.record.epoch, rpc_address=address)
-        adapters = {
-            name: (one.digest, one.path, one.rank, one.loaded_unix_s) for name, one in self.adapters.items()
-        }
+        version = zlib.crc32(str(sorted((one.name, one.digest) for one in self.adapters.values())).encode())
         return replace(
             self.record,
-            extra={**self.record.extra, "adapters": adapters},
+            extra={**self.record.extra, "adapters": [version, len(self.adapters)]},
             rpc_address=address,
             state=self.state,
             load=self.load,
@@ -268,6 +267,14 @@ class ScriptedNode(
     ) -> node_pb2.UnloadAdapterReply:
         was_known = self.adapters.pop(request.name, None) is not None
         return node_pb2.UnloadAdapterReply(was_known=was_known)
+
+    async def List(
+        self, request: node_pb2.ListAdaptersRequest, context: ServicerContext[Any, Any]
+    ) -> node_pb2.ListAdaptersReply:
+        self.num_listed += 1
+        names = [name for name in sorted(self.adapters) if name > request.after]
+        found = [self.adapters[name] for name in names[:2]]
+        return node_pb2.ListAdaptersReply(adapters=found, more=len(names) > 2)
 
     def tell(self, conductor_id: str, *tokens: node_pb2.TokenOut) -> None:
         running = len(self._tasks)

@@ -136,7 +136,7 @@ async def test_the_least_recently_used_adapter_leaves_and_comes_back(make: Any) 
             async with adapted(engine, [(sequence, model.path)]):
                 (result,) = await driver.run(sequence)
             assert result.token_ids == model.greedy(prompt(20), NUM_TOKENS), name
-        assert engine.adapters.num_loads == 5
+        assert engine.adapters.counts.loads == 5
     finally:
         await engine.close()
 

@@ -1,0 +1,58 @@
+"""Prometheus metrics of an engine's LoRA adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from moonpool.engine.engine import Engine
+
+
+def adapter_metrics(engine: Engine) -> Iterator[Metric]:
+    """Yield them as of now; nothing before a request has named an adapter."""
+    adapters, counts = engine.adapters, engine.adapters.counts
+    num_requests = counts.hits + counts.misses
+    if not num_requests:
+        return
+    yield GaugeMetricFamily(
+        "moonpool_adapter_residents",
+        "LoRA adapters in the memory that steps read",
+        value=len(adapters.digests),
+    )
+    yield GaugeMetricFamily(
+        "moonpool_adapter_used_rows",
+        "Rows of that memory in use: an adapter has as many as its rank",
+        value=adapters.num_used_rows,
+    )
+    yield GaugeMetricFamily(
+        "moonpool_adapter_host_bytes",
+        "Adapters that were read, in host memory of rank 0",
+        value=engine.host_adapters.nbytes,
+    )
+    yield GaugeMetricFamily(
+        "moonpool_adapter_hit_ratio",
+        "Requests that found their LoRA adapter in memory over all with one, since the start",
+        value=counts.hits / num_requests,
+    )
+    yield CounterMetricFamily(
+        "moonpool_adapter_requests", "Requests with a LoRA adapter on this node", value=num_requests
+    )
+    yield CounterMetricFamily(
+        "moonpool_adapter_hits", "Requests that found their LoRA adapter in memory", value=counts.hits
+    )
+    yield CounterMetricFamily("moonpool_adapter_loads", "LoRA adapters loaded", value=counts.loads)
+    yield CounterMetricFamily(
+        "moonpool_adapter_failed_loads", "LoRA adapters that could not be loaded", value=counts.failed_loads
+    )
+    yield CounterMetricFamily(
+        "moonpool_adapter_evictions", "LoRA adapters that left memory for others", value=counts.evictions
+    )
+    yield CounterMetricFamily(
+        "moonpool_adapter_load_seconds", "Seconds of loads of LoRA adapters", value=counts.load_s
+    )
+    yield CounterMetricFamily(
+        "moonpool_adapter_hidden_load_seconds",
+        "Seconds of these loads beside other work of the requests that wanted them",
+        value=counts.hidden_load_s,
+    )
