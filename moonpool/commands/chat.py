@@ -20,6 +20,7 @@ from moonpool.errors import ApiError
 
 @click.command("chat")
 @url_option
+@click.option("--model", default="", metavar="NAME", help="A model or LoRA adapter (default: the model).")
 @click.option("--system", default="", metavar="TEXT", help="A system message.")
 @click.option("--max-tokens", default=256, show_default=True)
 @click.option("--temperature", default=0.7, show_default=True)
@@ -30,29 +31,33 @@ def chat_command(url: str, message: tuple[str, ...], **options: Any) -> None:
 
 
 async def chat(
-    client: Client, console: Console, *, system: str, first: str, max_tokens: int, temperature: float
+    client: Client, console: Console, *, system: str, first: str, model: str = "", **parameters: Any
 ) -> None:
     """Answer ``first`` and return; without it, converse until end of input. Ctrl-C stops one answer.
+
+    model: the served name of a model or an adapter; empty: the server's first. parameters: of each request.
 
     Raises:
         ApiError: the first request failed; later failures are printed.
     """
+    if model:
+        parameters["model"] = model
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     if first:
         messages.append({"role": "user", "content": first})
-        await _answer(client, console, messages, max_tokens, temperature)
+        await _answer(client, console, messages, parameters)
         return
-    model = await client.model()
+    name = model or (await client.model())["id"]
     if sys.stdin.isatty():
         console.print(
-            f"{model['id']} at {client.url}. Ctrl-C stops an answer, Ctrl-D ends.", style="dim", markup=False
+            f"{name} at {client.url}. Ctrl-C stops an answer, Ctrl-D ends.", style="dim", markup=False
         )
     while (question := await _ask(console)) is not None:
         if not question.strip():
             continue
         messages.append({"role": "user", "content": question})
         try:
-            text = await _interruptible(client, console, messages, max_tokens, temperature)
+            text = await _interruptible(client, console, messages, parameters)
         except ApiError as error:
             console.print(str(error), style="red", markup=False)
             messages.pop()  # the next request does not repeat it
@@ -70,11 +75,11 @@ async def _ask(console: Console) -> str | None:
 
 
 async def _interruptible(
-    client: Client, console: Console, messages: list[Message], max_tokens: int, temperature: float
+    client: Client, console: Console, messages: list[Message], parameters: dict[str, Any]
 ) -> str:
     """Return the answer, or the part that had streamed at Ctrl-C."""
     reply = Reply()
-    task = asyncio.ensure_future(_answer(client, console, messages, max_tokens, temperature, reply))
+    task = asyncio.ensure_future(_answer(client, console, messages, parameters, reply))
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, task.cancel)
     try:
@@ -90,12 +95,11 @@ async def _answer(
     client: Client,
     console: Console,
     messages: list[Message],
-    max_tokens: int,
-    temperature: float,
+    parameters: dict[str, Any],
     reply: Reply | None = None,
 ) -> None:
     reply = reply or Reply()
-    stream = client.chat(messages, reply, max_tokens=max_tokens, temperature=temperature)
+    stream = client.chat(messages, reply, **parameters)
     try:
         async with aclosing(stream) as pieces:
             async for text in pieces:

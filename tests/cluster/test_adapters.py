@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -165,6 +166,18 @@ async def test_a_running_request_moves_with_its_adapter(client: Client, voices: 
     assert moved and moved[0]["source"] != moved[0]["target"]
     text = tokenizer.decode(voices["wide"].greedy(tokenizer.encode(PROMPT).ids, 200))
     assert reply.text.startswith(text[:-8])  # the last token may be a part of a character
+
+
+async def test_the_shipped_model_has_two_voices(client: Client) -> None:
+    spoken = {}
+    for voice in ("prophet", "cynic"):
+        await client.load_adapter(voice, str(DEMO.parent / "adapters" / voice))
+        command = [sys.executable, "-m", "moonpool", "chat", "--url", client.url, "--model", voice]
+        options = ["--temperature", "0", "--max-tokens", "12", "Who", "was", "Solomon?"]
+        process = await asyncio.create_subprocess_exec(*command, *options, stdout=asyncio.subprocess.PIPE)
+        spoken[voice] = (await process.communicate())[0].decode()
+    assert spoken["prophet"].startswith("It is written:")
+    assert ", n. " in spoken["cynic"]
 
 
 async def test_nodes_tell_what_they_have(client: Client) -> None:

@@ -144,3 +144,11 @@ def test_the_digest_is_of_the_content(adapter: Path, config: ModelConfig, tmp_pa
     assert PeftAdapter(copied, config).digest != first.digest
     with pytest.raises(AdapterRefused, match="has changed"):
         PeftAdapter.read(copied, first.digest, config)
+
+
+@pytest.mark.parametrize("voice", ["prophet", "cynic"])
+def test_the_shipped_voices(voice: str) -> None:
+    home = Path(__file__).parents[2] / "moonpool" / "demo"
+    adapter = PeftAdapter(home / "adapters" / voice, ModelConfig.from_checkpoint(home / "model"))
+    assert adapter.rank == 8
+    assert sum(file.stat().st_size for file in adapter.path.iterdir()) <= 1 << 20
