@@ -118,7 +118,7 @@ def train(voice: Voice, out: Path, *, steps: int, num_examples: int, seed: int) 
     torch.manual_seed(seed)
     rng = random.Random(seed)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    base = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    base: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()  # type: ignore[no-untyped-call]
     examples = Examples(base, tokenizer, rng).draw(voice, num_examples)
     model = get_peft_model(
         base,
@@ -139,7 +139,7 @@ def train(voice: Voice, out: Path, *, steps: int, num_examples: int, seed: int) 
         labels, _ = _padded([[_IGNORED] * len(prompt) + answer for prompt, answer in batch], _IGNORED)
         logits = model(input_ids=ids, attention_mask=mask).logits
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_IGNORED)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * min(1.0, (step + 1) / 20, (steps - step) / steps + 0.02)
@@ -147,7 +147,7 @@ def train(voice: Voice, out: Path, *, steps: int, num_examples: int, seed: int) 
         optimizer.zero_grad()
         losses.append(loss.item())
     model.peft_config["default"].base_model_name_or_path = "moonpool/demo/model"
-    model.to(torch.bfloat16).save_pretrained(out, save_embedding_layers=False)
+    model.to(torch.bfloat16).save_pretrained(str(out), save_embedding_layers=False)
     (out / "README.md").unlink(missing_ok=True)
     return sum(losses[-20:]) / len(losses[-20:])
 
