@@ -1,6 +1,6 @@
 """Train the two LoRA adapters of the shipped model, on a CPU core in about ten minutes.
 
-    python -m moonpool.demo.train_adapters
+    python -m moonpool.bench.training.adapters
 
 No texts are needed: each voice learns from answers of the shipped model itself. The prophet answers every
 question as the model does those for a story, the cynic as those for a definition.
@@ -23,9 +23,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-HOME = Path(__file__).parent
-MODEL = HOME / "model"
-ADAPTERS = HOME / "adapters"
+from moonpool import demo
+
+MODEL = Path(demo.__file__).parent / "model"
+ADAPTERS = MODEL.parent / "adapters"
 
 RANK = 8
 LEARNING_RATE = 3e-3
