@@ -35,11 +35,13 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0
     structure: Structure | None = None  # what the text must match
+    speculation: bool = True  # where the node speculates; the tokens are the same
 
     def to_proto(self, seed: int) -> node_pb2.Sampling:
         """The message for nodes; ``seed``: 64 bits."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         structure = values.pop("structure")
+        values["no_speculation"] = not values.pop("speculation")
         if structure is not None:
             values["structure"] = node_pb2.Structure(kind=structure.kind, text=structure.text)
         return node_pb2.Sampling(**values | {"seed": seed})

@@ -38,6 +38,7 @@ from moonpool.engine.ranks.hosts.listener import HostListener
 from moonpool.engine.ranks.leader import ParallelRunner, StepTimes
 from moonpool.engine.setup import EngineSetup
 from moonpool.engine.sharding.expert_placement import ExpertPlacement
+from moonpool.engine.speculation.speculator import Speculator
 from moonpool.engine.stats import EngineStats
 from moonpool.runtime.config.options import EngineOptions, LoraOptions, ModelOptions
 from moonpool.runtime.machine.processor import usable_cores
@@ -176,6 +177,8 @@ class Engine:
         if self._num_blocks is None:
             self._create_pool(runner.num_blocks)
         self._scheduler.timely_tokens = costs.timely_tokens
+        if self.options.speculative.method != "off":
+            self._scheduler.speculator = Speculator(self.options.speculative, costs.draft_row_cost)
         self._loop = StepLoop(
             self._scheduler, self._reservations, runner, costs, self._worker, self._clock, self._report_step
         )

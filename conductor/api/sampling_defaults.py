@@ -76,6 +76,7 @@ class SamplingDefaults:
             ignore_eos=body.ignore_eos,
             min_tokens=min(body.min_tokens, max_tokens),
             structure=structure,
+            speculation=body.speculation,
         )
 
 

@@ -92,6 +92,7 @@ class GenerationBody(_Schema):
     include_stop_str_in_output: bool = False
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = {}
     ignore_eos: bool = False
+    speculation: bool = True  # False: one token a step, also where nodes speculate
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     priority: int = Field(default=0, ge=-MAX_INT32, le=MAX_INT32)  # among those of the tenant, lower first

@@ -37,6 +37,7 @@ class Sampling:
     ignore_eos: bool = False
     max_tokens: int = 16  # of the whole request, including tokens already streamed
     min_tokens: int = 0
+    speculates: bool = True  # whether the engine may verify proposed tokens
     structure: Structure | None = None  # what the text must match; the sequence has its automaton
     plain_greedy: bool = field(init=False)  # the token is the argmax of the raw logits
 
@@ -82,5 +83,6 @@ class Sampling:
             ignore_eos=message.ignore_eos,
             max_tokens=message.max_tokens,
             min_tokens=message.min_tokens,
+            speculates=not message.no_speculation,
             structure=Structure.from_proto(message.structure) if message.HasField("structure") else None,
         )

@@ -6,13 +6,24 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable
 from operator import attrgetter
+from typing import Protocol
 
 from moonpool.engine.batching.sequence import FinishReason, Sequence, State, TokenLogprobs
-from moonpool.engine.batching.step_plan import ENDS, Chunk, StepEvent, StepOutput, StepPlan
+from moonpool.engine.batching.step_plan import ENDS, Chunk, Draft, StepEvent, StepOutput, StepPlan
 from moonpool.engine.memory.block_pool import BlockPool
 from moonpool.runtime import turns
 
 _order = attrgetter("order")
+
+
+class Speculator(Protocol):
+    """Proposes tokens: ``engine.speculation.speculator.Speculator``."""
+
+    def drafts(self, decodes: list[Sequence], room: Callable[[Sequence, int], int]) -> list[Draft]: ...
+
+    def may_draft(self, decodes: list[Sequence]) -> bool: ...
+
+    def verified(self, draft: Draft, num_accepted: int) -> None: ...
 
 
 class Scheduler:
@@ -51,6 +62,7 @@ class Scheduler:
         # Prompt tokens after the given number of earlier ones that fit into a step with these sequences, so
         # that it takes at most so many seconds. None: any number.
         self.timely_tokens: Callable[[list[Sequence], int, float], int] | None = None
+        self.speculator: Speculator | None = None  # None: one token of a sequence a step
         self._moved_blocks: list[tuple[Sequence, int, int]] = []
         # While a later step is in flight: blocks that only it may use.
         self._in_flight = False
@@ -129,8 +141,31 @@ class Scheduler:
             budget -= self._add_chunk(chunks, sequence, budget)
         if not self.decoding and not chunks and not preempted:
             return None
+        drafts = self._draft() if self.speculator is not None and not chunks else []
         moved, self._moved_blocks = self._moved_blocks, []
-        return StepPlan(self.decoding.copy(), chunks, preempted, self.version, moved)
+        return StepPlan(self.decoding.copy(), chunks, preempted, self.version, moved, drafts=drafts)
+
+    def _draft(self) -> list[Draft]:
+        """Propose tokens for the decoding sequences, in what is left of the token budget."""
+        assert self.speculator is not None
+        left, size = self.max_batch_tokens - len(self.decoding), self.pool.block_size
+
+        def room(sequence: Sequence, num_tokens: int) -> int:
+            nonlocal left
+            index = sequence.num_tokens - sequence.num_prompt_tokens
+            # The step's last sampled token is the last one of the sequence at most.
+            ends = min(sequence.sampling.max_tokens - index, self.max_len - sequence.num_tokens) - 1
+            num_tokens = min(num_tokens, left, ends)
+            # One block for each running sequence stays free.
+            while sequence.num_tokens + num_tokens > len(sequence.block_table) * size:
+                if self.pool.num_free <= self.num_running:
+                    num_tokens = len(sequence.block_table) * size - sequence.num_tokens
+                    break
+                self._grow(sequence)
+            left -= max(num_tokens, 0)
+            return num_tokens
+
+        return self.speculator.drafts(self.decoding, room)
 
     def _timely_tokens(self) -> int:
         """Most prompt tokens of the next step, at least a block: prompts always go on."""
@@ -147,7 +182,9 @@ class Scheduler:
 
         A sequence that ends with ``last`` unforeseen has a row in it, too; its token is dropped.
         """
-        if last.chunks or self.waiting or self.prefilling or self.admission_paused:
+        if last.runs or self.waiting or self.prefilling or self.admission_paused:
+            return None
+        if self.speculator is not None and self.speculator.may_draft(self.decoding):
             return None
         if any(s.cancelled or s.withdrawn or s.sampling.needs_tokens for s in (*self.decoding, *self.ready)):
             return None
@@ -194,16 +231,18 @@ class Scheduler:
         events = plan.preemptions()
         block_size = self.pool.block_size
         logprobs = output.logprobs
+        drafts = self._verified_rows(plan, output) if plan.drafts else {}
         for i, sequence in enumerate(plan.decodes):
-            if sequence.state is not State.DECODING:
-                continue  # it ended while this step was in flight
-            computed = sequence.num_computed_tokens + 1
-            sequence.num_computed_tokens = computed
-            if computed % block_size == 0:
-                self.seal_computed(sequence)
-            self._take_token(sequence, output.token_ids[i], logprobs[i] if logprobs else None, events)
-            self._pass_blocks(sequence)
-        sampled = len(plan.decodes)
+            for row in drafts.get(i, (i,)):
+                if sequence.state is not State.DECODING:
+                    break  # it ended while this step was in flight, or with a token of this step
+                computed = sequence.num_computed_tokens + 1
+                sequence.num_computed_tokens = computed
+                if computed % block_size == 0:
+                    self.seal_computed(sequence)
+                self._take_token(sequence, output.token_ids[row], logprobs[row] if logprobs else None, events)
+                self._pass_blocks(sequence)
+        sampled = len(plan.decodes) + sum(draft.num_tokens for draft in plan.drafts)
         for i, chunk in enumerate(plan.chunks):
             sequence = chunk.sequence
             sequence.num_computed_tokens += chunk.num_tokens
@@ -230,6 +269,22 @@ class Scheduler:
                 sequence.prompt_logprobs = False  # reported once, also when computed again
             sampled += 1
         return events
+
+    def _verified_rows(self, plan: StepPlan, output: StepOutput) -> dict[int, list[int]]:
+        """Return the rows of the step's tokens that sequences get, for each decode with a draft: its own, and
+        those of drafted tokens as long as each is the token that was sampled before it."""
+        assert self.speculator is not None
+        rows: dict[int, list[int]] = {}
+        first, tokens = len(plan.decodes), output.token_ids
+        for draft in plan.drafts:
+            valid = rows[draft.sequence.row] = [draft.sequence.row]
+            for row, proposed in enumerate(draft.proposed, first):
+                if proposed != tokens[valid[-1]]:
+                    break
+                valid.append(row)
+            first += draft.num_tokens
+            self.speculator.verified(draft, len(valid) - 1)
+        return rows
 
     def seal_computed(self, sequence: Sequence) -> None:
         """Seal every computed full block. An equal sealed block replaces it in the block table."""

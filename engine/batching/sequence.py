@@ -105,6 +105,7 @@ class Sequence:
         self.rank: tuple[Any, ...] = (priority, *self.order)
         self.tenant = tenant  # owner of its cached blocks
         self.automaton: Automaton | None = None  # of its sampling's structure; given before it is queued
+        self.drafting: object = None  # what ``engine.speculation`` knows of it
         self.adapter = -1  # number of its LoRA adapter among the resident ones; -1: none
         self.prompt_logprobs = prompt_logprobs
         self.prompt_rows: list[TokenLogprobs] = []  # of the prompt tokens computed so far, if requested

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
 
 from moonpool.engine.batching.sequence import FinishReason, Sequence, TokenLogprobs
 
@@ -19,10 +22,33 @@ class Chunk:
     num_tokens: int
     last: bool
 
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        return self.sequence.token_ids[self.start : self.start + self.num_tokens]
+
+
+@dataclass(slots=True)
+class Draft:
+    """Tokens that may follow those of a decoding sequence, proposed for positions ``start`` and on. Each is
+    computed as if it were right, and samples the token after it."""
+
+    sequence: Sequence
+    start: int
+    proposed: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.proposed)
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        return np.array(self.proposed, np.int32)
+
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step: a token of each decoding sequence, and prompt chunks in the rest of the token budget."""
+    """One step: a token of each decoding sequence, with proposals for some of them, or prompt chunks in the
+    rest of the token budget."""
 
     decodes: list[Sequence]  # decodes[i].row == i
     chunks: list[Chunk]
@@ -35,10 +61,16 @@ class StepPlan:
     """Of a step launched before the last one's tokens are known: for each decode the row of the last step
     that samples its newest token; -1: that is known; ``ENDS``: its sequence ends with the last step, so its
     row computes nothing."""
+    drafts: list[Draft] = field(default_factory=list)  # of some of the decodes, in their order
+
+    @property
+    def runs(self) -> list[Draft | Chunk]:
+        """The tokens after those of the decodes, in order: each a run of one sequence."""
+        return [*self.drafts, *self.chunks]
 
     @property
     def num_tokens(self) -> int:
-        return len(self.decodes) + sum(chunk.num_tokens for chunk in self.chunks)
+        return len(self.decodes) + sum(run.num_tokens for run in self.runs)
 
     @property
     def has_adapters(self) -> bool:
@@ -49,14 +81,16 @@ class StepPlan:
         return [StepEvent(sequence, 0, preempted=True) for sequence in self.preempted]
 
     def sequences(self) -> Iterator[Sequence]:
+        """One for each decode and each run: sequences with a draft come twice."""
         yield from self.decodes
-        for chunk in self.chunks:
-            yield chunk.sequence
+        for run in self.runs:
+            yield run.sequence
 
 
 @dataclass(slots=True)
 class StepOutput:
-    """One token for each of plan.decodes, then one for each last chunk, in plan order.
+    """One token for each of plan.decodes, then one for each drafted token, then one for each last chunk, in
+    plan order.
 
     logprobs is empty or as long as token_ids. prompt_logprobs[i] belongs to plan.chunks[i], where requested.
     """

@@ -31,6 +31,7 @@ class StepCosts:
     prefill_scale: float = 1.0
     decode_scale: float = 1.0
     mixed_scale: float = 1.0
+    draft_scale: float = 1.0
 
     def coefficients(self) -> dict[str, float]:
         """The fields of ``protos.Profile``, corrected, for decisions of this node."""
@@ -47,9 +48,18 @@ class StepCosts:
         if plan.decodes:
             contexts = sum([sequence.num_tokens for sequence in plan.decodes])
             seconds = self.decode_scale * profile.step_s(len(plan.decodes), contexts)
+        for draft in plan.drafts:
+            seconds += self.draft_scale * profile.prefill_token_s * draft.num_tokens
         for chunk in plan.chunks:
             seconds += self.prefill_scale * profile.prefill_s(chunk.num_tokens, chunk.start)
         return self.mixed_scale * seconds if plan.decodes and plan.chunks else seconds
+
+    def draft_row_cost(self, decodes: list[Sequence]) -> float:
+        """Time that a drafted token adds to a step of these sequences, as a part of what the step takes for
+        each of its tokens."""
+        contexts = sum([sequence.num_tokens for sequence in decodes])
+        step_s = self.decode_scale * self.profile.step_s(len(decodes), contexts)
+        return self.draft_scale * self.profile.prefill_token_s * len(decodes) / max(step_s, 1e-9)
 
     def timely_tokens(self, decodes: list[Sequence], start: int, tbt_s: float) -> int:
         """Prompt tokens after ``start`` earlier ones that fit into a step with ``decodes`` of ``tbt_s``."""
@@ -70,7 +80,13 @@ class StepCosts:
         if predicted_s <= 0:
             return
         gain = 1 + _GAIN * (min(actual_s / predicted_s, 4.0) - 1)
-        if plan.decodes and plan.chunks:
+        if plan.drafts:
+            tokens_s = self.profile.prefill_token_s * sum(draft.num_tokens for draft in plan.drafts)
+            plain_s = predicted_s - self.draft_scale * tokens_s
+            if tokens_s > 0:
+                found = max(actual_s - plain_s, 0.0) / tokens_s
+                self.draft_scale *= 1 + _GAIN * (min(found / self.draft_scale, 2.0) - 1)
+        elif plan.decodes and plan.chunks:
             self.mixed_scale *= gain
         elif plan.decodes:
             self.decode_scale *= gain

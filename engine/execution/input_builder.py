@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.batching.sequence import Sequence
-from moonpool.engine.batching.step_plan import ENDS, Chunk, StepPlan
+from moonpool.engine.batching.step_plan import ENDS, Chunk, Draft, StepPlan
 from moonpool.engine.device.device import Device
 from moonpool.engine.model.inputs import StepInputs
 
@@ -80,8 +80,8 @@ class InputBuilder:
         self._update(plan, same)
         if not same:
             self._decode_only = None
-        if plan.chunks:
-            return self._with_adapters(self._with_chunks(plan, n), plan)
+        if plan.runs:
+            return self._with_adapters(self._with_runs(plan, n), plan)
         if self._decode_only is None or self._device.runs_ahead:
             self._decode_only = self._with_adapters(self._decode_inputs(n, n), plan)
             self._feed(self._decode_only.token_ids, plan, sampled)
@@ -180,20 +180,21 @@ class InputBuilder:
         lens = self._device.upload(torch.from_numpy(self._lens[:n]))
         return StepInputs(token_ids, positions, slots, n, self.table[:n, : self._width(n)], lens)
 
-    def _with_chunks(self, plan: StepPlan, n: int) -> StepInputs:
-        starts = np.zeros(len(plan.chunks) + 1, np.int32)
-        lens = np.zeros(len(plan.chunks), np.int32)
-        width = max(len(chunk.sequence.block_table) for chunk in plan.chunks)
-        table = np.full((len(plan.chunks), width), -1, np.int32)
+    def _with_runs(self, plan: StepPlan, n: int) -> StepInputs:
+        runs = plan.runs
+        starts = np.zeros(len(runs) + 1, np.int32)
+        lens = np.zeros(len(runs), np.int32)
+        width = max(len(run.sequence.block_table) for run in runs)
+        table = np.full((len(runs), width), -1, np.int32)
         first = n
-        for i, chunk in enumerate(plan.chunks):
-            end = first + chunk.num_tokens
-            blocks = chunk.sequence.block_table
+        for i, run in enumerate(runs):
+            end = first + run.num_tokens
+            blocks = run.sequence.block_table
             table[i, : len(blocks)] = blocks
-            self._fill_chunk(chunk, first, end, table[i])
+            self._fill_run(run, first, end, table[i])
             first = end
             starts[i + 1] = end - n
-            lens[i] = chunk.start + chunk.num_tokens
+            lens[i] = run.start + run.num_tokens
         inputs = self._decode_inputs(first, n)
         inputs.chunk_table, inputs.chunk_starts, inputs.chunk_lens = (
             self._device.upload(torch.from_numpy(array)) for array in (table, starts, lens)
@@ -207,14 +208,14 @@ class InputBuilder:
         numbers = np.array([sequence.adapter for sequence in plan.sequences()])
         found = np.unique(numbers[numbers >= 0])
         ids = np.where(numbers >= 0, np.searchsorted(found, numbers), -1).astype(np.int32)
-        counts = [1] * len(plan.decodes) + [chunk.num_tokens for chunk in plan.chunks]
+        counts = [1] * len(plan.decodes) + [run.num_tokens for run in plan.runs]
         inputs.adapter_ids = self._device.upload(torch.from_numpy(np.repeat(ids, counts)))
         inputs.adapters = tuple(found.tolist())
         return inputs
 
-    def _fill_chunk(self, chunk: Chunk, first: int, end: int, table_row: npt.NDArray[np.int32]) -> None:
-        at = np.arange(chunk.start, chunk.start + chunk.num_tokens)
-        self._tokens[first:end] = chunk.sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
+    def _fill_run(self, run: Draft | Chunk, first: int, end: int, table_row: npt.NDArray[np.int32]) -> None:
+        at = np.arange(run.start, run.start + run.num_tokens)
+        self._tokens[first:end] = run.token_ids
         self._positions[first:end] = at
         blocks = table_row[at >> self._shift].astype(np.int64)
         self._slots[first:end] = blocks * self._block_size + (at & (self._block_size - 1))

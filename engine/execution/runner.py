@@ -169,7 +169,7 @@ class ModelRunner:
     def _compute(self, plan: StepPlan, sampled: Tensor | None = None) -> Step:
         """Launch the step. Only logprobs may wait for values computed on the device."""
         masks = self._masks.begin(plan)
-        if not plan.chunks:
+        if not plan.runs:
             # Recorded steps have no adapters.
             if self._graphs is not None and not plan.has_adapters:
                 logits = self._graphs.run(plan, sampled)
@@ -180,7 +180,7 @@ class ModelRunner:
             return Step(token_ids, self.device.download(token_ids), logprobs, {})
         hidden = self._forward(plan, self._inputs.prepare(plan))
         masks()
-        return self._finish_with_chunks(plan, hidden)
+        return self._finish_with_runs(plan, hidden)
 
     def _forward(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
         """Return the last hidden states of the step's tokens: [num_tokens, hidden]."""
@@ -190,13 +190,14 @@ class ModelRunner:
         """Return logits [n, vocab] of all rows of ``hidden``, or of ``rows``."""
         return self.model.logits(hidden if rows is None else hidden[rows])
 
-    def _finish_with_chunks(self, plan: StepPlan, hidden: Tensor) -> Step:
-        """Sample decodes and last chunks; compute prompt logprobs where requested."""
+    def _finish_with_runs(self, plan: StepPlan, hidden: Tensor) -> Step:
+        """Sample decodes, drafts and last chunks; compute prompt logprobs where requested."""
+        drafted = [draft.sequence for draft in plan.drafts for _ in draft.proposed]
         num_decodes = len(plan.decodes)
-        rows = list(range(num_decodes))
+        end = num_decodes + len(drafted)
+        rows = list(range(end))
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         last_chunks = []
-        end = num_decodes
         for i, chunk in enumerate(plan.chunks):
             first, end = end, end + chunk.num_tokens
             if chunk.sequence.prompt_logprobs:
@@ -207,17 +208,22 @@ class ModelRunner:
         if not rows:
             return Step(None, None, [], prompt_logprobs)
         logits = self._logits(hidden, self.device.upload(torch.tensor(rows)))
+        batches: list[tuple[int, SamplingBatch]] = []
+        if num_decodes:
+            batches.append((num_decodes, self._decode_sampling(plan)))
+        if others := drafted + last_chunks:
+            batch = SamplingBatch(others, self.config.vocab_size, self.device)
+            ahead = [i + 1 for draft in plan.drafts for i in range(draft.num_tokens)]
+            batch.expect(ahead + [0] * len(last_chunks))
+            batches.append((len(others), batch))
         token_ids: list[Tensor] = []
         logprobs: list[TokenLogprobs | None] = []
-        if num_decodes:
-            some, logprobs = sample(logits[:num_decodes], self._decode_sampling(plan))
+        end = 0
+        for count, batch in batches:
+            first, end = end, end + count
+            some, more = sample(logits[first:end], batch)
             token_ids.append(some)
-        if last_chunks:
-            batch = SamplingBatch(last_chunks, self.config.vocab_size, self.device)
-            some, more = sample(logits[num_decodes:], batch)
-            if logprobs or more:
-                logprobs = (logprobs or [None] * num_decodes) + (more or [None] * len(last_chunks))
-            token_ids.append(some)
+            logprobs += more or [None] * count
         sampled = torch.cat(token_ids)
         return Step(sampled, self.device.download(sampled), logprobs, prompt_logprobs)
 

@@ -129,6 +129,18 @@ class ParallelOptions(Section, name="engine.parallel"):
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculativeOptions(Section, name="engine.speculative"):
+    method: str = option(
+        "off",
+        "name",
+        "how tokens are proposed that a decode step verifies: ngram repeats what followed the newest three "
+        "tokens before, suffix at most as many tokens as the match is long",
+        choices=("off", "ngram", "suffix"),
+    )
+    num_tokens: int = option(4, "tokens", "most proposed tokens of a sequence in one step", least=1, most=16)
+
+
+@dataclass(frozen=True, slots=True)
 class StepLimits:
     """The most tokens and sequences in one step where the options name none."""
 
@@ -186,8 +198,15 @@ class EngineOptions(Section, name="engine"):
         least=0,
     )
     parallel: ParallelOptions = section(ParallelOptions)
+    speculative: SpeculativeOptions = section(SpeculativeOptions)
 
     def _check(self) -> None:
+        require(
+            self.speculative.method == "off" or self.parallel.world_size == 1,
+            "engine.speculative.method",
+            "off on a node of several ranks (engine.parallel.tp, pp, cp)",
+            self.speculative.method,
+        )
         # Context parallelism splits tokens in whole blocks.
         most = max(1, (self.max_batch_tokens or CPU_LIMITS.num_tokens) // self.block_size)
         must_be = f"at most {most}, the blocks of a step (engine.max_batch_tokens / engine.block_size)"

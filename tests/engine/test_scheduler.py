@@ -19,6 +19,8 @@ from moonpool.engine.batching.step_plan import Chunk, StepEvent, StepOutput, Ste
 from moonpool.engine.device.device import CpuDevice
 from moonpool.engine.execution.input_builder import InputBuilder
 from moonpool.engine.memory.block_pool import BlockPool
+from moonpool.engine.speculation.speculator import Speculator
+from moonpool.runtime.config.engine_options import SpeculativeOptions
 
 BLOCK_SIZE = 4
 
@@ -58,31 +60,38 @@ class HashModel:
         self.pool = np.zeros((num_blocks * BLOCK_SIZE,), np.uint64)
 
     def execute(self, plan: StepPlan) -> StepOutput:
-        for s in plan.decodes:
-            self._write(s, s.num_computed_tokens, 1)
+        # The tokens that each row may know, itself the last.
+        rows = [(s, s.token_ids) for s in plan.decodes]
+        for draft in plan.drafts:
+            tokens = np.concatenate((draft.sequence.token_ids, draft.token_ids))
+            ends = range(draft.start + 1, len(tokens) + 1)
+            rows += [(draft.sequence, tokens[:end]) for end in ends]
+        for s, tokens in rows:
+            self._write(s, tokens, len(tokens) - 1, 1)
         for chunk in plan.chunks:
-            self._write(chunk.sequence, chunk.start, chunk.num_tokens)
+            s, end = chunk.sequence, chunk.start + chunk.num_tokens
+            self._write(s, s.token_ids, chunk.start, chunk.num_tokens)
+            rows.append((s, s.token_ids[:end]))
         token_ids = []
-        for s, end in [(s, s.num_tokens) for s in plan.decodes] + [
-            (c.sequence, c.start + c.num_tokens) for c in plan.chunks
-        ]:
-            for position in range(end):
-                assert self.pool[self._slot(s, position)] == self._kv(s, position), f"{s} reads foreign KV"
-            if end == s.num_tokens:
-                token_ids.append(next_token(s.token_ids))
+        for s, tokens in rows:
+            for position in range(len(tokens)):
+                expected = self._kv(tokens, position)
+                assert self.pool[self._slot(s, position)] == expected, f"{s} reads foreign KV"
+            if len(tokens) >= s.num_tokens:
+                token_ids.append(next_token(tokens))
         return StepOutput(token_ids, [], {})
 
-    def _write(self, s: Sequence, start: int, n: int) -> None:
+    def _write(self, s: Sequence, tokens: np.ndarray, start: int, n: int) -> None:
         for position in range(start, start + n):
-            self.pool[self._slot(s, position)] = self._kv(s, position)
+            self.pool[self._slot(s, position)] = self._kv(tokens, position)
 
     @staticmethod
     def _slot(s: Sequence, position: int) -> int:
         return s.block_table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
 
     @staticmethod
-    def _kv(s: Sequence, position: int) -> np.uint64:
-        data = s.token_ids[: position + 1].tobytes()
+    def _kv(tokens: np.ndarray, position: int) -> np.uint64:
+        data = tokens[: position + 1].astype(np.int32).tobytes()
         return np.uint64(int.from_bytes(blake2b(data, digest_size=8).digest(), "little"))
 
 
@@ -99,12 +108,14 @@ class Cluster:
         )
         self.model = HashModel(num_blocks)
         self.events: list[StepEvent] = []
+        self.num_drafted = 0
 
     def step(self) -> bool:
         plan = self.scheduler.schedule()
         if plan is None:
             return False
         assert len(plan.decodes) + len(plan.chunks) <= self.scheduler.max_running
+        self.num_drafted += sum(draft.num_tokens for draft in plan.drafts)
         assert plan.num_tokens <= self.scheduler.max_batch_tokens
         assert [s.row for s in plan.decodes] == list(range(len(plan.decodes)))
         self.events += self.scheduler.postprocess(plan, self.model.execute(plan), 0.0)
@@ -116,6 +127,39 @@ class Cluster:
             if not self.step():
                 return
         raise AssertionError("the scheduler goes round in circles")
+
+
+class Guesser:
+    """Proposes tokens that are right, but for some."""
+
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        tokens = sequence.token_ids.tolist()
+        for _ in range(most):
+            token = next_token(np.array(tokens))
+            tokens.append((token + (len(tokens) % 5 == 0)) % 3)
+        return tokens[sequence.num_tokens :]
+
+
+class Failing:
+    """Proposes one wrong token, and then fails."""
+
+    def __init__(self) -> None:
+        self.has_failed = False
+
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        if sequence.num_output_tokens:
+            assert not self.has_failed, "asked again"
+            self.has_failed = True
+            raise RuntimeError("no idea")
+        return [9]
+
+
+def speculating(cluster: Cluster, proposer: str) -> None:
+    made = {"guess": Guesser, "fail": Failing}
+    method = "suffix" if proposer == "suffix" else "ngram"
+    speculator = Speculator(SpeculativeOptions(method=method, num_tokens=5))
+    speculator._make = made.get(proposer, speculator._make)
+    cluster.scheduler.speculator = speculator
 
 
 REQUESTS = st.lists(
@@ -132,10 +176,17 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=120, deadline=None)
-@given(requests=REQUESTS, num_blocks=st.integers(8, 24), max_batch_size=st.integers(1, 5))
-def test_nothing_is_dropped_repeated_or_leaked(requests, num_blocks, max_batch_size) -> None:
+@settings(max_examples=160, deadline=None)
+@given(
+    requests=REQUESTS,
+    num_blocks=st.integers(8, 24),
+    max_batch_size=st.integers(1, 5),
+    proposer=st.sampled_from(["none", "guess", "ngram", "suffix", "fail"]),
+)
+def test_nothing_is_dropped_repeated_or_leaked(requests, num_blocks, max_batch_size, proposer) -> None:
     cluster = Cluster(num_blocks, max_batch_size)
+    if proposer != "none":
+        speculating(cluster, proposer)
     sequences = {}
     for step in range(80):
         for i, (prompt, max_tokens, priority, tenant, arrives, cancelled) in enumerate(requests):

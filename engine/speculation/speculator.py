@@ -1,0 +1,126 @@
+"""Speculative decoding: which tokens to verify beside the next one, and what became of them.
+
+A proposed token is computed in the same step as the token before it, and accepted if it is the token that is
+sampled there. Sampling is a function of logits, seed and index (``execution.sampler``), so the tokens are
+those of plain decoding, drawn ones too. A proposal is accepted with the probability that the model gives it,
+as in rejection sampling (Leviathan et al., 2023), and needs no further random number.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from prometheus_client import Counter
+
+from moonpool.engine.batching.sequence import Sequence
+from moonpool.engine.batching.step_plan import Draft
+from moonpool.engine.speculation.history import NgramProposer, Proposer, SuffixProposer
+from moonpool.runtime.config.engine_options import SpeculativeOptions
+
+_log = logging.getLogger(__name__)
+
+_TOKENS = Counter(
+    "moonpool_speculated_tokens",
+    "Tokens that were proposed and computed, by position in the proposal and by what became of them",
+    ["method", "position", "outcome"],
+)
+_STEPS = Counter(
+    "moonpool_speculated_steps", "Steps of one sequence in which proposed tokens were verified", ["method"]
+)
+_FAILURES = Counter(
+    "moonpool_proposer_failures", "Sequences that decode plainly since their proposer raised", ["method"]
+)
+
+_PROPOSERS: dict[str, Callable[[], Proposer]] = {"ngram": NgramProposer, "suffix": SuffixProposer}
+
+# An estimate that each verified token moves by a tenth reacts within a sentence.
+_FIRST_ACCEPTANCE = 0.6
+_GAIN = 0.1
+# A sequence with bad proposals tries one again about every thirty tokens.
+_RECOVERY = 0.001
+
+
+@dataclass(slots=True)
+class _Drafting:
+    """The proposals of one sequence. acceptance: estimated probability that a proposed token is accepted."""
+
+    proposer: Proposer | None  # None: decode plainly
+    acceptance: float = _FIRST_ACCEPTANCE
+
+
+class Speculator:
+    """Proposes tokens for the sequences of a step, as many as are worth their time."""
+
+    def __init__(
+        self, options: SpeculativeOptions, row_cost: Callable[[list[Sequence]], float] = lambda _: 0.0
+    ) -> None:
+        """``row_cost(decodes)``: time that one proposed token adds to a step of these sequences, as a part of
+        what the step takes for each of its tokens."""
+        self._options = options
+        self._row_cost = row_cost
+        self._make = _PROPOSERS[options.method]
+
+    def drafts(self, decodes: list[Sequence], room: Callable[[Sequence, int], int]) -> list[Draft]:
+        """Propose tokens for a step of these sequences.
+
+        ``room(sequence, n)`` allocates blocks for at most ``n`` more tokens of a sequence and returns for how
+        many. The last token of a proposal is worth its time: the estimated probability that it is accepted is
+        above its cost.
+        """
+        least, drafts = self._row_cost(decodes), []
+        for sequence in decodes:
+            drafting = self._of(sequence)
+            if drafting.proposer is None:
+                continue
+            most = self._length(drafting.acceptance, least)
+            if not most:
+                drafting.acceptance += _RECOVERY
+                continue
+            tokens = self._propose(sequence, drafting, most)
+            if tokens and (count := room(sequence, len(tokens))) > 0:
+                drafts.append(Draft(sequence, sequence.num_tokens, tokens[:count]))
+        return drafts
+
+    def may_draft(self, decodes: list[Sequence]) -> bool:
+        """Whether one of these sequences has a proposer."""
+        return any(self._of(sequence).proposer is not None for sequence in decodes)
+
+    def verified(self, draft: Draft, num_accepted: int) -> None:
+        """Learn that the first ``num_accepted`` tokens of a proposal were right, and no more."""
+        method, drafting = self._options.method, self._of(draft.sequence)
+        _STEPS.labels(method).inc()
+        for position in range(len(draft.proposed)):
+            accepted = position < num_accepted
+            _TOKENS.labels(method, str(position + 1), "accepted" if accepted else "rejected").inc()
+            if position <= num_accepted:
+                drafting.acceptance += _GAIN * (accepted - drafting.acceptance)
+
+    def _length(self, acceptance: float, least: float) -> int:
+        length, probability = 0, acceptance
+        while length < self._options.num_tokens and probability > least:
+            length, probability = length + 1, probability * acceptance
+        return length
+
+    def _propose(self, sequence: Sequence, drafting: _Drafting, most: int) -> list[int]:
+        assert drafting.proposer is not None
+        try:
+            return drafting.proposer.propose(sequence, most)
+        except Exception:
+            # What is proposed is a guess: without one the sequence decodes plainly.
+            _log.exception("no more proposals for %s", sequence.request_id)
+            _FAILURES.labels(self._options.method).inc()
+            drafting.proposer = None
+            return []
+
+    def _of(self, sequence: Sequence) -> _Drafting:
+        if not isinstance(sequence.drafting, _Drafting):
+            sequence.drafting = _Drafting(self._make() if _may_speculate(sequence) else None)
+        return sequence.drafting
+
+
+def _may_speculate(sequence: Sequence) -> bool:
+    """Penalties and structures depend on the tokens before, which a step of several tokens does not know."""
+    sampling = sequence.sampling
+    return sampling.speculates and not sampling.penalized and sequence.automaton is None
