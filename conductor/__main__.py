@@ -6,12 +6,13 @@ import asyncio
 import logging
 import sys
 import time
+from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from moonpool.conductor.access.gate import Gate
 from moonpool.conductor.api.context import ApiContext
+from moonpool.conductor.api.models.lanes import Lane, Lanes
 from moonpool.conductor.api.sampling_defaults import SamplingDefaults
 from moonpool.conductor.core import Conductor
 from moonpool.conductor.fleet.providers.choice import provider_of
@@ -23,6 +24,7 @@ from moonpool.conductor.text.chat_template import load_chat_template
 from moonpool.conductor.text.tokenizer import Tokenizer
 from moonpool.runtime.config.agreement import agreement_of, own_version
 from moonpool.runtime.config.loading import shown_options
+from moonpool.runtime.config.models_file import served_models
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.machine.description import commit_here, describe_machine, versions_of
 from moonpool.runtime.service.lifecycle import ServiceContext, run_service
@@ -36,39 +38,56 @@ _PACKAGES = ("aiohttp", "grpcio", "protobuf", "redis", "hiredis", "orjson", "uvl
 
 async def main(config: Config, service: ServiceContext) -> None:
     """Serve until asked to stop, then drain (see ``ApiServer.drain``)."""
-    path = config.model.directory
-    model = ServedModel.from_checkpoint(
-        path,
-        block_size=config.engine.block_size,
-        name=config.model.served_name,
-        max_model_len=config.model.max_model_len,
-    )
-    conductor = Conductor(
-        model,
-        config.conductor,
-        config.index,
-        peer_host=config.node.host,
-        peer_port=config.node.port,
-        provider=provider_of(config),
-        planner=config.planner,
-    )
-    server = ApiServer(await asyncio.to_thread(make_context, config, path, conductor))
+    served = served_models(config)
+    conductors = [
+        conductor_of(one.config, config.node.port if number == 0 else 0)
+        for number, one in enumerate(served.models)
+    ]
+    first = await asyncio.to_thread(make_context, served.models[0].config, conductors[0])
+    lanes = [
+        Lane(one.name, conductor, partial(make_context, one.config, conductor, first), one.aliases, one.price)
+        for one, conductor in zip(served.models, conductors, strict=True)
+    ]
+    lanes[0].loaded = first
+    server = ApiServer(first, Lanes(lanes))
     # Listen first: a port in use is a common error, and nothing needs undoing then.
     await server.start()
     try:
         url = f"{server.scheme}://{_reachable(config.conductor.host)}:{server.port}"
-        conductor.describe(url=url, version=own_version(), options=agreement_of(config))
-        await conductor.start()
-        service.ready(url=url, metrics_url=f"{url}/metrics", model=model.name)
+        for one, conductor in zip(served.models, conductors, strict=True):
+            conductor.describe(url=url, version=own_version(), options=agreement_of(one.config))
+            await conductor.start()
+        service.ready(url=url, metrics_url=f"{url}/metrics", model=served.models[0].name)
         await service.draining.wait()
         await server.drain(config.node.drain_s, config.conductor.leave_s)
     finally:
         await server.close()
-        await conductor.close()
+        await asyncio.gather(*(conductor.close() for conductor in conductors))
 
 
-def make_context(config: Config, path: Path, conductor: Conductor) -> ApiContext:
-    """Load tokenizer, chat template and defaults from the checkpoint. Raises ``ConfigError``."""
+def conductor_of(config: Config, peer_port: int) -> Conductor:
+    """The conductor of one model. Raises ``ConfigError``."""
+    model = ServedModel.from_checkpoint(
+        config.model.directory,
+        block_size=config.engine.block_size,
+        name=config.model.served_name,
+        max_model_len=config.model.max_model_len,
+    )
+    return Conductor(
+        model,
+        config.conductor,
+        config.index,
+        peer_host=config.node.host,
+        peer_port=peer_port,
+        provider=provider_of(config),
+        planner=config.planner,
+    )
+
+
+def make_context(config: Config, conductor: Conductor, first: ApiContext | None = None) -> ApiContext:
+    """Load tokenizer, chat template and defaults from the checkpoint. ``first``: that of the API's first
+    model, with which all share keys, records and metrics. Raises ``ConfigError``."""
+    path = config.model.directory
     tokenizer = Tokenizer.from_checkpoint(path)
     template = load_chat_template(path, tokenizer.config, tokenizer.special_tokens)
     log.info(
@@ -81,18 +100,28 @@ def make_context(config: Config, path: Path, conductor: Conductor) -> ApiContext
     conductor.describe(
         tokenizer=tokenizer.fingerprint, chat_template=template.fingerprint if template else "none"
     )
+    name, slo = conductor.model.name, Slo.of(config.conductor)
+    shared: dict[str, Any] = (
+        {"metrics": RequestMetrics(name, slo=slo), "gate": Gate.load(config.conductor.tenants_path)}
+        if first is None
+        else {
+            "metrics": RequestMetrics(name, first.metrics.registry, slo, first.metrics),
+            "gate": first.gate,
+            "recent": first.recent,
+            "conversations": first.conversations,
+        }
+    )
     return ApiContext(
         conductor=conductor,
         tokenizer=tokenizer,
         template=template,
         defaults=SamplingDefaults.from_checkpoint(path),
-        metrics=RequestMetrics(conductor.model.name, slo=Slo.of(config.conductor)),
         options=config.conductor,
         log_options=config.log,
         grammars=Grammars(path, conductor.model.vocab_size, conductor.model.eos_token_ids),
         streams=conductor.streams,
-        gate=Gate.load(config.conductor.tenants_path),
-        about=_about(config),
+        about=_about(config) if first is None else first.about,
+        **shared,
     )
 
 

@@ -8,7 +8,7 @@ import math
 import random
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from moonpool.conductor.costs.model import CostModel
 from moonpool.conductor.engines.configured import ConfiguredEngines
 from moonpool.conductor.fleet.adapters import AdapterDirectory
 from moonpool.conductor.fleet.administration import FleetAdmin
+from moonpool.conductor.fleet.member import Member
 from moonpool.conductor.fleet.node_status import node_status, warnings_of
 from moonpool.conductor.fleet.providers.provider import Provider
 from moonpool.conductor.fleet.registry import NodeRegistry
@@ -313,6 +314,11 @@ class Conductor:
                 name: errors.to_dict() for name, errors in self._deps.cost_model.errors.items()
             },
         }
+
+    @property
+    def nodes(self) -> Mapping[str, Member]:
+        """The nodes in the index, by id."""
+        return self._deps.registry.members
 
     @property
     def num_others(self) -> int:

@@ -21,6 +21,7 @@ from moonpool.conductor.api.endpoints.generation import chat_completions, comple
 from moonpool.conductor.api.endpoints.responses import responses
 from moonpool.conductor.api.errors import ApiError, as_api_error
 from moonpool.conductor.api.exchange import REQUEST_ID, REQUEST_ID_HEADER
+from moonpool.conductor.api.models.lanes import LANES, Lanes
 from moonpool.conductor.api.openapi import openapi
 from moonpool.conductor.dashboard import routes as dashboard_routes
 from moonpool.conductor.dashboard.benchmark_results import BenchResults
@@ -40,14 +41,15 @@ _HAND_OVER_S = 5.0
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
-def create_app(context: ApiContext) -> web.Application:
-    """All routes; each has its entry in ``access.roles``.
+def create_app(context: ApiContext, lanes: Lanes | None = None) -> web.Application:
+    """All routes; each has its entry in ``access.roles``. ``lanes``: all models; None: that of ``context``.
 
     Needs ``handler_cancellation``: closing a connection must cancel its request.
     """
     app = web.Application(middlewares=[_boundary], client_max_size=context.options.max_body_nbytes)
     app[CONTEXT] = context
-    app[dashboard_routes.FEED] = LiveFeed(context)
+    lanes = app[LANES] = lanes or Lanes.alone(context)
+    app[dashboard_routes.FEED] = LiveFeed(context, lanes)
     app[dashboard_routes.RESULTS] = BenchResults(context.options.results_path)
     app.on_response_prepare.append(_prepare)
     app.add_routes(
@@ -157,11 +159,13 @@ def https_of(options: ConductorOptions, security: process.Security) -> HttpsServ
 class ApiServer:
     """Serves the application from ``start`` to ``close``."""
 
-    def __init__(self, context: ApiContext) -> None:
+    def __init__(self, context: ApiContext, lanes: Lanes | None = None) -> None:
+        """``lanes``: all models; None: that of ``context`` alone."""
         self._context = context
+        self._lanes = lanes or Lanes.alone(context)
         # Handlers are cancelled when their connection closes; ``drain`` waits for them.
         self._runner = BoundedRunner(
-            create_app(context), handler_cancellation=True, access_log=None, shutdown_timeout=0.1
+            create_app(context, self._lanes), handler_cancellation=True, access_log=None, shutdown_timeout=0.1
         )
         self._site: web.TCPSite | None = None
         self.scheme = "http"
@@ -204,10 +208,10 @@ class ApiServer:
             await self._site.stop()
             self._site = None
         if self._context.conductor.num_others:
-            self._context.hand_over()
+            self._lanes.hand_over()
         if await self._idle(within_s):
             return True
-        self._context.hand_over()
+        self._lanes.hand_over()
         if not await self._idle(_HAND_OVER_S):
             log.warning("some requests still run after %.1f s of draining and are cancelled", within_s)
             return False

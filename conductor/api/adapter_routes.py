@@ -8,21 +8,26 @@ from aiohttp import web
 
 from moonpool.conductor.api.context import CONTEXT
 from moonpool.conductor.api.errors import bad_request
+from moonpool.conductor.api.models.lanes import LANES
 from moonpool.conductor.api.request_body import read_object
 
 _MOST_CHARS = 4096
 
 
 async def load(http: web.Request) -> web.Response:
-    """``POST /v1/load_lora_adapter``: ``lora_name``, ``lora_path``, and ``load_inplace`` to replace another
-    content of that name."""
+    """``POST /v1/load_lora_adapter``: ``lora_name``, ``lora_path``, ``load_inplace`` to replace another
+    content of that name, and ``base_model_name`` where a cluster has several models."""
     context = http.app[CONTEXT]
     body = await read_object(http, context.options.max_body_nbytes)
     name, path = _text(body, "lora_name"), _text(body, "lora_path")
     replace = body.get("load_inplace", False)
     if not isinstance(replace, bool):
         raise bad_request("load_inplace: must be true or false", "load_inplace")
-    await context.conductor.adapters.load(name, path, replace=replace)
+    lanes, base = http.app[LANES], body.get("base_model_name")
+    lane = lanes.find(None if base is None else str(base))
+    if lane is None:
+        raise lanes.unknown(str(base))
+    await lane.conductor.adapters.load(name, path, replace=replace)
     return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
 
 
@@ -30,7 +35,8 @@ async def unload(http: web.Request) -> web.Response:
     """``POST /v1/unload_lora_adapter``: ``lora_name``. Requests that have begun finish with it."""
     context = http.app[CONTEXT]
     name = _text(await read_object(http, context.options.max_body_nbytes), "lora_name")
-    await context.conductor.adapters.unload(name)
+    found = (lane.conductor for lane in http.app[LANES] if lane.conductor.adapters.find(name) is not None)
+    await next(found, context.conductor).adapters.unload(name)
     return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
 
 

@@ -13,7 +13,8 @@ from moonpool.conductor.admission.tenants import BATCH, Tenant
 from moonpool.conductor.api.answer import Answer, Outcome, Usage
 from moonpool.conductor.api.choice import Choice, Delta
 from moonpool.conductor.api.context import ApiContext
-from moonpool.conductor.api.errors import ApiError, bad_request, name_of
+from moonpool.conductor.api.errors import bad_request, name_of
+from moonpool.conductor.api.models.lanes import LANES
 from moonpool.conductor.api.prompts import Prompt, output_limit
 from moonpool.conductor.api.request_body import read_object
 from moonpool.conductor.api.schemas import CompletionBody, GenerationBody, parse
@@ -45,7 +46,8 @@ class GenerationExchange:
 
     def __init__(self, http: web.Request, context: ApiContext, kind: type[Answer]) -> None:
         self._http = http
-        self._context = context
+        self._lanes = http.app[LANES]
+        self._context = context  # from ``parse`` on, that of the model asked for
         self._kind = kind
         self._arrived_s = context.clock()
         client_id = http[REQUEST_ID]
@@ -67,6 +69,11 @@ class GenerationExchange:
         )
         self._runs: list[SequenceRun] = []
         self._span = tracing.server_span(http.path, http.headers.get(tracing.TRACEPARENT, ""), root=True)
+
+    @property
+    def context(self) -> ApiContext:
+        """Of the model asked for, once the body is parsed."""
+        return self._context
 
     def __enter__(self) -> GenerationExchange:
         self._context.recent.add(self.record)
@@ -126,11 +133,12 @@ class GenerationExchange:
         given = await read_object(self._http, self._context.options.max_body_nbytes)
         started_s = self._context.clock()
         body = parse(schema, given if translate is None else translate(given))
-        if body.model is not None and body.model != self._model:
-            self._adapter = await self._context.conductor.adapters.awaited(body.model)
-            if self._adapter is None:
-                raise unknown_model(body.model, self._model)
-            self._model = body.model
+        lane = self._lanes.find(body.model)
+        if lane is None:
+            assert body.model is not None
+            lane, self._adapter = await self._lanes.adapter(body.model)
+        self._context = await lane.context()
+        self._model = body.model or lane.name
         self.record.stream = body.stream
         self.record.parse_s = self._observe("parse", started_s)
         return body
@@ -264,11 +272,6 @@ class GenerationExchange:
         seconds = self._context.clock() - started_s
         self._context.metrics.stage.labels(stage).observe(seconds)
         return seconds
-
-
-def unknown_model(name: str, served: str) -> ApiError:
-    message = f"the model {name[:128]!r} does not exist; this cluster serves {served!r}"
-    return ApiError(404, message, param="model", code="model_not_found")
 
 
 def usage_of(runs: Sequence[SequenceRun]) -> Usage:

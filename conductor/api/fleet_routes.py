@@ -1,15 +1,17 @@
 """HTTP routes that show and change the fleet.
 
-What is changed is in the path, because an operator's token proves the method and the path of a call.
+What is changed is in the path, because an operator's token proves the method and the path of a call. Where
+a cluster has several models, ``?model=NAME`` names one; nodes are found by their own names.
 """
 
 from __future__ import annotations
 
 from aiohttp import web
 
-from moonpool.conductor.api.context import CONTEXT
 from moonpool.conductor.api.errors import ApiError
+from moonpool.conductor.api.models.lanes import LANES
 from moonpool.conductor.api.status_routes import reply
+from moonpool.conductor.core import Conductor
 from moonpool.conductor.fleet.administration import MAX_NODES
 
 WATCH_S = 5.0
@@ -18,7 +20,7 @@ MOST_WATCH_S = 3600.0
 
 async def listed(http: web.Request) -> web.Response:
     """``GET /v1/fleet``"""
-    conductor = http.app[CONTEXT].conductor
+    conductor = _conductor(http)
     return reply(await conductor.fleet.listed() | {"planner": conductor.planner()})
 
 
@@ -27,13 +29,14 @@ async def scale(http: web.Request) -> web.Response:
     text = http.match_info["count"]
     if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= MAX_NODES:
         raise ApiError(400, f"count: must be from 1 to {MAX_NODES}, got {text[:32]!r}", param="count")
-    return reply(await http.app[CONTEXT].conductor.fleet.scale(http.match_info["role"], int(text)))
+    return reply(await _conductor(http).fleet.scale(http.match_info["role"], int(text)))
 
 
 async def switch(http: web.Request) -> web.Response:
     """``POST /v1/fleet/switch/{node}/{role}``"""
     info = http.match_info
-    return reply(await http.app[CONTEXT].conductor.fleet.switch_role(info["node"], info["role"]))
+    conductor = http.app[LANES].of_node(info["node"])
+    return reply(await conductor.fleet.switch_role(info["node"], info["role"]))
 
 
 async def rollout(http: web.Request) -> web.Response:
@@ -47,19 +50,29 @@ async def rollout(http: web.Request) -> web.Response:
         raise ApiError(
             400, f"watch_s: must be from 0 to {MOST_WATCH_S:g}, got {text[:32]!r}", param="watch_s"
         )
-    return reply(await http.app[CONTEXT].conductor.rollouts.begin(http.query.getall("set", []), watch_s))
+    return reply(await _conductor(http).rollouts.begin(http.query.getall("set", []), watch_s))
 
 
 async def rollout_status(http: web.Request) -> web.Response:
     """``GET /v1/fleet/rollout``: the latest one of the cluster."""
-    return reply(await http.app[CONTEXT].conductor.rollouts.status())
+    return reply(await _conductor(http).rollouts.status())
 
 
 async def abort_rollout(http: web.Request) -> web.Response:
     """``POST /v1/fleet/rollout/abort``: roll it back; answers at once."""
-    return reply(await http.app[CONTEXT].conductor.rollouts.abort())
+    return reply(await _conductor(http).rollouts.abort())
 
 
 async def drain(http: web.Request) -> web.Response:
     """``POST /v1/fleet/drain/{node}``: answers when the node was told, not when it has ended."""
-    return reply(await http.app[CONTEXT].conductor.fleet.drain(http.match_info["node"]))
+    node = http.match_info["node"]
+    return reply(await http.app[LANES].of_node(node).fleet.drain(node))
+
+
+def _conductor(http: web.Request) -> Conductor:
+    """Of the model that is named, else of the first one. Raises ``ApiError`` 404."""
+    name = http.query.get("model")
+    lane = http.app[LANES].find(name)
+    if lane is None:
+        raise http.app[LANES].unknown(str(name))
+    return lane.conductor

@@ -12,9 +12,9 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from yarl import URL
 
 from moonpool.conductor.access.gate import PRINCIPAL
-from moonpool.conductor.api.context import CONTEXT, ApiContext
+from moonpool.conductor.api.context import CONTEXT
 from moonpool.conductor.api.errors import ApiError
-from moonpool.conductor.api.exchange import unknown_model
+from moonpool.conductor.api.models.lanes import LANES, Lane
 from moonpool.conductor.observing.timeline_spans import spans_of
 from moonpool.protos import node_pb2
 
@@ -30,21 +30,17 @@ def reply(value: Any, status: int = 200) -> web.Response:
 
 async def models(http: web.Request) -> web.Response:
     """``GET /v1/models``"""
-    context = http.app[CONTEXT]
-    adapters = [_adapter(context, one) for one in context.conductor.adapters.all()]
-    return reply({"object": "list", "data": [_model(context), *adapters]})
+    created, lanes = http.app[CONTEXT].created_unix_s, http.app[LANES]
+    listed = [_model(lane, name, created) for lane in lanes for name in (lane.name, *lane.aliases)]
+    adapters = [_adapter(lane, one, created) for lane in lanes for one in lane.conductor.adapters.all()]
+    return reply({"object": "list", "data": listed + adapters})
 
 
 async def model(http: web.Request) -> web.Response:
     """``GET /v1/models/{name}``"""
-    context = http.app[CONTEXT]
-    name = http.match_info["name"]
-    if name == context.conductor.model.name:
-        return reply(_model(context))
-    adapter = context.conductor.adapters.find(name)
-    if adapter is None:
-        raise unknown_model(name, context.conductor.model.name)
-    return reply(_adapter(context, adapter))
+    created, name = http.app[CONTEXT].created_unix_s, http.match_info["name"]
+    lane, adapter = http.app[LANES].known(name)
+    return reply(_model(lane, name, created) if adapter is None else _adapter(lane, adapter, created))
 
 
 async def healthz(http: web.Request) -> web.Response:
@@ -58,7 +54,7 @@ async def readyz(http: web.Request) -> web.Response:
     Where keys are configured, what is degraded is told only to those with a key.
     """
     context = http.app[CONTEXT]
-    ready, degraded = context.conductor.ready()
+    ready, degraded = http.app[LANES].ready()
     if context.leaving:
         ready, degraded = False, ["draining", *degraded]
     status = "not ready" if not ready else "degraded" if degraded else "ready"
@@ -69,14 +65,14 @@ async def readyz(http: web.Request) -> web.Response:
 async def metrics(http: web.Request) -> web.Response:
     """``GET /metrics``, rendered in a thread: a large page would block all streams for 10 ms."""
     context = http.app[CONTEXT]
-    context.metrics.see_cluster(context.conductor.counts())
+    context.metrics.see_cluster(http.app[LANES].counts())
     page = await asyncio.to_thread(generate_latest, context.metrics.registry)
     return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 async def cluster(http: web.Request) -> web.Response:
     """``GET /v1/cluster``"""
-    return reply(http.app[CONTEXT].conductor.cluster())
+    return reply(http.app[LANES].cluster())
 
 
 async def about(http: web.Request) -> web.Response:
@@ -87,7 +83,7 @@ async def about(http: web.Request) -> web.Response:
 async def prometheus_targets(http: web.Request) -> web.Response:
     """``GET /v1/prometheus-targets``: the nodes' /metrics, for Prometheus' HTTP service discovery."""
     targets = []
-    for node in http.app[CONTEXT].conductor.cluster()["nodes"]:
+    for node in http.app[LANES].cluster()["nodes"]:
         if node["metrics_url"]:
             url = URL(node["metrics_url"])
             labels = {"node": node["node_id"], "role": node["role"], "__metrics_path__": url.path}
@@ -99,7 +95,8 @@ async def index(http: web.Request) -> web.StreamResponse:
     """``GET /v1/index/{node}``: its blocks in the index mirror, as ``kvstore.index.redis.changes``."""
     response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
     await response.prepare(http)
-    async for batch in http.app[CONTEXT].conductor.index_blocks(http.match_info["node"]):
+    node = http.match_info["node"]
+    async for batch in http.app[LANES].of_node(node).index_blocks(node):
         await response.write(batch)
     await response.write_eof()
     return response
@@ -122,7 +119,7 @@ async def timeline(http: web.Request) -> web.Response:
     context, asked, principal = http.app[CONTEXT], http.match_info["id"], http[PRINCIPAL]
     record = context.recent.find(asked, principal.scope)
     names = record.sequences if record is not None else [asked]
-    timelines = map(context.conductor.timeline, names)
+    timelines = (http.app[LANES].of_request(name).timeline(name) for name in names)
     found = [one.to_dict() for one in timelines if one is not None and principal.sees(one.tenant)]
     if record is None and not found:
         raise ApiError(
@@ -146,7 +143,7 @@ async def migrate(http: web.Request) -> web.Response:
     record = context.recent.find(asked, http[PRINCIPAL].scope)
     names = record.sequences if record is not None else [asked]
     target = http.query.get("target", "")[:_MOST_TARGET_CHARS]
-    moved = [await context.conductor.migrate(name, target) for name in names]
+    moved = [await http.app[LANES].of_request(name).migrate(name, target) for name in names]
     return reply(
         {
             "request_id": asked,
@@ -165,19 +162,19 @@ async def migrate(http: web.Request) -> web.Response:
     )
 
 
-def _model(context: ApiContext) -> dict[str, Any]:
-    served = context.conductor.model
+def _model(lane: Lane, name: str, created: int) -> dict[str, Any]:
+    """``name``: of the model, or one of its aliases."""
     return {
-        "id": served.name,
+        "id": name,
         "object": "model",
-        "created": context.created_unix_s,
+        "created": created,
         "owned_by": "moonpool",
-        "root": served.name,
+        "root": lane.name,
         "parent": None,
-        "max_model_len": served.max_model_len,
+        "max_model_len": lane.conductor.model.max_model_len,
     }
 
 
-def _adapter(context: ApiContext, adapter: node_pb2.Adapter) -> dict[str, Any]:
-    base = _model(context)
+def _adapter(lane: Lane, adapter: node_pb2.Adapter, created: int) -> dict[str, Any]:
+    base = _model(lane, lane.name, created)
     return base | {"id": adapter.name, "root": adapter.path, "parent": base["id"]}

@@ -14,6 +14,7 @@ from aiohttp import web
 from moonpool.conductor.access.gate import PRINCIPAL
 from moonpool.conductor.api.context import CONTEXT, ApiContext
 from moonpool.conductor.api.errors import ApiError
+from moonpool.conductor.api.models.lanes import Lanes
 from moonpool.conductor.api.status_routes import reply
 from moonpool.conductor.api.streams.stream_writer import StreamWriter
 from moonpool.conductor.api.streams.streaming import SSE_HEADERS
@@ -40,8 +41,9 @@ _REQUESTS_SHOWN = 40
 class LiveFeed:
     """One snapshot a second, encoded once for all viewers of one scope (``Principal.scope``)."""
 
-    def __init__(self, context: ApiContext) -> None:
+    def __init__(self, context: ApiContext, lanes: Lanes) -> None:
         self._context = context
+        self._lanes = lanes
         self._viewers = 0
         self._latest: dict[str | None, asyncio.Future[bytes]] = {}
         self._task: asyncio.Task[None] | None = None
@@ -70,12 +72,12 @@ class LiveFeed:
 
     def _of_cluster(self) -> dict[str, Any]:
         context = self._context
-        ready, degraded = context.conductor.ready()
+        ready, degraded = self._lanes.ready()
         return {
             "unix_s": context.unix_clock(),
             "ready": ready and not context.leaving,
             "degraded": [*(["draining"] if context.leaving else []), *degraded],
-            "cluster": context.conductor.cluster(),
+            "cluster": self._lanes.cluster(),
             "metrics": context.metrics.snapshot(),
             **context.conductor.activity(),
         }
@@ -85,7 +87,7 @@ class LiveFeed:
         context = self._context
         return {
             "unix_s": context.unix_clock(),
-            "ready": context.conductor.ready()[0] and not context.leaving,
+            "ready": self._lanes.ready()[0] and not context.leaving,
             "tenant": tenant,
             "model": context.conductor.model.name,
             **context.conductor.tenant_activity(tenant),

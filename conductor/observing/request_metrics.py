@@ -53,6 +53,13 @@ class ClusterCounts:
     nodes: Counts[tuple[str, str]] = field(default_factory=Counts)
     num_missing_replicas: Counts[str] = field(default_factory=Counts)  # by role
 
+    def add(self, other: ClusterCounts) -> None:
+        """Add the counts of another model's nodes."""
+        self.num_blocks += other.num_blocks
+        self.num_used_blocks += other.num_used_blocks
+        self.nodes.update(other.nodes)
+        self.num_missing_replicas.update(other.num_missing_replicas)
+
 
 class _Exported(Collector):
     """The metrics of ``source``, and a second time under vLLM's names, so that nothing is counted twice."""
@@ -78,15 +85,29 @@ def _renamed(sample: Sample, old: str, new: str) -> Sample:
 class RequestMetrics:
     """Request-level metrics of one served model. Updated on the event loop; scraped from any thread."""
 
-    def __init__(self, model: str, registry: CollectorRegistry = REGISTRY, slo: Slo | None = None) -> None:
-        """``slo``: a sequence must keep it to count as good; None: every sequence is good."""
+    def __init__(
+        self,
+        model: str,
+        registry: CollectorRegistry = REGISTRY,
+        slo: Slo | None = None,
+        beside: RequestMetrics | None = None,
+    ) -> None:
+        """``slo``: a sequence must keep it to count as good; None: every sequence is good. ``beside``: the
+        metrics of another model, in whose families these are."""
         self.registry = registry
         self.slo = slo or Slo()
         self._model = model
-        own = self._own = CollectorRegistry()
+        self._own: CollectorRegistry = CollectorRegistry() if beside is None else beside._own
+        self._families: dict[str, Any] = {} if beside is None else beside._families
+        own, families = self._own, self._families
+
+        def family(kind: type[Any], name: str, text: str, labels: Sequence[str], **options: Any) -> Any:
+            if name not in families:
+                families[name] = kind(f"moonpool_{name}", text, labels, registry=own, **options)
+            return families[name]
 
         def of_model(kind: type[Any], name: str, text: str, **options: Any) -> Any:
-            return kind(f"moonpool_{name}", text, ["model_name"], registry=own, **options).labels(model)
+            return family(kind, name, text, ["model_name"], **options).labels(model)
 
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
             return of_model(Histogram, name, text, buckets=buckets)  # type: ignore[no-any-return]
@@ -112,22 +133,18 @@ class RequestMetrics:
         self.good = of_model(Counter, "requests_within_slo", good)
 
         def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"moonpool_{name}", text, labels, registry=own)
+            return family(Counter, name, text, labels)  # type: ignore[no-any-return]
 
         self._finished = counter("requests", "Sequences by how they ended", "model_name", "finish_reason")
-        self.stage = Histogram(
-            "moonpool_api_stage_seconds",
-            "Time that the API itself spends on a request: parse, tokenize",
-            ["stage"],
-            buckets=_STAGES,
-            registry=own,
-        )
+        stages = "Time that the API itself spends on a request: parse, tokenize"
+        self.stage: Histogram = family(Histogram, "api_stage_seconds", stages, ["stage"], buckets=_STAGES)
         self.http = counter("http_requests", "Answers by route and status", "route", "method", "status")
         ended = "Requests of a configured tenant by how they ended"
         self._tenant_requests = counter("tenant_requests", ended, "tenant", "status")
         kinds = "Tokens of a configured tenant: prompt, of those cached, output"
         self._tenant_tokens = counter("tenant_tokens", kinds, "tenant", "kind")
-        registry.register(_Exported(own))
+        if beside is None:
+            registry.register(_Exported(own))
 
     def snapshot(self) -> dict[str, Any]:
         """The metrics for the dashboard, by name without ``moonpool_``: a number; for histograms ``sum`` and
@@ -136,16 +153,15 @@ class RequestMetrics:
         found: dict[str, Any] = {}
         for metric in self._own.collect():
             name = metric.name.removeprefix("moonpool_")
-            if metric.type == "histogram" and metric.samples and "model_name" in metric.samples[0].labels:
+            ours = [one for one in metric.samples if one.labels.get("model_name", self._model) == self._model]
+            if metric.type == "histogram" and ours and "model_name" in ours[0].labels:
                 pairs = [
-                    [sample.labels["le"], sample.value]
-                    for sample in metric.samples
-                    if sample.name.endswith("_bucket")
+                    [sample.labels["le"], sample.value] for sample in ours if sample.name.endswith("_bucket")
                 ]
-                total = next(sample.value for sample in metric.samples if sample.name.endswith("_sum"))
+                total = next(sample.value for sample in ours if sample.name.endswith("_sum"))
                 found[name] = {"buckets": pairs, "sum": total}
                 continue
-            samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+            samples = [sample for sample in ours if not sample.name.endswith("_created")]
             if name == "requests":
                 found[name] = {sample.labels["finish_reason"]: sample.value for sample in samples}
             elif metric.type in ("counter", "gauge") and len(samples) == 1:
@@ -162,9 +178,12 @@ class RequestMetrics:
         """One sequence ended: stop, length, cancelled, or the error's name."""
         self._finished.labels(self._model, reason).inc()
 
-    def see_cluster(self, counts: ClusterCounts) -> None:
-        """Set the gauges of the cluster; call before a scrape."""
+    def see_pool(self, counts: ClusterCounts) -> None:
+        """Set the gauge of the model's own nodes; call before a scrape."""
         self.kv_usage.set(counts.num_used_blocks / counts.num_blocks if counts.num_blocks else 0.0)
+
+    def see_cluster(self, counts: ClusterCounts) -> None:
+        """Set the gauges of all nodes; call before a scrape."""
         core_metrics.cluster_nodes.clear()
         for labels, count in counts.nodes.items():
             core_metrics.cluster_nodes.labels(*labels).set(count)

@@ -16,7 +16,6 @@ from moonpool.runtime.config.loading import load_config
 
 # The configuration key that each option sets.
 _KEYS = {
-    "model": "model.path",
     "prefill": "cluster.prefill",
     "decode": "cluster.decode",
     "both": "cluster.both",
@@ -29,7 +28,17 @@ _KEYS = {
 
 
 @click.command("up")
-@click.option("--model", metavar="DIR", help="Hugging Face checkpoint directory (default: the shipped one).")
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    metavar="[NAME=]DIR",
+    help="Hugging Face checkpoint directory (default: the shipped one); with NAME=: repeatable, several "
+    "models behind one URL, each with the nodes that --prefill, --decode and --both say.",
+)
+@click.option(
+    "--models", "models_file", metavar="FILE", help="TOML file of models and routes: see docs/models.md."
+)
 @click.option("--prefill", type=int, metavar="N", help="Prefill nodes (default: 2).")
 @click.option("--decode", type=int, metavar="N", help="Decode nodes (default: 2).")
 @click.option(
@@ -58,9 +67,16 @@ _KEYS = {
 @click.option("--once", is_flag=True, help="Stop after the first conversation.")
 @config_options
 def up_command(
-    file: Path | None, sets: Sequence[str], once: bool, adapters: tuple[str, ...], **given: Any
+    file: Path | None,
+    sets: Sequence[str],
+    once: bool,
+    models: tuple[str, ...],
+    models_file: str | None,
+    adapters: tuple[str, ...],
+    **given: Any,
 ) -> None:
     """Run a whole cluster on this machine and talk to it."""
+    sets = [*_models(models), *([f"models.path={models_file}"] if models_file else []), *sets]
     if on := given["on"]:
         if not on.startswith("ray://"):
             raise click.BadParameter("write ray://auto, or ray://HOST:PORT", param_hint="--on")
@@ -70,3 +86,12 @@ def up_command(
     alone = ["cluster.prefill=0", "cluster.decode=0"] if given["both"] else []
     config = load_config(file, [*alone, *sets, *options])
     sys.exit(asyncio.run(up(config.with_adapters(adapters), console, once=once)))
+
+
+def _models(models: Sequence[str]) -> list[str]:
+    """The settings of ``--model``. Raises ``BadParameter``."""
+    if len(models) == 1 and ("=" not in models[0] or Path(models[0]).is_dir()):
+        return [f"model.path={models[0]}"]
+    if nameless := [each for each in models if "=" not in each]:
+        raise click.BadParameter(f"write {nameless[0]} as NAME=DIR", param_hint="--model")
+    return [f"models.served={','.join(models)}"] if models else []

@@ -44,9 +44,13 @@ class NoRoom(MoonpoolError):
 class Children:
     """Makes the processes of one cluster, not started. ``config``: final."""
 
-    def __init__(self, config: Config, directory: Path, loaded: Callable[[str, int, int], None]) -> None:
-        """``loaded``: gets a child's name, bytes loaded and all bytes while weights are loaded."""
+    def __init__(
+        self, config: Config, directory: Path, loaded: Callable[[str, int, int], None], label: str = ""
+    ) -> None:
+        """``loaded``: gets a child's name, bytes loaded and all bytes while weights are loaded. ``label``:
+        in the names of its nodes, where a cluster has several models."""
         self._config = config
+        self._label = f"-{label}" if label else ""
         self._directory = directory
         self._loaded = loaded
         self._gpus = computes_on_gpus(config)
@@ -55,7 +59,7 @@ class Children:
         self._num_engines = 0
         self._settled: tuple[str, ...] = ()  # settings of later nodes, from rollouts
         # A file rather than arguments: a secret among the options must not show in the process list.
-        self._file = directory / "cluster.toml"
+        self._file = directory / f"cluster{self._label}.toml"
         self._file.touch(mode=0o600)
         self._file.write_text(to_toml(config), encoding="utf-8")
 
@@ -111,7 +115,7 @@ class Children:
 
     def _node(self, role: str, gpu: tuple[str, ...], span: range, settings: Sequence[str] = ()) -> Child:
         # Names are never used again: a new node must not be taken for one that left.
-        name = f"{role}-{self._numbers[role]}"
+        name = f"{role}{self._label}-{self._numbers[role]}"
         self._numbers[role] += 1
         self._spans[name] = span
         if role != "store" and self._config.cluster.engine == "vllm":

@@ -23,6 +23,7 @@ from moonpool.local.ray_nodes import RayNodes
 from moonpool.local.redis_server import RedisServer
 from moonpool.local.supervisor import Supervisor
 from moonpool.local.vllm_engine import find_vllm, fit_for_vllm
+from moonpool.runtime.config.models_file import served_models
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.errors import ChildFailed
 from moonpool.runtime.machine.processor import usable_cores
@@ -76,7 +77,9 @@ class LocalCluster:
         self._on_ray = config.fleet.provider == "ray"
         threads = config.engine.threads
         if not self._on_ray:
-            threads = config.engine.compute_threads(usable_cores(), config.cluster.num_compute)
+            models = served_models(config).models
+            num_compute = sum(one.config.cluster.num_compute for one in models)
+            threads = config.engine.compute_threads(usable_cores(), num_compute)
         self.config = replace(
             config,
             # No load balancer is in front of it.
@@ -127,7 +130,8 @@ class LocalCluster:
         """
         if (server := use_fork_server(PRELOAD)) is not None:
             server.start()  # it imports in the background
-        await check_before_start(self.config)
+        for one in served_models(self.config).models:
+            await check_before_start(one.config)
         if self.config.cluster.engine == "vllm":
             find_vllm()
         if self._remove_directory:
@@ -218,7 +222,14 @@ class LocalCluster:
             options = ("fleet.provider=local", f"fleet.supervisor={self.supervisor_address}")
         made = Children(self.config, self.directory, self._loaded)
         self.children["conductor"] = made.conductor(*options)
-        self._elastic.begin(self.config, made)
+        served = served_models(self.config)
+        nodes = {
+            one.name: made
+            if one.config is self.config
+            else Children(one.config, self.directory, self._loaded, one.name)
+            for one in served.models
+        }
+        self._elastic.begin(self.config, nodes)
 
     async def _start_child(self, child: Child) -> None:
         began_s = asyncio.get_running_loop().time()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 
 from moonpool.conductor.fleet.providers.provider import FAILED, RUNNING, STARTING, STOPPING, SuppliedNode
 from moonpool.local.children import Children, ready_timeout_s
@@ -38,39 +38,48 @@ class ElasticNodes:
         self._unwatch = unwatch
         self._on_ended = on_ended
         self._clock = asyncio.get_running_loop().time
-        self._made: Children | None = None  # None: the cluster has not started
+        self._made: dict[str, Children] = {}  # by model; empty: the cluster has not started
+        self._model_of: dict[str, str] = {}  # by node
         self._drain_s = 0.0
         self._started_s: dict[str, float] = {}
         self._ending: set[str] = set()
         self._failed: dict[str, str] = {}  # why nodes ended that are not started again
         self._changes: set[asyncio.Task[None]] = set()
 
-    def begin(self, config: Config, made: Children) -> None:
-        """Add the children that a cluster starts with; they are not started."""
-        self._made = made
+    def begin(self, config: Config, made: Mapping[str, Children]) -> None:
+        """Add the children that a cluster starts with, ``made`` by model; they are not started."""
+        self._made = dict(made)
         self._drain_s = config.node.drain_s + config.store.flush_s
-        self.served_name = config.model.served_name or config.model.directory.name
-        for child in made.first_nodes():
-            self._add(child)
+        for model, children in made.items():
+            for child in children.first_nodes():
+                self._add(child, model)
 
-    def _add(self, child: Child) -> None:
+    @property
+    def served_names(self) -> Sequence[str]:
+        """See ``Supervised``."""
+        return list(self._made)
+
+    def _of(self, model: str) -> Children:
+        return self._made[model or next(iter(self._made))]
+
+    def _add(self, child: Child, model: str) -> None:
         self.children[child.name] = child
+        self._model_of[child.name] = model
         self._started_s[child.name] = self._clock()
 
     @property
     def nodes(self) -> list[Child]:
         return [child for name, child in self.children.items() if name not in _NO_NODES]
 
-    async def start_node(self, role: str, settings: Sequence[str] = ()) -> str:
+    async def start_node(self, role: str, settings: Sequence[str] = (), model: str = "") -> str:
         """Start one more node; return its name once its process runs, long before it serves.
 
         Raises:
             ConfigError, TooLittleMemory, NoRoom: see ``Children.another``. Nothing was started.
             OSError: its process could not be started.
         """
-        assert self._made is not None
-        child = self._made.another(role, self.children.keys(), settings)
-        self._add(child)
+        child = self._of(model).another(role, self.children.keys(), settings)
+        self._add(child, model or self.served_names[0])
         try:
             await child.start()
         except BaseException:
@@ -80,10 +89,9 @@ class ElasticNodes:
         self._in_background(self._bring_up(child), child.name)
         return child.name
 
-    def settle(self, settings: Sequence[str]) -> None:
+    def settle(self, settings: Sequence[str], model: str = "") -> None:
         """See ``Supervised``."""
-        assert self._made is not None
-        self._made.settle(settings)
+        self._of(model).settle(settings)
 
     def stop_node(self, name: str) -> None:
         """Drain and end a node, and do not start it again. Returns at once. Idempotent.
@@ -101,14 +109,15 @@ class ElasticNodes:
         self._report(f"{name} was asked to drain and end")
         self._in_background(self._take_down(self.children[name]), name)
 
-    def supplied(self) -> list[SuppliedNode]:
-        """The nodes, and those that ended lately because they failed."""
+    def supplied(self, model: str = "") -> list[SuppliedNode]:
+        """The nodes, and those that ended lately because they failed; of one model, if it is named."""
         gone = [
             SuppliedNode(name, _role(name), FAILED, reason)
             for name, reason in self._failed.items()
             if name not in self.children
         ]
-        return [self._as_supplied(child) for child in self.nodes] + gone
+        found = [self._as_supplied(child) for child in self.nodes] + gone
+        return [one for one in found if not model or self._model_of[one.node_id] == model]
 
     def _as_supplied(self, child: Child) -> SuppliedNode:
         name, reason = child.name, ""
@@ -162,4 +171,4 @@ class ElasticNodes:
 
 
 def _role(name: str) -> str:
-    return name.rpartition("-")[0]
+    return name.partition("-")[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 _CONDUCTOR = [
+    "moonpool.conductor.api.models.lanes",
     "moonpool.conductor.core",
     "moonpool.conductor.fleet.providers.choice",
     "moonpool.conductor.server",

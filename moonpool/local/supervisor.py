@@ -41,18 +41,20 @@ class Supervised(Protocol):
     """A cluster whose nodes may be started and stopped."""
 
     @property
-    def served_name(self) -> str: ...
+    def served_names(self) -> Sequence[str]:
+        """Of the models; the first one is meant where none is named."""
 
-    async def start_node(self, role: str, settings: Sequence[str] = ()) -> str:
+    async def start_node(self, role: str, settings: Sequence[str] = (), model: str = "") -> str:
         """Return its name once its process runs. ``settings``: its own."""
 
-    def settle(self, settings: Sequence[str]) -> None:
+    def settle(self, settings: Sequence[str], model: str = "") -> None:
         """Use these settings for all later nodes. Raises ``ConfigError``."""
 
     def stop_node(self, name: str) -> None:
         """Raises ``NodeNotSupplied``."""
 
-    def supplied(self) -> Sequence[SuppliedNode]: ...
+    def supplied(self, model: str = "") -> Sequence[SuppliedNode]:
+        """Those of all models, unless one is named."""
 
 
 class Supervisor(fleet_pb2_grpc.SupervisorServicer):
@@ -79,12 +81,12 @@ class Supervisor(fleet_pb2_grpc.SupervisorServicer):
 
     async def Start(self, request: fleet_pb2.StartNodeRequest, context: Context) -> fleet_pb2.StartNodeReply:
         self._check(planner=request.fence, rollout=request.rollout)
-        served = self._cluster.served_name
-        if request.model not in ("", served):
-            raise OtherModel(f"this cluster serves {served}, not {request.model[:128]}: nothing was started")
-        return fleet_pb2.StartNodeReply(
-            node_id=await self._cluster.start_node(request.role, list(request.settings))
-        )
+        served = self._cluster.served_names
+        if request.model not in ("", *served):
+            names = ", ".join(served)
+            raise OtherModel(f"this cluster serves {names}, not {request.model[:128]}: nothing was started")
+        name = await self._cluster.start_node(request.role, list(request.settings), request.model)
+        return fleet_pb2.StartNodeReply(node_id=name)
 
     async def Stop(self, request: fleet_pb2.StopNodeRequest, context: Context) -> fleet_pb2.StopNodeReply:
         self._check(planner=request.fence, rollout=request.rollout)
@@ -92,7 +94,7 @@ class Supervisor(fleet_pb2_grpc.SupervisorServicer):
         return fleet_pb2.StopNodeReply()
 
     async def Settle(self, request: fleet_pb2.SettleRequest, context: Context) -> fleet_pb2.SettleReply:
-        self._cluster.settle(list(request.settings))
+        self._cluster.settle(list(request.settings), request.model)
         return fleet_pb2.SettleReply()
 
     async def List(self, request: fleet_pb2.ListNodesRequest, context: Context) -> fleet_pb2.ListNodesReply:
@@ -105,7 +107,7 @@ class Supervisor(fleet_pb2_grpc.SupervisorServicer):
                     reason=node.reason,
                     age_s=node.age_s,
                 )
-                for node in self._cluster.supplied()
+                for node in self._cluster.supplied(request.model)
             ]
         )
 

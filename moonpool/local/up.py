@@ -13,6 +13,7 @@ from rich.markup import escape
 from moonpool.errors import ApiError
 from moonpool.local.cluster import LocalCluster
 from moonpool.local.conversation import hold_conversation, turns_table
+from moonpool.runtime.config.models_file import served_models
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.service.load_progress import LoadBars
 
@@ -45,10 +46,12 @@ async def up(config: Config, console: Console, *, once: bool) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, interrupt)
 
-    counts = config.cluster
-    by_role = {"prefill": counts.prefill, "decode": counts.decode, "both": counts.both, "store": counts.store}
-    nodes = ", ".join(f"{count} {role}" for role, count in by_role.items() if count)
-    report(f"starting a conductor and nodes ({nodes}) with {config.model.directory}")
+    report("starting a conductor")
+    for one in served_models(config).models:
+        counts = one.config.cluster
+        by_role = ((role, getattr(counts, role)) for role in ("prefill", "decode", "both", "store"))
+        nodes = ", ".join(f"{count} {role}" for role, count in by_role if count)
+        report(f"starting nodes ({nodes}) with {one.config.model.directory}")
     bars = LoadBars(console)
     try:
         async with LocalCluster(

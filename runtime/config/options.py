@@ -9,6 +9,7 @@ from pathlib import Path
 from moonpool.runtime.config.engine_options import EngineOptions, ModelOptions, ParallelOptions
 from moonpool.runtime.config.fleet_options import FleetOptions, PlannerOptions
 from moonpool.runtime.config.lora_options import LoraOptions
+from moonpool.runtime.config.models_options import ModelsOptions
 from moonpool.runtime.config.section import require, section
 from moonpool.runtime.config.security_options import SecurityOptions
 from moonpool.runtime.config.service_options import (
@@ -46,6 +47,7 @@ __all__ = [
     "LogOptions",
     "LoraOptions",
     "ModelOptions",
+    "ModelsOptions",
     "NodeOptions",
     "ParallelOptions",
     "PlannerOptions",
@@ -62,6 +64,7 @@ __all__ = [
 @dataclass(frozen=True, slots=True)
 class Config:
     model: ModelOptions = section(ModelOptions)
+    models: ModelsOptions = section(ModelsOptions)
     engine: EngineOptions = section(EngineOptions)
     lora: LoraOptions = section(LoraOptions)
     store: StoreOptions = section(StoreOptions)

@@ -18,24 +18,24 @@ from moonpool.runtime.security.roles import CONDUCTOR, Caller
 
 
 class Cluster:
-    served_name = "tiny"
+    served_names = ("tiny",)
 
     def __init__(self) -> None:
         self.nodes: list[str] = []
         self.settings: list[Sequence[str]] = []
 
-    async def start_node(self, role: str, settings: Sequence[str] = ()) -> str:
+    async def start_node(self, role: str, settings: Sequence[str] = (), model: str = "") -> str:
         self.nodes.append(f"{role}-{len(self.nodes)}")
         self.settings.append(settings)
         return self.nodes[-1]
 
-    def settle(self, settings: Sequence[str]) -> None:
+    def settle(self, settings: Sequence[str], model: str = "") -> None:
         self.settings = [settings]
 
     def stop_node(self, name: str) -> None:
         self.nodes.remove(name)
 
-    def supplied(self) -> Sequence[SuppliedNode]:
+    def supplied(self, model: str = "") -> Sequence[SuppliedNode]:
         return [SuppliedNode(name, "decode", STARTING) for name in self.nodes]
 
 

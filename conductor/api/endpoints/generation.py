@@ -19,6 +19,7 @@ async def completions(http: web.Request) -> web.StreamResponse:
     context = http.app[CONTEXT]
     with context.serving(), GenerationExchange(http, context, CompletionAnswer) as exchange:
         body = await exchange.parse(CompletionBody)
+        context = exchange.context
         prompts = await exchange.tokenize(
             completion_prompts(body, context.tokenizer, context.conductor.model)
         )
@@ -30,5 +31,6 @@ async def chat_completions(http: web.Request) -> web.StreamResponse:
     context = http.app[CONTEXT]
     with context.serving(), GenerationExchange(http, context, ChatAnswer) as exchange:
         body = await exchange.parse(ChatBody)
+        context = exchange.context
         prompt = await exchange.tokenize(chat_prompt(body, context.template, context.tokenizer))
         return await exchange.answer(body, [prompt], None, tool_use(body, context))

@@ -39,7 +39,8 @@ async def responses(http: web.Request) -> web.StreamResponse:
 
     with context.serving(), GenerationExchange(http, context, ResponseAnswer) as exchange:
         body = await exchange.parse(ChatBody, translate)
-        prompt = await exchange.tokenize(chat_prompt(body, context.template, context.tokenizer))
+        own = exchange.context
+        prompt = await exchange.tokenize(chat_prompt(body, own.template, own.tokenizer))
         made: list[ResponseAnswer] = []
 
         def prepare(answer: Answer) -> None:
@@ -47,7 +48,7 @@ async def responses(http: web.Request) -> web.StreamResponse:
             answer.about = about
             made.append(answer)
 
-        response = await exchange.answer(body, [prompt], None, tool_use(body, context), prepare)
+        response = await exchange.answer(body, [prompt], None, tool_use(body, own), prepare)
         if about["store"] and made[0].outcome.finish_reason is not None:
             # Instructions are of one response alone.
             kept = chat["messages"][bool(about["instructions"]) :]

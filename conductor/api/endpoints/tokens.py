@@ -11,7 +11,7 @@ from aiohttp import web
 from moonpool.conductor.api.answer import token_label
 from moonpool.conductor.api.context import CONTEXT, ApiContext
 from moonpool.conductor.api.errors import bad_request
-from moonpool.conductor.api.exchange import unknown_model
+from moonpool.conductor.api.models.lanes import LANES
 from moonpool.conductor.api.prompts import Prompt, chat_prompt, completion_prompts
 from moonpool.conductor.api.request_body import read_object
 from moonpool.conductor.api.schemas import ChatBody, CompletionBody, parse
@@ -24,6 +24,7 @@ async def tokenize(http: web.Request) -> web.Response:
     strings = given.pop("return_token_strs", None)
     if not isinstance(strings, bool | None):
         raise bad_request("return_token_strs: must be true or false", "return_token_strs")
+    context = await _model_of(given, http)
     prompt = await _prompt(given, context)
     token_ids = prompt.token_ids.tolist()
     labels = [token_label(token_id, context.tokenizer) for token_id in token_ids] if strings else None
@@ -41,7 +42,7 @@ async def detokenize(http: web.Request) -> web.Response:
     """``POST /detokenize``: the text of ``tokens``."""
     context = http.app[CONTEXT]
     given = await read_object(http, context.options.max_body_nbytes)
-    _check_model(given.get("model"), context)
+    context = await _model_of(given, http)
     token_ids, size = given.get("tokens"), context.conductor.model.vocab_size
     if not isinstance(token_ids, list) or any(type(i) is not int or not 0 <= i < size for i in token_ids):
         raise bad_request(f"tokens: must be a list of token ids from 0 to {size - 1}", "tokens")
@@ -59,20 +60,20 @@ async def embeddings(http: web.Request) -> web.Response:
 async def _prompt(given: dict[str, Any], context: ApiContext) -> Prompt:
     if "messages" in given:
         chat = parse(ChatBody, given)
-        _check_model(chat.model, context)
         return await chat_prompt(chat, context.template, context.tokenizer)
     body = parse(CompletionBody, given)
-    _check_model(body.model, context)
     if not isinstance(body.prompt, str):
         raise bad_request("prompt: must be a text", "prompt", "invalid_type")
     (prompt,) = await completion_prompts(body, context.tokenizer, context.conductor.model)
     return prompt
 
 
-def _check_model(name: Any, context: ApiContext) -> None:
-    served = context.conductor.model.name
-    if name not in (None, served) and context.conductor.adapters.find(str(name)) is None:
-        raise unknown_model(str(name), served)
+async def _model_of(given: dict[str, Any], http: web.Request) -> ApiContext:
+    name, lanes = given.get("model"), http.app[LANES]
+    if name is None:
+        return lanes.first
+    lane, _ = lanes.known(str(name))
+    return await lane.context()
 
 
 def _reply(value: dict[str, Any]) -> web.Response:

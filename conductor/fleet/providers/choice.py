@@ -13,7 +13,7 @@ def provider_of(config: Config) -> Provider | None:
     """None: nodes are started and stopped by others. Raises ``ConfigError``: its package is not installed."""
     match config.fleet.provider:
         case "local":
-            return LocalProvider(config.fleet.supervisor)
+            return LocalProvider(config.fleet.supervisor, config.model.served_name)
         case "ray":
             return RayProvider(config)
         case "kubernetes":

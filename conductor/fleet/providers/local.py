@@ -19,8 +19,10 @@ class LocalProvider:
 
     name = "local"
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, model: str = "") -> None:
+        """``model``: the served name of its nodes; empty: all of the cluster."""
         self._address = address
+        self._model = model
         self._channel = rpc.channel(address)
         self._supervisor = fleet_pb2_grpc.SupervisorStub(self._channel)
 
@@ -33,7 +35,8 @@ class LocalProvider:
 
     async def settle(self, settings: Sequence[str]) -> None:
         with self._failures("later nodes will not have the new settings"):
-            await self._supervisor.Settle(fleet_pb2.SettleRequest(settings=settings), timeout=_TIMEOUT_S)
+            request = fleet_pb2.SettleRequest(settings=settings, model=self._model)
+            await self._supervisor.Settle(request, timeout=_TIMEOUT_S)
 
     async def _start(self, request: fleet_pb2.StartNodeRequest) -> str:
         with self._failures(f"a {request.role} node was not started"):
@@ -52,7 +55,9 @@ class LocalProvider:
 
     async def list(self) -> Sequence[SuppliedNode]:
         with self._failures("the supplied nodes are unknown"):
-            reply = await self._supervisor.List(fleet_pb2.ListNodesRequest(), timeout=_TIMEOUT_S)
+            reply = await self._supervisor.List(
+                fleet_pb2.ListNodesRequest(model=self._model), timeout=_TIMEOUT_S
+            )
         return [
             SuppliedNode(node.node_id, node.role, node.state, node.reason, node.age_s) for node in reply.nodes
         ]

@@ -1,0 +1,101 @@
+"""Routes: names in the API that stand for one of several models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from moonpool.runtime.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Requests that have all that is set here go to ``model``."""
+
+    model: str
+    tenant: str | None = None
+    min_chars: int | None = None  # of the prompt, or of all messages
+    max_chars: int | None = None
+    tools: bool | None = None  # whether the request offers any
+    min_priority: int | None = None
+    max_priority: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cascade:
+    """The models in turn, until one is sure enough of its answer: the last one's answer always counts."""
+
+    models: tuple[str, ...]
+    least_logprob: float  # mean of the answer's tokens, natural logarithm
+    min_tokens: int = 1  # answers of fewer tokens are not trusted
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The first rule that fits decides, then the first that is set of ``cascade``, ``weights``, ``model``."""
+
+    name: str
+    rules: tuple[Rule, ...] = ()
+    cascade: Cascade | None = None
+    weights: tuple[tuple[str, float], ...] = ()  # shares of the requests, by model
+    model: str = ""
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """All models that it may choose."""
+        others = (*(rule.model for rule in self.rules), *(name for name, _ in self.weights), self.model)
+        cascade = self.cascade.models if self.cascade is not None else ()
+        return tuple(dict.fromkeys(name for name in (*others, *cascade) if name))
+
+
+def read_route(given: Mapping[str, Any]) -> Route:
+    """Return the route of one ``[[route]]``. Raises ConfigError."""
+    name = given.get("name")
+    if not isinstance(name, str) or not name:
+        raise _wrong("a route", "needs a name")
+    _known(name, given, ("name", "rule", "cascade", "weights", "model"))
+    rules = tuple(_rule(name, each) for each in given.get("rule", []))
+    cascade = _cascade(name, given["cascade"]) if "cascade" in given else None
+    weights = given.get("weights", {})
+    if not isinstance(weights, dict) or any(type(w) not in (int, float) or w < 0 for w in weights.values()):
+        raise _wrong(name, f"weights must be numbers from 0 by model, got {weights!r}")
+    if weights and not sum(weights.values()):
+        raise _wrong(name, "one of the weights must be above 0")
+    model = given.get("model", "")
+    if not (cascade or weights or model):
+        raise _wrong(name, "needs a cascade, weights or a model for requests that no rule fits")
+    return Route(name, rules, cascade, tuple(weights.items()), str(model))
+
+
+def _rule(name: str, given: Mapping[str, Any]) -> Rule:
+    types = {"model": str, "tenant": str, "tools": bool}
+    _known(f"{name}, a rule", given, tuple(field.name for field in fields(Rule)))
+    if "model" not in given:
+        raise _wrong(name, "each rule needs a model")
+    for field, value in given.items():
+        if type(value) is not types.get(field, int):
+            raise _wrong(name, f"{field} of a rule must be {types.get(field, int).__name__}, got {value!r}")
+    return Rule(**given)
+
+
+def _cascade(name: str, given: Mapping[str, Any]) -> Cascade:
+    _known(f"{name}, its cascade", given, tuple(field.name for field in fields(Cascade)))
+    models, least = given.get("models"), given.get("least_logprob")
+    if not isinstance(models, list) or len(models) < 2 or not all(isinstance(each, str) for each in models):
+        raise _wrong(name, f"a cascade needs two models or more, cheapest first, got {models!r}")
+    if not isinstance(least, int | float) or least > 0:
+        raise _wrong(name, f"least_logprob must be a number up to 0, got {least!r}")
+    min_tokens = given.get("min_tokens", 1)
+    if type(min_tokens) is not int or min_tokens < 1:
+        raise _wrong(name, f"min_tokens must be a number from 1, got {min_tokens!r}")
+    return Cascade(tuple(models), float(least), min_tokens)
+
+
+def _known(name: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    if unknown := sorted(set(given) - set(known)):
+        raise _wrong(name, f"unknown {unknown[0]}; known are {', '.join(known)}")
+
+
+def _wrong(name: str, why: str) -> ConfigError:
+    return ConfigError(f"route {name}: {why}", "models.path")

@@ -1,0 +1,119 @@
+"""Two models behind one URL: one conductor, and nodes of each."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import pytest_asyncio
+
+from moonpool.client import Client
+from moonpool.local.cluster import LocalCluster
+from tests.cluster.conftest import eventually, nodes, small_config
+
+Ask = Callable[..., Awaitable[str]]
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+
+MODELS = """
+[[model]]
+name = "large"
+aliases = ["gpt"]
+price = 6.0
+
+[[model]]
+name = "second"
+set = ["model.max_model_len=512"]
+"""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCluster]:
+    directory: Path = tmp_path_factory.mktemp("models")
+    (directory / "models.toml").write_text(MODELS)
+    config = small_config()
+    config = replace(
+        config,
+        cluster=replace(config.cluster, prefill=0, decode=0, both=1),
+        models=replace(config.models, path=str(directory / "models.toml")),
+    )
+    async with LocalCluster(config, directory=directory, supervises=True) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def ask(cluster: LocalCluster) -> AsyncIterator[Ask]:
+    """Asks a model for four tokens; returns the name in the answer."""
+    async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="-", max_retries=0) as client:
+
+        async def answered(model: str, **more: Any) -> str:
+            answer = await client.completions.create(
+                model=model, prompt="In the beginning", max_tokens=4, temperature=0, **more
+            )
+            assert answer.usage is not None and answer.usage.completion_tokens == 4
+            return answer.model
+
+        yield answered
+
+
+async def test_each_model_answers_under_its_name(cluster: LocalCluster, client: Client, ask: Ask) -> None:
+    assert {name: child.ready is not None for name, child in cluster.children.items() if "both" in name} == {
+        "both-large-0": True,
+        "both-second-0": True,
+    }
+    for name in ("large", "gpt", "second"):
+        assert await ask(name) == name
+    found = await nodes(client)
+    assert {name: node["served"] for name, node in found.items()} == {
+        "both-large-0": "large",
+        "both-second-0": "second",
+    }
+
+
+async def test_the_list_has_every_model_with_its_own_limits(cluster: LocalCluster) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="-") as client:
+        listed = (await client.models.list()).data
+    assert {one.id: one.model_extra["max_model_len"] for one in listed if one.model_extra} == {
+        "large": 8192,
+        "gpt": 8192,
+        "second": 512,
+    }
+
+
+async def test_an_unknown_name_is_answered_with_the_near_ones(ask: Ask) -> None:
+    with pytest.raises(openai.NotFoundError, match="'secnd' does not exist; the nearest is 'second'"):
+        await ask("secnd")
+
+
+async def test_metrics_tell_the_models_apart(client: Client, ask: Ask) -> None:
+    await ask("second")
+    page = await client.metrics()
+    for name in ("large", "second"):
+        assert f'moonpool_output_tokens_total{{model_name="{name}"}}' in page
+
+
+async def test_a_node_of_one_model_that_dies_leaves_the_other_alone(
+    cluster: LocalCluster, client: Client, ask: Ask
+) -> None:
+    cluster.children["both-second-0"].kill()
+
+    async def gone() -> bool:
+        models = (await client.cluster())["models"]
+        return [one["name"] for one in models if not one["ready"]] == ["second"]
+
+    await eventually(gone)
+    assert await ask("large") == "large"
+    with pytest.raises(openai.InternalServerError) as caught:
+        await ask("second", extra_body={"timeout": 1.0})
+    assert caught.value.status_code in (503, 504)
+    await cluster.restart("both-second-0")
+
+    async def back() -> bool:
+        return all(one["ready"] for one in (await client.cluster())["models"])
+
+    await eventually(back)
+    assert await ask("second") == "second"
