@@ -13,6 +13,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from moonpool.conductor.admission.adapter_shares import AdapterShares
 from moonpool.conductor.admission.batch_queue import BatchQueue
 from moonpool.conductor.admission.fair_share import FairShare
 from moonpool.conductor.admission.limits import Admission
@@ -163,6 +164,7 @@ class Conductor:
             policy=POLICIES[options.policy],
             rejection=REJECTIONS[options.rejection],
             fair_share=fair_share,
+            adapter_shares=AdapterShares(),
             usage=usage,
             batch_queue=BatchQueue(),
             replicator=Replicator(

@@ -66,6 +66,11 @@ class GenerateRequest:
     adapter: node_pb2.Adapter | None = None  # LoRA; None: the model alone
 
     @property
+    def adapter_name(self) -> str:
+        """Its adapter's; empty: none."""
+        return "" if self.adapter is None else self.adapter.name
+
+    @property
     def adapter_key(self) -> str:
         """What names the content of its adapter in block keys; empty: none."""
         return "" if self.adapter is None else f"{self.adapter.name}@{self.adapter.digest}"

@@ -113,7 +113,7 @@ class Engine:
         self._num_expected_blocks = 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="moonpool-step")
         self.adapter_reader = ThreadPoolExecutor(1, thread_name_prefix="moonpool-adapters")
-        self.host_adapters = HostAdapters(self.config, adapters_host_nbytes)
+        self.host_adapters = HostAdapters(self.config, TORCH_DTYPES[self.dtype], adapters_host_nbytes)
         self._adapters_nbytes, self._adapters_host_nbytes = adapters_nbytes, adapters_host_nbytes
         self._loop: StepLoop | None = None
         self._task: asyncio.Task[None] | None = None

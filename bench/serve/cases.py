@@ -19,6 +19,7 @@ from moonpool.bench.harness.floor import Floor, measure_device
 from moonpool.bench.harness.perimeter import CERTIFICATES, KEY, NEITHER, cluster_sets, security_of
 from moonpool.bench.harness.services import local_cluster
 from moonpool.bench.harness.turns import Call, spread, turns
+from moonpool.bench.serve.adapters import adapter_rows
 from moonpool.bench.serve.client import load
 from moonpool.bench.serve.client.answer import read_json, read_text
 from moonpool.bench.serve.client.http_client import HttpClient
@@ -287,6 +288,11 @@ async def workload_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
 def colocated(run: Run, settings: Settings) -> AsyncIterator[Row]:
     """A prefill and a decode node against two nodes that do both."""
     return colocated_rows(run, settings.sets, settings.seed, settings.slo.tpot_s, settings.block_size)
+
+
+def adapters(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    """Many LoRA adapters against one merged model."""
+    return adapter_rows(run, settings.model_dir, settings.sets, settings.seed, settings.peer_threads)
 
 
 # Of one turn of a cluster: metric, unit, factor.

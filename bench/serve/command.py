@@ -31,6 +31,7 @@ _QUICK = {"requests": 8, "output_tokens": 16}
         "against": cases.against_rows,
         "perimeter": cases.perimeter_rows,
         "colocated": cases.colocated,
+        "adapters": cases.adapters,
         "prompt": cases.prompt_rows,
         "together": cases.together_rows,
         "alone": cases.alone_rows,

@@ -1,4 +1,4 @@
-"""Train the two LoRA adapters of the shipped model, on a CPU core in about ten minutes.
+"""Train the two LoRA adapters of the shipped model, on one CPU core in about a quarter of an hour.
 
     python -m moonpool.bench.training.adapters
 

@@ -49,6 +49,16 @@ class FairShare:
         account = self._accounts.get(tenant)
         return 0.0 if account is None else max(*account.done_s, now_s) - now_s
 
+    def least_delay_s(self, now_s: float) -> float:
+        """The delay of the tenant that is least ahead, of those that compete; 0: none does."""
+        self._competing(now_s)
+        return min((max(*one.done_s, now_s) - now_s for one in self._accounts.values()), default=0.0)
+
+    def num_competing(self, now_s: float) -> int:
+        """The tenants that compete."""
+        self._competing(now_s)
+        return len(self._accounts)
+
     def charge(self, tenant: str, weight: float, work: Work, now_s: float) -> None:
         """The tenant used ``work``. Negative work is given back."""
         account = self._accounts.setdefault(tenant, _Account(weight, now_s, Work(now_s, now_s)))

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from moonpool.conductor.admission.adapter_shares import AdapterShares
 from moonpool.conductor.admission.batch_queue import BatchQueue
 from moonpool.conductor.admission.fair_share import FairShare
 from moonpool.conductor.admission.limits import Admission
@@ -40,6 +41,7 @@ class RequestDependencies:
     rejection: RejectionPolicy
     arbitration: Arbitration
     fair_share: FairShare
+    adapter_shares: AdapterShares
     usage: Usage
     batch_queue: BatchQueue
     replicator: Replicator

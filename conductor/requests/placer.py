@@ -239,8 +239,10 @@ class RequestPlacer:
 
     def _use(self, used: Work) -> None:
         """Change what the tenant was charged to ``used``."""
-        if self._request.client.name:
-            self._deps.usage.charge(self._request.client, used.minus(self._charged))
+        deps, tenant, more = self._deps, self._request.client, used.minus(self._charged)
+        deps.adapter_shares.charge(tenant.name, self._request.adapter_name, more, deps.clock())
+        if tenant.name:
+            deps.usage.charge(tenant, more)
         self._charged = used
 
     def _begin_fetch(self, estimate: PrefillEstimate) -> None:
@@ -291,7 +293,10 @@ class RequestPlacer:
             return _BATCH_LAG_S
         # Decided once: a request that is placed again keeps its turn, whatever its tenant was charged since.
         if self._order_s is None:
-            self._order_s = now_s + self._deps.fair_share.delay_s(self._request.client.name, now_s)
+            deps, tenant = self._deps, self._request.client.name
+            delay_s = deps.fair_share.delay_s(tenant, now_s)
+            delay_s += deps.adapter_shares.delay_s(tenant, self._request.adapter_name, now_s)
+            self._order_s = now_s + delay_s
         return max(self._order_s - now_s, 0.0)
 
     def _lacking(self) -> set[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,11 +18,12 @@ from moonpool.engine.sharding.parallel_plan import Shard
 from moonpool.engine.sharding.tensor_slices import TensorSlices
 from moonpool.kernels import add_lora
 
+Fused = tuple[str, tuple[str, ...]]
 # Projections whose results are side by side, by their block.
-QKV = ("self_attn", ("q_proj", "k_proj", "v_proj"))
-OUT = ("self_attn", ("o_proj",))
-GATE_UP = ("mlp", ("gate_proj", "up_proj"))
-DOWN = ("mlp", ("down_proj",))
+QKV: Fused = ("self_attn", ("q_proj", "k_proj", "v_proj"))
+OUT: Fused = ("self_attn", ("o_proj",))
+GATE_UP: Fused = ("mlp", ("gate_proj", "up_proj"))
+DOWN: Fused = ("mlp", ("down_proj",))
 
 
 def row_nbytes(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -41,6 +43,15 @@ class Extent:
     @property
     def rows(self) -> slice:
         return slice(self.first, self.first + self.rank)
+
+
+class Place(NamedTuple):
+    """A module's columns of the results that it is side by side with others in."""
+
+    module: str
+    projection: str
+    start: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +85,26 @@ class AdapterArena:
             module: (len(range(whole[module][0])[rows]), len(range(whole[module][1])[columns]))
             for module, (rows, columns) in self._parts.items()
         }
+        self._places = {
+            (layer, fused): self._places_of(layer, fused)
+            for layer in range(len(shard.layers))
+            for fused in (QKV, OUT, GATE_UP, DOWN)
+        }
         self._matrices: dict[str, Matrices] = {}  # by module, from its first adapter on
         self._extents: dict[int, Extent] = {}  # by the adapter's number
         self._loading = threading.Lock()
         self._latest: tuple[tuple[int, ...], Tensor] | None = None  # the table of the last step's adapters
+
+    def _places_of(self, layer: int, fused: Fused) -> list[Place]:
+        block, projections = fused
+        places, start = [], 0
+        for projection in projections:
+            module = f"model.layers.{self._first_layer + layer}.{block}.{projection}"
+            if module in self._sizes:
+                end = start + self._sizes[module][0]
+                places.append(Place(module, projection, start, end))
+                start = end
+        return places
 
     def load(self, adapter: PeftAdapter, number: int, first: int, num_rows: int) -> None:
         """Write the adapter to the rows from ``first`` on, under a new number; what was in them is gone.
@@ -104,14 +131,16 @@ class AdapterArena:
             outs, ins = self._sizes[module]
             a, b = (_zeros(num_rows, width, self._dtype, self._device) for width in (ins, outs))
             matrices = self._matrices[module] = Matrices(a, b)
-        # Beside an adapter that has this module, one that lacks it adds 0.
-        matrices.a[own] = 0
-        matrices.b[own] = 0
+        end = own.start
         if factors is not None:
             rows, columns = self._parts[module]
-            filled = slice(own.start, own.start + len(factors.a))
-            matrices.a[filled] = factors.a[:, columns].to(self._device, self._dtype)
-            matrices.b[filled] = factors.b[rows].T.to(self._device, self._dtype)
+            end += len(factors.a)
+            matrices.a[own.start : end].copy_(factors.a[:, columns])
+            matrices.b[own.start : end].copy_(factors.b[:, rows])
+        # Beside an adapter that has this module, one that lacks it, or ranks of it, adds 0.
+        if end < own.stop:
+            matrices.a[end : own.stop] = 0
+            matrices.b[end : own.stop] = 0
 
     def step(self, inputs: StepInputs) -> StepAdapters | None:
         """Return what adds the adapters of these tokens; None: they have none. All are resident."""
@@ -121,9 +150,7 @@ class AdapterArena:
         if self._latest is None or self._latest[0] != inputs.adapters:
             table = torch.tensor([(one.first, one.rank) for one in extents], dtype=torch.int32)
             self._latest = inputs.adapters, table.to(self._device)
-        return StepAdapters(
-            self._matrices, inputs.adapter_ids, self._latest[1], extents, self._sizes, self._first_layer
-        )
+        return StepAdapters(self._matrices, inputs.adapter_ids, self._latest[1], extents, self._places)
 
 
 class StepAdapters:
@@ -135,29 +162,22 @@ class StepAdapters:
         ids: Tensor,
         table: Tensor,
         extents: Sequence[Extent],
-        sizes: Mapping[str, tuple[int, int]],
-        first_layer: int,
+        places: Mapping[tuple[int, Fused], Sequence[Place]],
     ) -> None:
         """ids: int32 [num_tokens], indices of ``extents`` or -1; table: int32 [adapters, 2], as those."""
         self._matrices = matrices
         self._ids, self._table = ids, table
         self._max_rank = max(one.rank for one in extents)
         self._projections = frozenset[str]().union(*(one.projections for one in extents))
-        self._sizes = sizes
-        self._first_layer = first_layer
+        self._places = places
 
-    def add(self, y: Tensor, x: Tensor, layer: int, fused: tuple[str, tuple[str, ...]]) -> None:
+    def add(self, y: Tensor, x: Tensor, layer: int, fused: Fused) -> None:
         """Add to y: [num_tokens, out] of all of ``fused``, what the adapters make of x: [num_tokens, in].
         layer: counted from the process's first."""
-        block, projections = fused
-        start = 0
-        for projection in projections:
-            module = f"model.layers.{self._first_layer + layer}.{block}.{projection}"
-            end = start + self._sizes[module][0]
+        for module, projection, start, end in self._places[layer, fused]:
             found = self._matrices.get(module) if projection in self._projections else None
             if found is not None:
                 add_lora(y[:, start:end], x, found.a, found.b, self._ids, self._table, self._max_rank)
-            start = end
 
 
 def _zeros(num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -6,6 +6,8 @@ import threading
 from collections import OrderedDict
 from pathlib import Path
 
+import torch
+
 from moonpool.engine.adapters.peft import PeftAdapter
 from moonpool.engine.checkpoint.config import ModelConfig
 
@@ -13,8 +15,9 @@ from moonpool.engine.checkpoint.config import ModelConfig
 class HostAdapters:
     """By content, the least recently used leave first. One in each process of an engine. From any thread."""
 
-    def __init__(self, config: ModelConfig, capacity_nbytes: int) -> None:
-        self._config, self._capacity_nbytes = config, capacity_nbytes
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, capacity_nbytes: int) -> None:
+        """dtype: of the arena, so that a load copies bytes."""
+        self._config, self._dtype, self._capacity_nbytes = config, dtype, capacity_nbytes
         self._adapters: OrderedDict[str, PeftAdapter] = OrderedDict()  # by digest, last used last
         self._nbytes = 0
         self._lock = threading.Lock()
@@ -42,6 +45,7 @@ class HostAdapters:
 
     def keep(self, adapter: PeftAdapter) -> None:
         """Keep an adapter that was read; others leave for it. One larger than the capacity is not kept."""
+        adapter.to(self._dtype)
         if adapter.nbytes > self._capacity_nbytes:
             return
         with self._lock:

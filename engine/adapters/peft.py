@@ -66,7 +66,7 @@ def targets(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """The adapter of one module: y += b @ (a @ x). a: [rank, in]; b: float32 [out, rank], scaled."""
+    """The adapter of one module: y += (x @ a.T) @ b. a: [rank, in]; b: [rank, out], scaled."""
 
     a: Tensor
     b: Tensor
@@ -96,7 +96,6 @@ class PeftAdapter:
         self._settings = self._parse_settings(settings_bytes)
         self.factors = dict(self._factors(self._parse_weights(weights_bytes)))
         self.rank = max(len(one.a) for one in self.factors.values())
-        self.nbytes = sum(one.a.nbytes + one.b.nbytes for one in self.factors.values())
 
     @classmethod
     def read(cls, path: Path, digest: str, config: ModelConfig) -> PeftAdapter:
@@ -105,6 +104,17 @@ class PeftAdapter:
         if adapter.digest != digest:
             raise adapter._refused(WEIGHTS_FILE, "its content has changed since it was loaded: load it anew")
         return adapter
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.a.nbytes + one.b.nbytes for one in self.factors.values())
+
+    def to(self, dtype: torch.dtype) -> PeftAdapter:
+        """Change the factors to ``dtype``. Returns this."""
+        self.factors = {
+            module: Factors(one.a.to(dtype), one.b.to(dtype)) for module, one in self.factors.items()
+        }
+        return self
 
     def _refused(self, file: str, reason: str) -> AdapterRefused:
         return AdapterRefused(self.path / file, reason)
@@ -233,7 +243,7 @@ class PeftAdapter:
             for target, derived in parts.items():
                 rows = scaled if derived is None else derived.make(scaled)
                 assert isinstance(rows, Tensor)
-                yield target, Factors(a, rows)
+                yield target, Factors(a, rows.T.contiguous())
 
 
 def _sources(

@@ -263,7 +263,9 @@ def _run(assignment: Assignment, board: SharedBoard, commands: LeaderCommands) -
     commands.pool = pool if memory is None else memory
     commands.expert_load = model.expert_load
     commands.adapters = model.adapters
-    commands.host_adapters = HostAdapters(config, assignment.adapters_host_nbytes)
+    commands.host_adapters = HostAdapters(
+        config, TORCH_DTYPES[assignment.dtype], assignment.adapters_host_nbytes
+    )
     report("loaded", identity=assignment.identity(config))
     try:
         run_steps(RankStep(model, pool, link, board, clock, options.parallel), board, device)

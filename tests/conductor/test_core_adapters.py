@@ -56,6 +56,27 @@ async def test_adapters_of_records_are_found(redis: RedisProcess) -> None:
         await made.until(lambda: not made.conductor.adapters.all())
 
 
+async def test_names_are_asked_for_once_and_unknown_ones_cost_no_call(redis: RedisProcess) -> None:
+    async with running(redis.url, "p0", "d0", namespace="adapters5") as made:
+        adapters = made.conductor.adapters
+        for name in "edcba":
+            await adapters.load(name, f"/{name}", replace=False)
+        adapters._changes.clear()
+        for one in made.nodes.values():
+            await one.announce()
+        members = made.conductor._deps.registry.computing()
+        await made.until(lambda: all(one.adapters.names() == set("abcde") for one in members))
+        await made.until(lambda: not any(one.adapters.asking for one in members))
+        # In pages; again only after a change of the names.
+        asked = {name: one.num_listed for name, one in made.nodes.items()}
+        for _ in range(3):
+            for one in made.nodes.values():
+                await one.announce()
+            for number in range(100):
+                assert await adapters.awaited(f"random-{number}") is None
+        assert {name: one.num_listed for name, one in made.nodes.items()} == asked
+
+
 async def test_names_that_no_adapter_may_have(redis: RedisProcess) -> None:
     async with running(redis.url, "p0", "d0", namespace="adapters2") as made:
         for name in ("", "tiny", "a b", "x" * 129, "../a"):
@@ -102,3 +123,16 @@ def test_a_request_goes_where_its_adapter_is_in_memory() -> None:
     # A load costs as a fetch: a long queue outweighs it.
     prefill[1].queue.add("running", order_s=0.0, compute_s=1.0, now_s=0.0)
     assert placed(asked, cluster(prefill, decode)).prefill.node_id == "p0"
+
+
+def test_a_hot_adapter_is_replicated_and_a_cold_one_gathered() -> None:
+    asked = replace(REQUEST, adapter="ab")
+    nodes = [node(f"p{i}") for i in range(3)]
+    nodes[1].resident_adapters = frozenset({"ab"})
+    for one in nodes:
+        one.adapter_load_s = 0.2
+    decode = [node("d0")]
+    # Few requests: the node that has it, in spite of a short queue. Many: another one loads it, too.
+    for queue_s, gathered in ((0.1, True), (0.5, False)):
+        nodes[1].queue.add(f"running {queue_s}", order_s=0.0, compute_s=queue_s, now_s=0.0)
+        assert (placed(asked, cluster(nodes, decode)).prefill.node_id == "p1") == gathered

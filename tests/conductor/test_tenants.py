@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moonpool.conductor.admission.adapter_shares import AdapterShares
 from moonpool.conductor.admission.batch_queue import BatchQueue
 from moonpool.conductor.admission.fair_share import FairShare, Work
 from moonpool.conductor.admission.limits import TokenBucket
@@ -19,6 +20,21 @@ def test_salts_of_different_tenants_never_meet() -> None:
     assert Tenant("a").salt("b/c") != Tenant("a/b").salt("c")
     acme = Tenant("acme").salt("")
     assert ANYONE.salt(acme) != acme, "nobody salts itself into a tenant"
+
+
+def test_an_adapter_ahead_of_its_tenants_others_comes_after_them() -> None:
+    shares = AdapterShares()
+    assert shares.delay_s("acme", "hot", 0.0) == 0
+    shares.charge("acme", "hot", Work(8.0, 1.0), 0.0)
+    assert shares.delay_s("acme", "hot", 0.0) == 0, "it is alone"
+    shares.charge("acme", "cold", Work(1.0, 1.0), 0.0)
+    assert shares.delay_s("acme", "cold", 0.0) == 0
+    ahead_s = shares.delay_s("acme", "hot", 0.0)
+    assert ahead_s == pytest.approx(6.0)  # 8 s alone, 2 s of the other at half the nodes
+    assert shares.delay_s("acme", "new", 0.0) == shares.delay_s("other", "hot", 0.0) == 0
+    shares.charge("acme", "hot", Work(-8.0, -1.0), 0.0)
+    assert shares.delay_s("acme", "hot", 0.0) == 0
+    assert shares.delay_s("acme", "hot", 1000.0) == 0
 
 
 def test_tokens_refill_evenly_and_a_debt_is_waited_for() -> None:

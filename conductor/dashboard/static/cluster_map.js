@@ -60,7 +60,9 @@ function loadOf(node, size) {
 
 function box(node, x, y, size) {
   const group = svg("g", { transform: `translate(${x} ${y})`, class: `node ${stateClass(node)}`, "data-node": node.node_id });
-  group.append(svg("title", {}, [`${node.node_id}: ${node.state}, ${loadOf(node, ROOMY)}`, ...(node.reasons ?? [])].join("; ")));
+  const adapters = node.resident_adapters?.length ? [`${node.resident_adapters.length} adapters in memory`] : [];
+  const facts = [`${node.node_id}: ${node.state}, ${loadOf(node, ROOMY)}`, ...adapters, ...(node.reasons ?? [])];
+  group.append(svg("title", {}, facts.join("; ")));
   group.append(svg("rect", { width: size.width, height: size.height, rx: 7 }));
   group.append(svg("circle", { cx: 12, cy: 15, r: 4 }));
   group.append(svg("text", { x: 22, y: 19, class: "name" }, short(node.node_id, size.letters)));

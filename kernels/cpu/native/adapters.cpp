@@ -9,9 +9,12 @@ namespace {
 
 // Nanoseconds of one thread for a value of an adapter and a row, roughly.
 constexpr double VALUE_NS = 0.05;
-// Rows of one adapter that share a read of it, and ranks that share a read of these rows.
+// Rows of one adapter that share a read of it.
 constexpr int64_t ROWS = 4;
-constexpr int RANKS = 4;
+// Ranks that share a read of M rows, and vectors of outputs that are read side by side: as many sums as there are
+// registers for, and where an adapter has one row whole cache lines of it.
+constexpr int ranks_of(int m) { return m == 1 ? 8 : 4; }
+constexpr int vectors_of(int m) { return m <= 2 ? 4 : 2; }
 
 // low[m * rank + k] = a[k] · x[m] for M rows and K ranks. Each has a sum of its own, in the order of `ins`: the
 // result of a row does not depend on the others.
@@ -56,11 +59,12 @@ MP_INLINE void up_part(const float* low, const T* b, int64_t outs, int64_t rank,
 template <class T, int M>
 void add_rows(T* y, int64_t stride, const T* x, const T* a, const T* b, int64_t rank, int64_t ins, int64_t outs,
               float* low) {
+    constexpr int K = ranks_of(M), C = vectors_of(M);
     int64_t k = 0;
-    for (; k + RANKS <= rank; k += RANKS) down_part<T, M, RANKS>(x, a + k * ins, ins, low + k, rank);
+    for (; k + K <= rank; k += K) down_part<T, M, K>(x, a + k * ins, ins, low + k, rank);
     for (; k < rank; k++) down_part<T, M, 1>(x, a + k * ins, ins, low + k, rank);
     int64_t at = 0;
-    for (; at + 2 * W <= outs; at += 2 * W) up_part<T, M, 2>(low, b + at, outs, rank, y + at, stride, W);
+    for (; at + C * W <= outs; at += C * W) up_part<T, M, C>(low, b + at, outs, rank, y + at, stride, W);
     for (; at + W <= outs; at += W) up_part<T, M, 1>(low, b + at, outs, rank, y + at, stride, W);
     if (at < outs) up_part<T, M, 1>(low, b + at, outs, rank, y + at, stride, (int)(outs - at));
 }

