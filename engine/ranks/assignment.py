@@ -12,6 +12,7 @@ from moonpool.engine.errors import RankRefused
 from moonpool.engine.execution.logit_rows import LOGIT_ROWS
 from moonpool.engine.sharding.expert_placement import ExpertPlacement
 from moonpool.engine.sharding.parallel_plan import ParallelPlan, Shard
+from moonpool.runtime.config.engine_options import SpeculativeOptions
 from moonpool.runtime.config.options import (
     EngineOptions,
     ParallelOptions,
@@ -76,7 +77,9 @@ class Assignment:
         options = words["options"]
         assert isinstance(options, dict)
         parallel = ParallelOptions(**options.pop("parallel"))
-        return cls(**{**words, "options": EngineOptions(**options, parallel=parallel)})  # type: ignore[arg-type]
+        speculative = SpeculativeOptions(**options.pop("speculative"))
+        restored = EngineOptions(**options, parallel=parallel, speculative=speculative)
+        return cls(**{**words, "options": restored})  # type: ignore[arg-type]
 
     def identity(self, config: ModelConfig) -> dict[str, str]:
         """Return the properties that must be equal on all ranks, as this process finds them."""
