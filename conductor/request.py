@@ -106,3 +106,4 @@ class TokenEvent:
     # Cached prompt tokens: on the first event, or on the last one where an engine tells only then.
     num_cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # on the first: of token 1 … n-1
+    accepted: bool = False  # by speculation: it took no decode step of its own

@@ -70,7 +70,7 @@ async def _run(
             async with aclosing(context.conductor.generate(request)) as events:
                 async for event in events:
                     if event.token_id >= 0:
-                        clock.token(context.clock(), event.num_cached_tokens)
+                        clock.token(context.clock(), event.num_cached_tokens, accepted=event.accepted)
                     run.has_token.set()
                     delta = run.choice.push(event)
                     await sink(run, delta)

@@ -126,6 +126,8 @@ class RequestMetrics:
         prompts = "Prompt tokens of sequences that have their first token"
         self.prompt_tokens = of_model(Counter, "prompt_tokens", prompts)
         self.output_tokens = of_model(Counter, "output_tokens", "Tokens generated")
+        accepted = "Of those, accepted by speculation: they took no decode step of their own"
+        self.accepted_tokens = of_model(Counter, "accepted_tokens", accepted)
         queried = "Prompt tokens looked up in the KV cache"
         self.queried_tokens = of_model(Counter, "prefix_queried_tokens", queried)
         self.hit_tokens = of_model(Counter, "prefix_hit_tokens", "Of those, found there and not computed")
@@ -205,8 +207,9 @@ class SequenceClock:
     def begin(self) -> None:
         self.metrics.waiting.inc()
 
-    def token(self, now_s: float, num_cached_tokens: int) -> None:
-        """A token arrived; ``num_cached_tokens``: of the prompt, with one of its tokens."""
+    def token(self, now_s: float, num_cached_tokens: int, *, accepted: bool = False) -> None:
+        """A token arrived; ``num_cached_tokens``: of the prompt, with one of its tokens; ``accepted``: by
+        speculation."""
         if self.num_tokens == 0:
             self.first_s = now_s
             metrics = self.metrics
@@ -219,6 +222,7 @@ class SequenceClock:
             self.metrics.gap.observe(now_s - self.last_s)
         self.metrics.hit_tokens.inc(num_cached_tokens)
         self.metrics.output_tokens.inc()
+        self.metrics.accepted_tokens.inc(accepted)
         self.num_tokens += 1
         self.last_s = now_s
 

@@ -42,6 +42,7 @@ class RequestSummary:
     attempts: int = 0
     ttft_s: float = 0.0
     tpot_s: float = 0.0  # mean seconds between tokens after the first
+    tokens_per_step: float = 0.0  # after the first token, where speculation was of use
     e2e_s: float = 0.0
     finish_reason: str = ""  # stop, length, cancelled, or the error's name
 

@@ -325,8 +325,15 @@ class RequestRun:
         if finish_reason is None and len(output_ids) >= self._limit:
             finish_reason = "length"
         logprobs = TokenLogprobs.from_proto(token.logprobs) if token.HasField("logprobs") else None
+        self._recorder.num_accepted += token.accepted
         return TokenEvent(
-            token.index, token.token_id, logprobs, finish_reason, num_cached_tokens, prompt_logprobs
+            token.index,
+            token.token_id,
+            logprobs,
+            finish_reason,
+            num_cached_tokens,
+            prompt_logprobs,
+            token.accepted,
         )
 
     # ------------------------------------------------------------------ endings

@@ -40,6 +40,7 @@ class Recorder:
         """``tenant``: the name of a configured one, or empty."""
         self.timeline = timeline
         self._summary = timeline.summary
+        self.num_accepted = 0  # tokens that took no decode step of their own, by speculation
         self._cost_model = cost_model
         self._activity = activity
         self._tenant = tenant
@@ -289,7 +290,11 @@ class Recorder:
         summary.e2e_s = now_s - self._started_s
         if num_tokens > 1:
             summary.tpot_s = (now_s - self._first_s) / (num_tokens - 1)
-        facts = {"error": error} if error else {}
+        facts: dict[str, Any] = {"error": error} if error else {}
+        if self.num_accepted and num_tokens > 1:
+            # The first token comes from the prefill.
+            summary.tokens_per_step = (num_tokens - 1) / (num_tokens - 1 - self.num_accepted)
+            facts |= {"accepted_tokens": self.num_accepted, "tokens_per_step": summary.tokens_per_step}
         self.timeline.add("done", now_s, finish_reason=finish_reason, output_tokens=num_tokens, **facts)
         log.debug("%s after %d tokens and %.4f s %s", finish_reason, num_tokens, summary.e2e_s, error)
         if finish_reason in ("stop", "length"):

@@ -241,6 +241,7 @@ class Scheduler:
                 if computed % block_size == 0:
                     self.seal_computed(sequence)
                 self._take_token(sequence, output.token_ids[row], logprobs[row] if logprobs else None, events)
+                events[-1].accepted = row != i and events[-1].token_id >= 0
                 self._pass_blocks(sequence)
         sampled = len(plan.decodes) + sum(draft.num_tokens for draft in plan.drafts)
         for i, chunk in enumerate(plan.chunks):

@@ -116,6 +116,7 @@ class StepEvent:
     index: int = -1  # of the token; 0 is the first after the prompt
     finish_reason: FinishReason = FinishReason.NONE
     logprobs: TokenLogprobs | None = None  # if requested
+    accepted: bool = False  # the token was proposed, and verified in the step of the token before it
     preempted: bool = False  # its blocks were taken and will be computed again
     error: str = ""  # with FinishReason.ERROR or ``ended_life``
     ended_life: bool = False  # the engine ended in a step with this sequence, which has not finished

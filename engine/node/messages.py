@@ -46,6 +46,7 @@ def token_out(event: StepEvent) -> node_pb2.TokenOut:
         if event.ended_life
         else node_pb2.FinishReason.ValueType(event.finish_reason),
         logprobs=None if logprobs is None else token_logprobs(logprobs),
+        accepted=event.accepted,
         preempted=event.preempted,
         error=event.error,
         ended_life=event.ended_life,

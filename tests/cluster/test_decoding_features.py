@@ -108,6 +108,10 @@ async def test_proposed_tokens_are_accepted_unless_a_request_says_no(
     before = await num_accepted(cluster)
     reply = await whole(client, "Once upon a time ", temperature=0, ignore_eos=True)
     assert reply.text == plain.text
+    summary = (await client.timeline(reply.id))["summary"]
+    of_plain = (await client.timeline(plain.id))["summary"]
+    assert 1 < summary["tokens_per_step"] < NUM_TOKENS
+    assert of_plain["tokens_per_step"] == 0
     assert await num_accepted(cluster) > before
     await whole(client, "Once upon a time ", temperature=0, ignore_eos=True, speculation=False)
     after = await num_accepted(cluster)

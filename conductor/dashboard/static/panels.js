@@ -40,6 +40,13 @@ function withLost(now) {
   return [...now.cluster.nodes, ...lost.values()];
 }
 
+// Of the last second; of all time where nothing was generated in it. A prefill counts as a step.
+function tokensPerStep(now) {
+  const tokens = rate(now, "output_tokens"), accepted = rate(now, "accepted_tokens");
+  const { output_tokens: all, accepted_tokens: ofAll } = now.metrics;
+  return tokens > accepted ? tokens / (tokens - accepted) : all / (all - ofAll);
+}
+
 function drawNow(now) {
   const { metrics } = now;
   const hits = metrics.prefix_hit_tokens / metrics.prefix_queried_tokens;
@@ -47,6 +54,7 @@ function drawNow(now) {
     ["running", format.format(metrics.running_requests), "requests running"],
     ["waiting", format.format(metrics.waiting_requests), "waiting for a first token"],
     ["tokens", format.format(Math.round(rate(now, "output_tokens"))), "tokens a second"],
+    ...(metrics.accepted_tokens ? [["step", format.format(tokensPerStep(now)), "tokens a step of a request"]] : []),
     ["hits", percent(hits), "of prompt tokens from the cache"],
     ["blocks", format.format(now.cluster.index.num_blocks), "blocks in the index"],
     ["index", now.cluster.index.connected ? `${Math.round(1000 * now.cluster.index.lag_s)} ms` : "lost", now.cluster.index.connected ? "behind the index" : "Redis does not answer"],
