@@ -33,6 +33,7 @@ class Kubernetes:
         self.fails: dict[tuple[str, str], list[tuple[int, str]]] = {}
         self.makes_pods = True
         self.has_lws = True
+        self.leases: dict[str, dict[str, Any]] = {}
         self.url = ""
         self._number = 0
         self._version = 100
@@ -177,8 +178,38 @@ class Kubernetes:
         pod["metadata"].setdefault("annotations", {}).update((await http.json())["metadata"]["annotations"])
         return web.json_response(pod)
 
+    async def make_lease(self, http: web.Request) -> web.Response:
+        if failed := self._failure(http, "create", "leases"):
+            return failed
+        body = await http.json()
+        name = body["metadata"]["name"]
+        if name in self.leases:
+            return status(409, "AlreadyExists", f'leases.coordination.k8s.io "{name}" already exists')
+        return web.json_response(self._kept(name, body), status=201)
+
+    async def lease(self, http: web.Request) -> web.Response:
+        name = http.match_info["name"]
+        if failed := self._failure(http, "get" if http.method == "GET" else "update", "leases"):
+            return failed
+        if name not in self.leases:
+            return status(404, "NotFound", f'leases.coordination.k8s.io "{name}" not found')
+        if http.method == "PUT":
+            body = await http.json()
+            if body["metadata"]["resourceVersion"] != self.leases[name]["metadata"]["resourceVersion"]:
+                return status(409, "Conflict", f'Operation cannot be fulfilled on leases "{name}"')
+            self._kept(name, body)
+        return web.json_response(self.leases[name])
+
+    def _kept(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
+        self._version += 1
+        metadata = body["metadata"] | {"namespace": "moonpool", "resourceVersion": str(self._version)}
+        kind = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease"}
+        self.leases[name] = kind | {"metadata": metadata, "spec": body["spec"]}
+        return self.leases[name]
+
     def _failure(self, http: web.Request, verb: str, resource: str) -> web.Response | None:
-        self.calls.append((verb, http.match_info.get("group", ""), resource))
+        group = "coordination.k8s.io" if resource == "leases" else http.match_info.get("group", "")
+        self.calls.append((verb, group, resource))
         if http.headers.get("Authorization") != f"Bearer {TOKEN}":
             return status(401, "Unauthorized", "Unauthorized")
         if answers := self.fails.get((verb, resource)):
@@ -203,8 +234,12 @@ async def kubernetes(directory: Path) -> AsyncIterator[Kubernetes]:
     """Serving inside the block. ``directory / "kubeconfig"`` has its address."""
     api, app = Kubernetes(), web.Application()
     of_kind = "/apis/{group}/v1/namespaces/moonpool/{kind}"
+    leases = "/apis/coordination.k8s.io/v1/namespaces/moonpool/leases"
     app.add_routes(
         [
+            web.post(leases, api.make_lease),
+            web.get(f"{leases}/{{name}}", api.lease),
+            web.put(f"{leases}/{{name}}", api.lease),
             web.get(of_kind, api.list_workloads),
             web.get(f"{of_kind}/{{name}}/scale", api.scale),
             web.put(f"{of_kind}/{{name}}/scale", api.scale),

@@ -119,6 +119,32 @@ async def test_a_conflict_is_tried_again_and_another_scaler_is_left_alone(
     assert replicas(api) == 7
 
 
+async def test_a_planner_of_an_older_epoch_is_refused(
+    api: Kubernetes, provider: KubernetesProvider, tmp_path: Path
+) -> None:
+    """Whichever conductor asks; an operator is not fenced."""
+    other = KubernetesProvider(FleetOptions(provider="kubernetes", kubeconfig=str(tmp_path / "kubeconfig")))
+    first, _ = [name for name in api.pods if name.startswith("decode")]
+    await asyncio.gather(provider.start("decode", "tiny", fence=3), other.start("prefill", "tiny", fence=3))
+    for call in (other.start("decode", "tiny", fence=2), other.stop(first, fence=2)):
+        with pytest.raises(ProviderFailed, match="a planner of epoch 2 asks, and one of epoch 3 has asked"):
+            await call
+    assert (replicas(api), (await states(provider))[first]) == (3, RUNNING)
+    assert COST not in api.pods[first]["metadata"].get("annotations", {})
+    await other.start("decode", "tiny", fence=4)
+    await other.close()
+    with pytest.raises(ProviderFailed, match="a planner of epoch 3 asks, and one of epoch 4 has asked"):
+        await provider.stop(first, fence=3)
+    await provider.stop(first)
+    assert replicas(api) == 3
+    (lease,) = api.leases.values()
+    kubernetes_validate.validate(lease, "1.30", strict=True)
+    api.fails["update", "leases"] = [(409, "the object has been modified")] * 100
+    with pytest.raises(ProviderFailed, match=r"the Lease moonpool-planner-.*409"):
+        await provider.stop(next(iter(await states(provider))), fence=5)
+    assert replicas(api) == 3
+
+
 async def test_what_kubernetes_refuses_is_said(api: Kubernetes, provider: KubernetesProvider) -> None:
     text = 'pods is forbidden: User "system:serviceaccount:moonpool:default" cannot list resource "pods"'
     api.fails["list", "pods"] = [(403, text)]
@@ -247,8 +273,8 @@ async def test_the_planner_acts_through_it(api: Kubernetes, provider: Kubernetes
 async def test_the_role_permits_what_the_provider_does(api: Kubernetes, provider: KubernetesProvider) -> None:
     """And no more. What a conductor's pod gets is in deploy/kubernetes/provider."""
     api.add("leaderworkersets", "both", 1)
-    for role in ("decode", "both"):
-        await provider.stop(await provider.start(role, "tiny"))
+    for epoch, role in enumerate(("decode", "both"), 1):
+        await provider.stop(await provider.start(role, "tiny", fence=epoch), fence=epoch)
     documents: list[dict[str, Any]] = list(yaml.safe_load_all((PROVIDER / "rbac.yaml").read_text()))
     for document in documents:
         kubernetes_validate.validate(document, "1.30", strict=True)

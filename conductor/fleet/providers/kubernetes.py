@@ -28,8 +28,9 @@ _LOOK_S = 0.1
 class KubernetesProvider:
     """Scales the workloads of ``options.namespace``.
 
-    It needs no fence: each change is of the number of replicas that was listed before, and fails where
-    another one has changed it. Kubernetes chooses pods that are not ready before the one that was asked for.
+    Each change is of the number of replicas that was listed before the epoch is checked, and fails where
+    another one has changed it since. Kubernetes chooses pods that are not ready before the one that was asked
+    for.
     """
 
     name = "kubernetes"
@@ -49,6 +50,7 @@ class KubernetesProvider:
         api = await self._api()
         workload = await self._workload(api, role)
         before = {pod.name for pod in await api.pods()}
+        await api.check(fence)
         await api.scale(workload, 1)
         try:
             async with asyncio.timeout(_APPEARS_S):
@@ -69,6 +71,7 @@ class KubernetesProvider:
         if pod is None or pod.ended or pod.deleted:
             return
         workload = await self._workload(api, pod.role)
+        await api.check(fence)
         if _is_stopping(pod, workload, pods):
             return
         if pod.group < 0:

@@ -5,6 +5,7 @@ Imports the official client, which takes a second: see ``kubernetes.KubernetesPr
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 
 import aiohttp
 from kubernetes.aio import config as credentials
-from kubernetes.aio.client import ApiClient, Configuration, CoreV1Api, CustomObjectsApi
+from kubernetes.aio.client import ApiClient, Configuration, CoordinationV1Api, CoreV1Api, CustomObjectsApi
 from kubernetes.aio.client.exceptions import ApiException
 
 from moonpool.conductor.fleet.errors import ProviderFailed
@@ -76,8 +77,11 @@ class KubernetesApi:
         self._pods = CoreV1Api(client)
         # Serves Deployments, too: both kinds have the same calls, and replies in plain JSON types.
         self._objects = CustomObjectsApi(client)
+        self._leases = CoordinationV1Api(client)
         self._namespace = options.namespace
         self._selector = options.selector
+        # Fleets of different labels in a namespace have planners of their own.
+        self._fence = f"moonpool-planner-{hashlib.sha256(options.selector.encode()).hexdigest()[:12]}"
 
     @classmethod
     async def connect(cls, options: FleetOptions) -> KubernetesApi:
@@ -141,6 +145,44 @@ class KubernetesApi:
                 )
         except KindMissing:
             return
+
+    async def check(self, fence: int) -> None:
+        """Count the epoch of a planner, for all conductors together: the transitions of a Lease that is ours.
+
+        Raises ``ProviderFailed`` for one older than has asked before. 0: no planner.
+        """
+        for attempt in range(_TRIES if fence else 0):
+            with _failures(f"the Lease {self._fence}"):
+                try:
+                    latest = await self._count(fence)
+                except ApiException as error:
+                    if error.status != 409 or attempt == _TRIES - 1:
+                        raise
+                    continue  # another conductor has written it meanwhile
+            if latest > fence:
+                raise ProviderFailed(
+                    f"a planner of epoch {fence} asks, and one of epoch {latest} has asked before: nothing "
+                    "was changed"
+                )
+            return
+
+    async def _count(self, epoch: int) -> int:
+        """Return the latest epoch with ``epoch`` counted. Raises ``ApiException``."""
+        where = (self._fence, self._namespace)
+        try:
+            lease: Any = await self._leases.read_namespaced_lease(*where, _request_timeout=_TIMEOUT_S)
+        except ApiException as error:
+            if error.status != 404:
+                raise
+            made = {"metadata": {"name": self._fence}, "spec": {"leaseTransitions": epoch}}
+            await self._leases.create_namespaced_lease(self._namespace, made, _request_timeout=_TIMEOUT_S)
+            return epoch
+        latest = int(lease.spec.lease_transitions or 0)
+        if latest < epoch:
+            lease.spec.lease_transitions = epoch
+            # Refused with 409 where another one has written it since it was read.
+            await self._leases.replace_namespaced_lease(*where, lease, _request_timeout=_TIMEOUT_S)
+        return max(latest, epoch)
 
     async def scale(self, workload: Workload, change: int) -> None:
         """Add ``change`` to the replicas of ``workload``, which had ``workload.replicas``.
