@@ -174,7 +174,7 @@ class KubernetesApi:
         except ApiException as error:
             if error.status != 404:
                 raise
-            made = {"metadata": {"name": self._fence}, "spec": {"leaseTransitions": epoch}}
+            made: Any = {"metadata": {"name": self._fence}, "spec": {"leaseTransitions": epoch}}
             await self._leases.create_namespaced_lease(self._namespace, made, _request_timeout=_TIMEOUT_S)
             return epoch
         latest = int(lease.spec.lease_transitions or 0)
