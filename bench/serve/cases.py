@@ -30,6 +30,7 @@ from moonpool.bench.serve.figures import Slo, latencies, load_rows, output_rate
 from moonpool.bench.serve.path_cost import ModelClock, PathCost, path_cost
 from moonpool.bench.serve.peers.contestants import DTYPES, Contestant, ServerContestant, transformers_peer
 from moonpool.bench.serve.peers.vllm import vllm_server
+from moonpool.bench.serve.speculation import method_rows
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.device.selection import choose_device
 from moonpool.runtime.machine.processor import usable_cores
@@ -283,6 +284,11 @@ async def workload_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
         raise RequestFailed(f"every request of {name!r} failed")
     for row in load_rows(name, outcome, settings.slo):
         yield row
+
+
+def speculation_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    """Speculative decoding by each method, against plain decoding on the same nodes."""
+    return method_rows(run, settings.sets, settings.model_dir)
 
 
 def colocated(run: Run, settings: Settings) -> AsyncIterator[Row]:

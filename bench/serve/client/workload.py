@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import orjson
 
@@ -95,10 +95,11 @@ class Dialect:
 
     model: str
     plain: bool = False
+    more: Mapping[str, object] = field(default_factory=dict)
 
     def body(self, prompt: Sequence[int], output_tokens: int) -> bytes:
         """A greedy streamed completion of exactly ``output_tokens`` tokens (at most, when plain)."""
-        fields = {
+        fields: dict[str, object] = {
             "model": self.model,
             "prompt": self._text(prompt) if self.plain else list(prompt),
             "max_tokens": output_tokens,
@@ -107,7 +108,7 @@ class Dialect:
             "stream_options": {"include_usage": True},
         }
         if not self.plain:
-            fields |= {"ignore_eos": True, "return_token_ids": True}
+            fields |= {"ignore_eos": True, "return_token_ids": True, **self.more}
         return orjson.dumps(fields)
 
     def _text(self, prompt: Sequence[int]) -> str:

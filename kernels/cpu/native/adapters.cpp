@@ -29,7 +29,7 @@ MP_INLINE void down_part(const T* x, const T* a, int64_t ins, float* low, int64_
         for (int k = 0; k < K; k++) {
             const vf factor = load_some(a + k * ins + i, count);
 #pragma GCC unroll 8
-            for (int m = 0; m < M; m++) sums[m][k] += row[m] * factor;
+            for (int m = 0; m < M; m++) sums[m][k] = fused(row[m], factor, sums[m][k]);
         }
     });
     for (int m = 0; m < M; m++)
@@ -47,7 +47,10 @@ MP_INLINE void up_part(const float* low, const T* b, int64_t outs, int64_t rank,
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
-            for (int c = 0; c < C; c++) sums[m][c] += factor[c] * low[m * rank + k];
+            for (int c = 0; c < C; c++) {
+                const vf one = splat(low[m * rank + k]);
+                sums[m][c] = fused(factor[c], one, sums[m][c]);
+            }
     }
     for (int m = 0; m < M; m++)
         for (int c = 0; c < C; c++) {

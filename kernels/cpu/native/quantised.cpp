@@ -105,17 +105,6 @@ void to_floats(const uint8_t* codes, const int16_t* zeros, const Segment& segmen
         }
 }
 
-// a b + c, rounded in the same way wherever it is inlined.
-MP_INLINE vf fused(vf a, vf b, vf c) {
-#if defined(MP_AVX512)
-    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(MP_AVX2)
-    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#else
-    return a * b + c;
-#endif
-}
-
 template <int R, int C>
 __attribute__((noinline)) void pass_floats(Floats x, const float* w, const Segment& segment, int64_t count,
                                            const float* scales, bool begin, float* sums) {

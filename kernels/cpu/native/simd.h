@@ -62,6 +62,18 @@ MP_INLINE vf splat(float value) {
     return v;
 }
 
+// a b + c, rounded in the same way wherever it is inlined: the compiler splits some of the fused operations that it
+// forms by itself.
+MP_INLINE vf fused(vf a, vf b, vf c) {
+#if defined(MP_AVX512)
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(MP_AVX2)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
 MP_INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }  // b where one is NaN
 
 // ---------------------------------------------------------------- one value

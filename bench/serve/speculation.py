@@ -1,0 +1,100 @@
+"""Speculative decoding beside plain decoding, on the same nodes: a request says which it wants."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+from tokenizers import Tokenizer
+
+from moonpool.bench.harness.command import Run
+from moonpool.bench.harness.services import local_cluster
+from moonpool.bench.harness.turns import spread, turns
+from moonpool.bench.serve.client.http_client import HttpClient
+from moonpool.bench.serve.client.server import Server
+from moonpool.bench.serve.client.workload import Dialect
+from moonpool.bench.serve.peers.contestants import ServerContestant
+from moonpool.runtime.reports.report import Row, versus
+
+METHODS = ("ngram", "suffix")
+PLAIN = "plain decoding"
+CONCURRENT, PROMPT_TOKENS, OUTPUT_TOKENS = 8, 96, 256
+_CODE = """def area_of_{0}(width, height):
+    if width < 0 or height < 0:
+        raise ValueError("{0}: negative")
+    return width * height
+
+
+"""
+_PROSE = (
+    "The morning was cold and the road lay empty between the hedges. She had walked since before dawn, and "
+    "the letter in her coat was still unopened. A dog barked somewhere behind the mill. When the carrier "
+    "came up the hill he stopped his horse without a word, and looked at her shoes, and then at the sky. "
+)
+TEXTS = {
+    "repetitive": "And the evening and the morning were the {0} day. " * 12,
+    "code": "".join(_CODE.replace("{0}", "{0}" + name) for name in ("box", "wall", "field", "page")),
+    "prose": _PROSE * 2,
+}
+# At least so many times plain decoding.
+GOALS = {("repetitive", 1): 1.5}
+LEAST = 0.97
+
+
+async def method_rows(run: Run, sets: Sequence[str], model_dir: Path) -> AsyncIterator[Row]:
+    """Tokens a second of one stream and of several, by kind of text, with each method and without."""
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    async with AsyncExitStack() as stack:
+        contestants: dict[str, ServerContestant] = {}
+        for method in METHODS:
+            run.say(f"starting a cluster with {method}")
+            options = [*sets, f"engine.speculative.method={method}"]
+            url = await stack.enter_async_context(local_cluster(options))
+            http = await stack.enter_async_context(HttpClient(url))
+            server = await Server.find(method, http)
+            if not contestants:
+                plain = Dialect(server.dialect.model, more={"speculation": False})
+                contestants[PLAIN] = ServerContestant(Server(PLAIN, http, plain))
+            contestants[method] = ServerContestant(server)
+        for kind, text in TEXTS.items():
+            for concurrent in (1, CONCURRENT):
+                rates = await _rates(contestants, tokenizer, text, concurrent, run.rounds)
+                for row in _rows(kind, concurrent, rates):
+                    yield row
+
+
+async def _rates(
+    contestants: Mapping[str, ServerContestant], tokenizer: Tokenizer, text: str, concurrent: int, rounds: int
+) -> dict[str, list[float]]:
+    """Tokens a second of each contestant's turns."""
+    prompts: list[list[int]] = []
+
+    def draw(number: int) -> None:
+        texts = [text.replace("{0}", f"{number} {i} ") for i in range(concurrent)]
+        prompts[:] = [tokenizer.encode(each).ids[:PROMPT_TOKENS] for each in texts]
+
+    async def rate(contestant: ServerContestant) -> float:
+        if concurrent == 1:
+            return 1 / await contestant.alone(prompts[0], OUTPUT_TOKENS)
+        return await contestant.together(prompts, OUTPUT_TOKENS)
+
+    calls = {name: partial(rate, contestant) for name, contestant in contestants.items()}
+    return await turns(calls, rounds, rotate=1, before=draw)
+
+
+def _rows(kind: str, concurrent: int, rates: Mapping[str, Sequence[float]]) -> list[Row]:
+    case = f"{kind}: {concurrent} concurrent, {PROMPT_TOKENS} + {OUTPUT_TOKENS} tokens, greedy"
+    metric = "tokens/s of one stream" if concurrent == 1 else "output throughput"
+    rows = [spread(case, f"{metric}, {PLAIN}", rates[PLAIN], "tokens/s")]
+    for method in METHODS:
+        row = spread(case, f"{metric}, {method}", rates[method], "tokens/s")
+        row = versus(row, PLAIN, median(rates[PLAIN]))
+        # Of the rounds' two turns, which saw the same machine.
+        ratio = median(theirs / plain for theirs, plain in zip(rates[method], rates[PLAIN], strict=True))
+        goal = GOALS.get((kind, concurrent), LEAST)
+        rows.append(replace(row, ratio=ratio, limit="at least", limit_value=goal))
+    return rows
