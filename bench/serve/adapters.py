@@ -33,6 +33,8 @@ from moonpool.bench.serve.peers.vllm import VllmCpu, vllm_server
 from moonpool.engine.adapters.arena import row_nbytes
 from moonpool.engine.adapters.peft import targets
 from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.engine.device.selection import TORCH_DTYPES, choose_device, choose_dtype
+from moonpool.runtime.config.loading import load_config
 from moonpool.runtime.reports.report import Row, versus
 
 COUNTS = (1, 10, 100, 1000, 2000)
@@ -164,7 +166,9 @@ async def adapter_rows(
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-adapters-")))
         num_rows = write_adapters(folder, model, counts[-1])
-        nbytes = int(RESIDENT * num_rows) * row_nbytes(ModelConfig.from_checkpoint(model), torch.bfloat16)
+        config = ModelConfig.from_checkpoint(model)
+        dtype = choose_dtype(load_config(None, sets).model.dtype, config, choose_device("auto"))
+        nbytes = int(RESIDENT * num_rows) * row_nbytes(config, TORCH_DTYPES[dtype])
         if run.quick:
             nbytes *= 20
         lora = (f"lora.directory={folder}", f"lora.memory_nbytes={nbytes}")
