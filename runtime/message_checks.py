@@ -22,6 +22,7 @@ _KEYS_NBYTES = 16 * _BLOCKS
 _OBJECTS = 1 << 16  # of one call; the client sends a few hundred
 _PLACES = 1 << 10  # copies of an object, each on another node
 _NODES = 1 << 16
+_ADAPTERS = 1 << 12  # of one page
 _DESCRIPTOR_NBYTES = 4096  # see transfer.connections.descriptor
 _FINGERPRINT_NBYTES = 64
 _SMALL_OBJECT_NBYTES = 64 << 10  # larger ones are not sent with the call
@@ -103,6 +104,7 @@ MOST: Mapping[str, int] = {
     "moonpool.UsageRequest.owner": 16,
     "moonpool.UsageReply.tiers": 64,
     "moonpool.ListNodesReply.nodes": _NODES,
+    "moonpool.ListAdaptersReply.adapters": _ADAPTERS,
     "moonpool.StartNodeRequest.settings": 64,
     "moonpool.SettleRequest.settings": 64,
     "moonpool.LoadReport.loads": _NODES,

@@ -127,6 +127,7 @@ class ScriptedConductor:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.model = ServedModel("tiny", 256, 320, (EOS,), 1, 1, 8, 16)
+        self.nodes: dict[str, Any] = {}
         self.script: Callable[[GenerateRequest], list[Any]] = lambda request: self.says("Hello, world.")
         self.requests: list[GenerateRequest] = []
         self.cancelled: list[str] = []

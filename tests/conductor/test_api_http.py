@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from moonpool.conductor.api.models.lanes import Lanes
 from moonpool.conductor.dashboard import routes
 
 TEXT = "Hello, world."
@@ -290,7 +291,7 @@ async def test_a_snapshot_that_fails_ends_its_viewers_and_no_later_ones(
     api: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routes, "EVERY_S", 0.01)
-    feed = routes.LiveFeed(api.context)
+    feed = routes.LiveFeed(api.context, Lanes.alone(api.context))
     snapshots = [KeyError("metrics_url"), b"data: {}"]
 
     def event(scope: str | None) -> bytes:

@@ -25,6 +25,7 @@ from moonpool.runtime.service.child import Child
 from tests.cluster.conftest import eventually
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
+VOICE = Path(__file__).parents[2] / "moonpool/demo/adapters/prophet"
 PROMTOOL, PROMETHEUS = shutil.which("promtool"), shutil.which("prometheus")
 needs_prometheus = pytest.mark.skipif(
     not (PROMTOOL and PROMETHEUS), reason="needs prometheus and promtool: apt install prometheus; CI has them"
@@ -47,19 +48,35 @@ async def read(url: str) -> str:
         return await answer.text()
 
 
-async def ask_model(client: Client, prompt: str) -> None:
-    async for _ in client.complete(prompt * 8, Reply(), max_tokens=16):
+async def ask_model(client: Client, prompt: str, model: str | None = None) -> None:
+    named = {} if model is None else {"model": model}
+    async for _ in client.complete(prompt * 8, Reply(), max_tokens=16, **named):
         pass
 
 
+async def ask_adapter(client: Client, directory: Path, number: int) -> None:
+    """Load a LoRA adapter under the name "voice", in place of the former, and ask it."""
+    path = directory / f"voice-{number}"
+    shutil.copytree(VOICE, path)
+    settings = json.loads((path / "adapter_config.json").read_text())
+    # Another scale makes it another adapter.
+    (path / "adapter_config.json").write_text(json.dumps(settings | {"lora_alpha": 1 + number / 100}))
+    await client.load_adapter("voice", str(path), replace=True)
+    await ask_model(client, f"{number} And the earth was without form, and void ", model="voice")
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pages(cluster: LocalCluster, client: Client) -> dict[str, str]:
+async def pages(
+    cluster: LocalCluster, client: Client, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[dict[str, str]]:
     """The /metrics of every process, after some requests."""
     for _ in range(2):
         await ask_model(client, "In the beginning God created the heaven ")
+    await ask_adapter(client, tmp_path_factory.mktemp("adapters"), 0)
     nodes = (await client.cluster())["nodes"]
     urls = {"conductor": f"{cluster.url}/metrics"} | {node["node_id"]: node["metrics_url"] for node in nodes}
-    return {name: await read(url) for name, url in urls.items()}
+    yield {name: await read(url) for name, url in urls.items()}
+    await client.unload_adapter("voice")  # the cluster serves other tests too
 
 
 @needs_prometheus
@@ -147,7 +164,7 @@ async def prometheus(
 
 @needs_prometheus
 @pytest.mark.asyncio(loop_scope="module")
-async def test_every_panel_shows_something(prometheus: str, client: Client) -> None:
+async def test_every_panel_shows_something(prometheus: str, client: Client, tmp_path: Path) -> None:
     async def ask(query: str) -> list[Any]:
         query = query.replace("$__rate_interval", "10s")
         url = f"{prometheus}/api/v1/query"
@@ -161,7 +178,9 @@ async def test_every_panel_shows_something(prometheus: str, client: Client) -> N
     async def all_show() -> bool:
         # Rates need something to happen between two scrapes.
         # And of reuse distances one block in 16 is counted: so each time there are others.
-        await ask_model(client, f"{next(numbers)} And the earth was without form, and void ")
+        number = next(numbers)
+        await ask_model(client, f"{number} And the earth was without form, and void ")
+        await ask_adapter(client, tmp_path, number)
         empty.clear()
         empty.extend([(panel, query) for panel, query in dashboard_queries() if not await ask(query)])
         return not empty
