@@ -84,7 +84,14 @@ class ScriptedNode(
 ):
     """Either role. ``script(node, work, index)`` runs before each token: it may wait, raise or kill."""
 
-    def __init__(self, index: KVIndex, node_id: str, role: str, script: Script = obedient) -> None:
+    def __init__(
+        self,
+        index: KVIndex,
+        node_id: str,
+        role: str,
+        script: Script = obedient,
+        lease_ttl_s: float = LEASE_TTL_S,
+    ) -> None:
         self.node_id, self.role, self.script = node_id, role, script
         self.held: dict[BlockKey, Tier] = {}
         self.load = NodeLoad(num_blocks=4096, free_blocks=4096)
@@ -106,7 +113,7 @@ class ScriptedNode(
         # Takes a running request over: returns its tokens at the moment when its node stopped.
         self.take: Callable[[node_pb2.DecodeRequest], Awaitable[list[int]]] | None = None
         self.record = NodeRecord(node_id, time.time_ns(), role, layout=LAYOUT, model="tiny-1")
-        options = IndexOptions(lease_ttl_s=LEASE_TTL_S, publish_interval_s=0.001)
+        options = IndexOptions(lease_ttl_s=lease_ttl_s, publish_interval_s=0.001)
         self.publisher = IndexPublisher(index, self._record, options, lambda: list(self.held.items()))
         self._outboxes: dict[str, asyncio.Queue[node_pb2.StepTokens]] = {}
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
@@ -350,9 +357,10 @@ def lineage(work: node_pb2.Work) -> list[int]:
 class Cluster:
     """Nodes and one conductor."""
 
-    def __init__(self, index: KVIndex, conductor: Conductor) -> None:
+    def __init__(self, index: KVIndex, conductor: Conductor, lease_ttl_s: float = LEASE_TTL_S) -> None:
         self.index = index
         self.conductor = conductor
+        self.lease_ttl_s = lease_ttl_s  # of its nodes
         self.nodes: dict[str, ScriptedNode] = {}
         self._former: list[ScriptedNode] = []  # earlier lives
 
@@ -362,7 +370,7 @@ class Cluster:
         ``given``: attributes that it has before the conductor knows it, and may use it.
         """
         role = {"p": "prefill", "s": "store"}.get(node_id[0], "decode")
-        node = ScriptedNode(self.index, node_id, role, script)
+        node = ScriptedNode(self.index, node_id, role, script, self.lease_ttl_s)
         for name, value in given.items():
             setattr(node, name, value)
         if node_id in self.nodes:
@@ -466,13 +474,13 @@ def redis_process() -> Iterator[RedisProcess]:
 
 @asynccontextmanager
 async def running(
-    url: str, *node_ids: str, namespace: str = "test", **options: Any
+    url: str, *node_ids: str, namespace: str = "test", lease_ttl_s: float = LEASE_TTL_S, **options: Any
 ) -> AsyncIterator[Cluster]:
     """A cluster of these nodes on the Redis at ``url``; ``options`` are the conductor's."""
     client = connect(url)
-    index_options = IndexOptions(redis_url=url, namespace=namespace, lease_ttl_s=LEASE_TTL_S)
+    index_options = IndexOptions(redis_url=url, namespace=namespace, lease_ttl_s=lease_ttl_s)
     conductor = Conductor(MODEL, ConductorOptions(**options), index_options)
-    cluster = Cluster(KVIndex(client, namespace), conductor)
+    cluster = Cluster(KVIndex(client, namespace), conductor, lease_ttl_s)
     await conductor.start()
     try:
         for node_id in node_ids:

@@ -175,7 +175,8 @@ async def test_after_the_last_attempt_it_fails_with_the_cause(url: str) -> None:
 
 async def test_tokens_renew_the_attempts(url: str) -> None:
     """A long stream outlives more failures than attempts are allowed without a token between them."""
-    async with running(url, "p0", "d0", "d1", namespace="renew", max_attempts=2) as cluster:
+    # The lease outlives any pause of the machine: a node that is lost would be one failure more.
+    async with running(url, "p0", "d0", "d1", namespace="renew", max_attempts=2, lease_ttl_s=60.0) as cluster:
         broken: set[int] = set()
 
         async def breaks_often(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
@@ -190,7 +191,7 @@ async def test_tokens_renew_the_attempts(url: str) -> None:
 
 
 async def test_where_only_prefills_succeed_each_brings_a_token(url: str) -> None:
-    async with running(url, "p0", "d0", namespace="barren", max_attempts=2) as cluster:
+    async with running(url, "p0", "d0", namespace="barren", max_attempts=2, lease_ttl_s=60.0) as cluster:
         cluster.nodes["d0"].script = breaks
         began_s = asyncio.get_running_loop().time()
         assert await cluster.generate(request(max_tokens=5)) == continuation(PROMPT, 5)
