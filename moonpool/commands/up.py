@@ -55,7 +55,7 @@ _KEYS = {
     "adapters",
     multiple=True,
     metavar="NAME=DIR",
-    help="Serve a LoRA adapter in PEFT's format; repeatable.",
+    help="Serve a LoRA adapter in PEFT's format, of the first model; repeatable.",
 )
 @click.option("--port", type=int, metavar="P", help="Port of the API (default: 8000; 0: a free one).")
 @click.option("--redis", metavar="URL", help="Use this Redis (default: start a private one).")

@@ -94,8 +94,9 @@ def _print_urls(cluster: LocalCluster, console: Console) -> None:
         *((child.name, child.ready.get("metrics_url", "not ready")) for child in cluster.nodes),
         ("logs", str(cluster.directory)),
     ]
+    width = max(len(name) for name, _ in lines) + 2
     for name, where in lines:
-        console.out(f"  {name:<11}{where}", highlight=False)
+        console.out(f"  {name:<{width}}{where}", highlight=False)
     console.print()
     console.out(
         f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"

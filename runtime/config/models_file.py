@@ -51,7 +51,9 @@ def served_models(config: Config) -> ServedModels:
     if not given:
         return ServedModels((ModelConfig(config.model.served_name, config),))
     base = replace(config, models=ModelsOptions())
-    models = tuple(_model(base, each, first=number == 0) for number, each in enumerate(given))
+    # An adapter fits one model: those of the others are in their own settings.
+    other = replace(base, lora=replace(base.lora, adapters=(), directory=""))
+    models = tuple(_model(other if i else base, each, first=i == 0) for i, each in enumerate(given))
     names = [name for one in models for name in (one.name, *one.aliases)] + [one.name for one in routes]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

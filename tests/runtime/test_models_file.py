@@ -81,3 +81,12 @@ def test_models_of_the_command_line() -> None:
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         served_models(with_file(tmp_path, text))
+
+
+def test_adapters_are_those_of_the_first_model(tmp_path: Path) -> None:
+    own = GOOD.replace('"cluster.both=3"', '"lora.adapters=poems=/adapters/poems"')
+    for text, others in ((GOOD, ()), (own, ("poems=/adapters/poems",))):
+        config = with_file(tmp_path, text).with_adapters(["legal=/adapters/legal"])
+        large, small = served_models(config).models
+        assert large.config.lora.adapters == ("legal=/adapters/legal",)
+        assert small.config.lora.adapters == others
