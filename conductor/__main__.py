@@ -13,6 +13,7 @@ from typing import Any
 from moonpool.conductor.access.gate import Gate
 from moonpool.conductor.api.context import ApiContext
 from moonpool.conductor.api.models.lanes import Lane, Lanes
+from moonpool.conductor.api.responses.conversations import Conversations
 from moonpool.conductor.api.sampling_defaults import SamplingDefaults
 from moonpool.conductor.core import Conductor
 from moonpool.conductor.fleet.providers.choice import provider_of
@@ -102,7 +103,11 @@ def make_context(config: Config, conductor: Conductor, first: ApiContext | None 
     )
     name, slo = conductor.model.name, Slo.of(config.conductor)
     shared: dict[str, Any] = (
-        {"metrics": RequestMetrics(name, slo=slo), "gate": Gate.load(config.conductor.tenants_path)}
+        {
+            "metrics": RequestMetrics(name, slo=slo),
+            "gate": Gate.load(config.conductor.tenants_path),
+            "conversations": Conversations(conductor.conversations),
+        }
         if first is None
         else {
             "metrics": RequestMetrics(name, first.metrics.registry, slo, first.metrics),

@@ -46,6 +46,7 @@ from moonpool.conductor.planning.lease import PlannerLease
 from moonpool.conductor.planning.planner import ACT, PERIOD_S, Planner, rules_of
 from moonpool.conductor.replication.copier import Replicator
 from moonpool.conductor.request import GenerateRequest, TokenEvent
+from moonpool.conductor.requests.conversation_records import ConversationRecords
 from moonpool.conductor.requests.dependencies import RequestDependencies
 from moonpool.conductor.requests.lifecycle import RequestRun
 from moonpool.conductor.requests.migration import Migrated
@@ -138,6 +139,7 @@ class Conductor:
             registry, provider, model.name, clock, activity.event, planned=planner.mode == ACT
         )
         self.streams = StreamRecords(kv_index)
+        self.conversations = ConversationRecords(kv_index)
         self._planner = Planner(
             registry,
             self.fleet,

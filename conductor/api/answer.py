@@ -131,6 +131,9 @@ class Answer(ABC):
             events += self._head + b'],"moonpool":' + orjson.dumps(explained) + b"}\n\n"
         return events + DONE
 
+    async def finish(self) -> None:  # noqa: B027 (most have nothing to wait for)
+        """What to wait for before the last bytes are sent."""
+
     def call_id(self, choice: int, call: int) -> str:
         """The name of a call: the same at every conductor that goes on with the answer."""
         return "call_" + blake2b(f"{self._id} {choice} {call}".encode(), digest_size=12).hexdigest()

@@ -36,7 +36,7 @@ REQUEST_ID = web.RequestKey("request_id", str)
 
 MAX_SEQUENCES = 4096  # prompts times n
 
-Translation = Callable[[dict[str, Any]], dict[str, Any]]
+Translation = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 B = TypeVar("B", bound=GenerationBody)
 T = TypeVar("T")
 
@@ -132,7 +132,7 @@ class GenerationExchange:
         self._explains = _wants_explanation(self._http)
         given = await read_object(self._http, self._context.options.max_body_nbytes)
         started_s = self._context.clock()
-        body = parse(schema, given if translate is None else translate(given))
+        body = parse(schema, given if translate is None else await translate(given))
         lane = self._lanes.find(body.model)
         if lane is None:
             assert body.model is not None
@@ -242,14 +242,17 @@ class GenerationExchange:
         await self._generate(runs, sink, body)
         choices = [(run.choice, outcome) for run, outcome in zip(runs, outcomes, strict=True)]
         whole = answer.whole(choices, usage_of(runs), self._explained() if self._explains else None)
+        await answer.finish()
         return web.Response(body=whole, content_type="application/json")
 
     async def _stream(
         self, answer: Answer, runs: list[SequenceRun], body: GenerationBody, resumed: Resumable | None
     ) -> web.StreamResponse:
-        def end() -> bytes:
+        async def end() -> bytes:
             explained = self._explained() if self._explains else None
-            return answer.ending(usage_of(runs), include_usage=body.include_usage, explained=explained)
+            last = answer.ending(usage_of(runs), include_usage=body.include_usage, explained=explained)
+            await answer.finish()
+            return last
 
         stream = EventStream(self._http, self._context, answer, self.record, resumed)
         return await stream.run(lambda sink: self._generate(runs, sink, body), end)

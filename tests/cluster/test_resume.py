@@ -200,3 +200,28 @@ async def test_who_may_not_go_on_with_a_stream_is_told_why(cluster: LocalCluster
             await redis.aclose()
         status, text = await resumed(last_id)
         assert (status, "can no longer be resumed" in text) == (410, True)
+
+
+async def test_a_conversation_goes_on_at_another_conductor(cluster: LocalCluster, tmp_path: Path) -> None:
+    keys = {"a": "sk-tenant-a-0123456789abcdef", "b": "sk-tenant-b-0123456789abcdef"}
+    file = tmp_path / "tenants.toml"
+    tenants = "".join(f'[{name}]\nkeys = ["{key}"]\n' for name, key in keys.items())
+    file.write_text(f'admin_keys = ["{ADMIN_KEY}"]\n{tenants}')
+
+    async def respond(child: Child, tenant: str = "a", **fields: Any) -> tuple[int, dict[str, Any]]:
+        body = {"input": "And it came to pass", "max_output_tokens": 8, **fields}
+        headers = {"Authorization": f"Bearer {keys[tenant]}"}
+        url = f"{child.ready['url']}/v1/responses"
+        async with aiohttp.ClientSession() as http, http.post(url, json=body, headers=headers) as response:
+            return response.status, await response.json()
+
+    async with conductors(cluster, f"conductor.tenants_path={file}") as (first, second):
+        status, begun = await respond(first)
+        assert status == 200, begun
+        first.kill()
+        await first.wait()
+        status, longer = await respond(second, previous_response_id=begun["id"])
+        assert status == 200, longer
+        assert longer["usage"]["input_tokens"] > begun["usage"]["total_tokens"]
+        status, refused = await respond(second, "b", previous_response_id=begun["id"])
+        assert (status, refused["error"]["code"]) == (404, "previous_response_not_found")

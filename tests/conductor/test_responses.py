@@ -139,17 +139,17 @@ async def test_what_does_not_map_is_refused(api: Any, body: dict[str, Any]) -> N
     assert api.core.requests == []
 
 
-def test_conversations_are_forgotten_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_conversations_are_forgotten_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversations, "MAX_KEPT", 2)
     kept = Conversations()
     for name in "abc":
-        kept.put("t", name, [{"content": name}])
-    assert kept.get("t", "a") is None
-    assert kept.get("t", "c") == [{"content": "c"}]
-    assert kept.get("another", "c") is None
+        await kept.put("t", name, [{"content": name}])
+    assert await kept.get("t", "a") is None
+    assert await kept.get("t", "c") == [{"content": "c"}]
+    assert await kept.get("another", "c") is None
     monkeypatch.setattr(conversations, "MAX_CHARS", 100)
-    kept.put("t", "d", [{"content": "x" * 90}])
-    assert kept.get("t", "c") is None
+    await kept.put("t", "d", [{"content": "x" * 90}])
+    assert await kept.get("t", "c") is None
 
 
 async def test_tokens_to_and_fro(api: Any) -> None:

@@ -8,14 +8,15 @@ from aiohttp import web
 
 from moonpool.conductor.access.gate import PRINCIPAL
 from moonpool.conductor.api.answer import Answer
-from moonpool.conductor.api.context import CONTEXT
-from moonpool.conductor.api.errors import bad_request
+from moonpool.conductor.api.context import CONTEXT, ApiContext
+from moonpool.conductor.api.errors import ApiError, bad_request
 from moonpool.conductor.api.exchange import GenerationExchange
 from moonpool.conductor.api.prompts import chat_prompt
 from moonpool.conductor.api.responses.answer import ResponseAnswer
 from moonpool.conductor.api.responses.translation import chat_of, not_found
 from moonpool.conductor.api.schemas import ChatBody
 from moonpool.conductor.api.structure.tool_use import tool_use
+from moonpool.kvstore.errors import IndexUnavailable
 
 
 async def responses(http: web.Request) -> web.StreamResponse:
@@ -24,12 +25,12 @@ async def responses(http: web.Request) -> web.StreamResponse:
     about: dict[str, Any] = {}
     chat: dict[str, Any] = {}
 
-    def translate(given: dict[str, Any]) -> dict[str, Any]:
+    async def translate(given: dict[str, Any]) -> dict[str, Any]:
         previous, earlier = given.get("previous_response_id"), list[dict[str, Any]]()
         if previous is not None:
             if not isinstance(previous, str):
                 raise bad_request("previous_response_id: must be a text", "previous_response_id")
-            found = context.conversations.get(tenant, previous)
+            found = await _earlier(context, tenant, previous)
             if found is None:
                 raise not_found(previous)
             earlier = found
@@ -41,19 +42,34 @@ async def responses(http: web.Request) -> web.StreamResponse:
         body = await exchange.parse(ChatBody, translate)
         own = exchange.context
         prompt = await exchange.tokenize(chat_prompt(body, own.template, own.tokenizer))
-        made: list[ResponseAnswer] = []
 
         def prepare(answer: Answer) -> None:
+            async def keep(message: dict[str, Any]) -> None:
+                # Instructions are of one response alone.
+                kept = chat["messages"][bool(about["instructions"]) :]
+                await context.conversations.put(tenant, answer.answer_id, [*kept, message])
+
             assert isinstance(answer, ResponseAnswer)
             answer.about = about
-            made.append(answer)
+            answer.keep = keep if about["store"] else None
 
-        response = await exchange.answer(body, [prompt], None, tool_use(body, own), prepare)
-        if about["store"] and made[0].outcome.finish_reason is not None:
-            # Instructions are of one response alone.
-            kept = chat["messages"][bool(about["instructions"]) :]
-            context.conversations.put(tenant, made[0].answer_id, [*kept, made[0].message()])
-        return response
+        return await exchange.answer(body, [prompt], None, tool_use(body, own), prepare)
+
+
+async def _earlier(context: ApiContext, tenant: str, response_id: str) -> list[dict[str, Any]] | None:
+    """The messages up to a response; None: it is unknown. Raises ``ApiError``: 503, Redis does not answer."""
+    try:
+        return await context.conversations.get(tenant, response_id)
+    except IndexUnavailable as error:
+        raise ApiError(
+            503,
+            "responses of other conductors are unknown while Redis does not answer: try again, or send the "
+            "whole conversation as input",
+            kind="service_unavailable_error",
+            param="previous_response_id",
+            code="responses_unknown",
+            headers={"Retry-After": "1"},
+        ) from error
 
 
 def _about(given: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import orjson
@@ -24,6 +24,7 @@ class ResponseAnswer(Answer):
         super().__init__(*args)
         self.about: Item = {}  # fields of the request that its response repeats
         self.outcome = Outcome()
+        self.keep: Callable[[Item], Awaitable[None]] | None = None  # called with the answer as a message
         self._items: list[Item] = []
         self._number = 0  # of the next event
         self._unfinished = False  # the last item is not complete
@@ -84,7 +85,12 @@ class ResponseAnswer(Answer):
             written["moonpool"] = explained
         return events + self._event(f"response.{written['status']}", response=written)
 
-    def message(self) -> Item:
+    async def finish(self) -> None:
+        # The next request may follow at once, at another conductor.
+        if self.keep is not None and self.outcome.finish_reason is not None:
+            await self.keep(self._message())
+
+    def _message(self) -> Item:
         """The answer as a message of the conversation."""
         calls = [
             {

@@ -125,8 +125,8 @@ def _list(value: Any, name: str) -> list[Any]:
 def not_found(response_id: str) -> ApiError:
     return ApiError(
         404,
-        f"no response {response_id[:64]!r} is known here: each conductor keeps its latest ones; send "
-        "the whole conversation as input",
+        f"no response {response_id[:64]!r} is known: the latest ones of each tenant are kept for an hour; "
+        "send the whole conversation as input",
         param="previous_response_id",
         code="previous_response_not_found",
     )

@@ -47,7 +47,7 @@ class EventStream:
         self._writer = StreamWriter(http, self._response, context.options.write_timeout_s, context.clock)
 
     async def run(
-        self, generate: Callable[[Sink], Awaitable[None]], end: Callable[[], bytes]
+        self, generate: Callable[[Sink], Awaitable[None]], end: Callable[[], Awaitable[bytes]]
     ) -> web.StreamResponse:
         """Write what ``generate`` gives to its sink, and then ``end``."""
         response, record = self._response, self._record
@@ -58,7 +58,7 @@ class EventStream:
                         await generate(self._sink)
                         if not response.prepared:
                             await response.prepare(self._http)  # the client had all but the end
-                    last = end()
+                    last = await end()
                 except Exception as error:
                     if isinstance(error, ConnectionError) or not response.prepared:
                         raise

@@ -30,7 +30,10 @@ _COMMANDS = {
 _INDEX = ("{%s}:meta", "{%s}:events", "{%s}:marks", "{%s}:leases", "{%s}:node:*", "{%s}:log:*")
 _KEYS = {
     NODE: (*_INDEX, "%s:objects:*"),
-    CONDUCTOR: (*_INDEX, "{%s}:conductors", "{%s}:facts", "{%s}:planner", "{%s}:stream:*"),
+    CONDUCTOR: (
+        *_INDEX,
+        *("{%s}:conductors", "{%s}:facts", "{%s}:planner", "{%s}:stream:*", "{%s}:responses:*"),
+    ),
     OPERATOR: _INDEX,
     CLIENT: ("{%s}:meta", "{%s}:leases", "{%s}:node:*", "{%s}:log:*"),
 }
