@@ -26,7 +26,7 @@ from moonpool.conductor.engines.configured import ConfiguredEngines
 from moonpool.conductor.fleet.adapters import AdapterDirectory
 from moonpool.conductor.fleet.administration import FleetAdmin
 from moonpool.conductor.fleet.member import Member
-from moonpool.conductor.fleet.node_status import node_status, warnings_of
+from moonpool.conductor.fleet.node_status import node_status, slow_rank_of, warnings_of
 from moonpool.conductor.fleet.providers.provider import Provider
 from moonpool.conductor.fleet.registry import NodeRegistry
 from moonpool.conductor.fleet.rollout.record import RolloutRecord
@@ -390,6 +390,8 @@ class Conductor:
             elif not member.healthy:
                 degraded.append(f"node {node_id} is unhealthy: {'; '.join(member.record.reasons)}")
             degraded += (f"node {node_id}: {warning}" for warning in warnings_of(member.record))
+            if sentence := slow_rank_of(member.record):
+                degraded.append(f"node {node_id}: {sentence}")
         degraded += posture.warnings(process.current())
         for missing in missing_replicas(member.record for member in registry.members.values()):
             degraded.append(f"node {missing.node_id} has {missing.present} of its {missing.count} replicas")

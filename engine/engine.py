@@ -36,6 +36,7 @@ from moonpool.engine.memory.block_pool import BlockPool
 from moonpool.engine.ranks.group import RankGroup
 from moonpool.engine.ranks.hosts.listener import HostListener
 from moonpool.engine.ranks.leader import ParallelRunner, StepTimes
+from moonpool.engine.ranks.rank_times import RankTimes
 from moonpool.engine.setup import EngineSetup
 from moonpool.engine.sharding.expert_placement import ExpertPlacement
 from moonpool.engine.speculation.speculator import Speculator
@@ -254,6 +255,11 @@ class Engine:
         assert self._loop is not None
         runner = self._loop.runner
         return runner.clock if isinstance(runner, ParallelRunner) else None
+
+    def rank_times(self) -> RankTimes | None:
+        """Return the times of all ranks; None with a single rank, or while no model is loaded."""
+        runner = self._loop.runner if self._loop is not None else None
+        return runner.rank_times if isinstance(runner, ParallelRunner) else None
 
     async def _run(self, loop: StepLoop) -> None:
         try:

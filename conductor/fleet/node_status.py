@@ -33,6 +33,7 @@ def node_status(member: Member, now_s: float) -> dict[str, Any]:
         "host_id": extra.get("host_id", ""),  # equal for store nodes that fail together
         "pid": record.pid,
         "ranks": str(extra.get("ranks", "")),  # such as tp 2 × pp 1; empty: one process
+        "slow_rank": slow_rank_of(record),
         "join_s": extra.get("join_s"),  # from its start until it served
         "join": extra.get("join", {}),  # seconds by phase: see engine.node.join_phases
         "first_token_s": member.first_token_s,  # from when it joined to its first token; None: none yet
@@ -82,6 +83,11 @@ def warnings_of(record: NodeRecord) -> list[str]:
     """Sentences of a node about its security."""
     found = record.extra.get("warnings")
     return [str(sentence) for sentence in found] if isinstance(found, list) else []
+
+
+def slow_rank_of(record: NodeRecord) -> str:
+    """A sentence about a rank of the node that its other ranks wait for; empty: there is none."""
+    return str(record.extra.get("slow_rank", ""))
 
 
 @lru_cache(maxsize=4096)

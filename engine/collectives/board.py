@@ -17,7 +17,7 @@ from moonpool.engine.collectives.futex import Futex
 from moonpool.engine.errors import RankLost
 from moonpool.runtime.service.heartbeat import BEATS_PER_TIMEOUT, Heartbeat
 
-_ABORTED, _STEP, _NBYTES = range(3)  # words of the group
+_ABORTED, _STEP, _NBYTES, _PUBLISHED_NS = range(4)  # words of the group
 _GROUP_WORDS = 64
 _RANK_WORDS = 64
 
@@ -29,7 +29,8 @@ _MONITOR_S = 0.05
 
 
 class BoardWord(IntEnum):
-    """Words of a rank; those that others wait for have their own cache lines."""
+    """Words of a rank. Those that others wait for have their own cache lines, each with the times of its last
+    two values behind it: see ``SharedBoard.advance``."""
 
     EXCHANGED = 0  # exchanges with the tp ranks
     SENT = 8
@@ -37,10 +38,11 @@ class BoardWord(IntEnum):
     GATHERED = 24
     DONE = 32
     DIGEST = 40  # of all batches up to DONE
-    COMPUTE_NS = 41  # of the step DONE, as the next three
+    COMPUTE_NS = 41  # of the step DONE, as the next four
     COLLECTIVE_NS = 42
     BUBBLE_NS = 43
     ALL_TO_ALL_NS = 44
+    EXCHANGE_NS = 45  # of COLLECTIVE_NS: the rank's own part, without waiting for others
     CP_EXCHANGED = 56  # exchanges with the cp ranks
     HEARTBEAT_NS = 48  # CLOCK_MONOTONIC, equal for all processes of a machine
 
@@ -85,6 +87,7 @@ class SharedBoard:
 
     remote_ranks: ranks of other machines; the relay's thread writes their words here. ``on_publish``: calls
     with each step's number and batch, in the publishing thread. ``payload``: room for a step's batch.
+    waited_ns: in waits until the other rank was there; not the time after that until this rank went on.
     """
 
     def __init__(self, memory: SharedMemory, rank: int, world_size: int, timeout_s: float) -> None:
@@ -92,6 +95,7 @@ class SharedBoard:
         self.world_size = world_size
         self.timeout_s = timeout_s
         self.remote_ranks = range(0)
+        self.waited_ns = 0
         self.on_publish: list[Callable[[int, npt.NDArray[np.uint8]], None]] = []
         self._memory = memory
         control_nbytes = self._control_nbytes(world_size)
@@ -133,14 +137,21 @@ class SharedBoard:
         """Set a word of this rank. Others that see it also see all memory written before."""
         self._words[_GROUP_WORDS + _RANK_WORDS * self.rank + word] = value
 
+    def advance(self, word: BoardWord, count: int) -> None:
+        """Post the next count of a word that others ``wait`` for, and when. No rank may still wait for
+        ``count - 2``."""
+        index = _GROUP_WORDS + _RANK_WORDS * self.rank + word
+        self._words[index + 1 + (count & 1)] = time.perf_counter_ns()  # equal for all processes of a machine
+        self._words[index] = count
+
     def wait(self, rank: int, word: BoardWord, value: int) -> None:
         """Wait until the word of ``rank`` is at least ``value``. Raises RankLost."""
         words, index = self._words, _GROUP_WORDS + _RANK_WORDS * rank + word
         for _ in range(_SPINS):
             if words[index] >= value:
                 return
-        began_s = time.monotonic()
-        monitored_s = began_s
+        began_ns = time.perf_counter_ns()
+        began_s = monitored_s = time.monotonic()
         while words[index] < value:
             now_s = time.monotonic()
             if now_s - began_s < _YIELD_S:
@@ -150,10 +161,11 @@ class SharedBoard:
             if now_s - monitored_s > _MONITOR_S:
                 monitored_s = now_s
                 self.check()
+        self.waited_ns += max(words[index + 1 + (value & 1)] - began_ns, 0)
 
     def post_done(self, step: int) -> None:
         """Post that this rank is done with ``step``, after its other words."""
-        self.post(BoardWord.DONE, step)
+        self.advance(BoardWord.DONE, step)
         self._done[self.rank].wake()
 
     def wait_done(self, rank: int, step: int) -> None:
@@ -200,6 +212,7 @@ class SharedBoard:
         """Publish ``payload[:nbytes]`` as the batch of ``step``. All ranks must be done with the step
         before."""
         self._words[_NBYTES] = nbytes
+        self._words[_PUBLISHED_NS] = time.perf_counter_ns()
         self._words[_STEP] = step
         self._step.wake()
         for publish in self.on_publish:
@@ -219,6 +232,11 @@ class SharedBoard:
                 self._step.wait(seen, _MONITOR_S)
                 self.check()
         return words[_STEP]
+
+    @property
+    def published_ns(self) -> int:
+        """When the batch was published on this machine, by ``time.perf_counter_ns``."""
+        return self._words[_PUBLISHED_NS]
 
     def batch(self) -> npt.NDArray[np.uint8]:
         """Return a view of the batch published last."""

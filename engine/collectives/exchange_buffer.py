@@ -49,7 +49,7 @@ class ExchangeBuffer:
             buffer.view(head.dtype)[: len(head)].copy_(head)
             first = lines(head.nbytes) // part.itemsize
         buffer.view(part.dtype)[first : first + part.numel()].view(part.shape).copy_(part)
-        self._board.post(self._word, k)
+        self._board.advance(self._word, k)
         return k
 
     def read(self, rank: int, k: int, dtype: torch.dtype, first: int, count: int) -> Tensor:

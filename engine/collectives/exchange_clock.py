@@ -11,7 +11,7 @@ _NUM_SAMPLES = 4096
 class ExchangeClock:
     """Counts of one rank since its start; ``samples_s`` are the last exchanges' durations.
 
-    collective_ns: all exchanges, waiting included, except ``receive``. all_to_all_ns: those of them that
+    collective_ns: all exchanges, with waiting for other ranks of the stage. all_to_all_ns: those of them that
     moved tokens to experts and back. bubble_ns: waiting for the stage before.
     """
 
@@ -48,5 +48,7 @@ class ExchangeClock:
         self.all_to_all_ns += round(1e9 * took_s)
         self.all_to_all_samples_s.append(took_s)
 
-    def bubble(self, began_ns: int) -> None:
-        self.bubble_ns += time.perf_counter_ns() - began_ns
+    def received(self, began_ns: int, waited_ns: int) -> None:
+        """Count hidden states received from the stage before, after waiting for it."""
+        self.bubble_ns += waited_ns
+        self.collective_ns += time.perf_counter_ns() - began_ns - waited_ns

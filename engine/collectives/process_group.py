@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -48,7 +49,7 @@ class ProcessGroup:
 
         Raises RankLost when the other ranks do not come within ``start_timeout_s``.
         """
-        self._board = board
+        self.board = board
         self._start = timedelta(seconds=start_timeout_s)
         self._waiter: WorkWaiter | None = None
         self._groups: list[dist.ProcessGroup | None] = [None]  # that this rank is in; None: of all ranks
@@ -82,17 +83,17 @@ class ProcessGroup:
         """Have NCCL end exchanges that take longer than ``board.timeout_s``. From any thread."""
         if self._waiter is None:
             for group in self._groups:
-                _set_pg_timeout(timedelta(seconds=self._board.timeout_s), group)
+                _set_pg_timeout(timedelta(seconds=self.board.timeout_s), group)
 
     def groups(self, of: Iterable[Sequence[int]]) -> dist.ProcessGroup:
         """Make a group of each of these rank lists, in the same order on all ranks. Return this rank's
         group."""
         mine: dist.ProcessGroup | None = None
-        with raising_rank_lost(self._board.rank):
+        with raising_rank_lost(self.board.rank):
             for ranks in of:
                 # torch requires every rank to make every group.
                 group = dist.new_group(list(ranks), timeout=self._start)
-                if self._board.rank in ranks:
+                if self.board.rank in ranks:
                     self._lift_limit(group)
                     self._groups.append(group)
                     mine = group
@@ -104,16 +105,19 @@ class ProcessGroup:
         ``rank`` if the cause is unknown."""
         if work is None:
             return
+        began_ns = time.perf_counter_ns()
         with raising_rank_lost(rank):
             if self._waiter is None:
                 work.wait()
             else:
                 self._waiter.wait(work)
+        # Moving the bytes is part of it: torch.distributed does not tell when the other rank was there.
+        self.board.waited_ns += time.perf_counter_ns() - began_ns
 
     def close(self) -> None:
         if self._waiter is not None:
             self._waiter.stop()
-        elif self._board.is_aborted:
+        elif self.board.is_aborted:
             # An orderly end would wait for kernels that wait for the lost rank.
             _abort_process_group()
             return

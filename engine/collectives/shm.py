@@ -160,19 +160,20 @@ class ShmLink:
         self._num_sent = k = self._num_sent + 1
         self._board.wait(self._shard.rank + self._shard.stage_size, BoardWord.RECEIVED, k - 2)
         self._area(self._shard.rank, 2, k, hidden.dtype)[: hidden.numel()].copy_(hidden.view(-1))
-        self._board.post(BoardWord.SENT, k)
+        self._board.advance(BoardWord.SENT, k)
         self._clock.collective(began_ns, hidden.nbytes)
 
     def receive(self, num_tokens: int) -> Tensor:
         began_ns = time.perf_counter_ns()
         self._num_received = k = self._num_received + 1
-        source = self._shard.rank - self._shard.stage_size
+        source, waited_ns = self._shard.rank - self._shard.stage_size, self._board.waited_ns
         self._board.wait(source, BoardWord.SENT, k)
+        waited_ns = self._board.waited_ns - waited_ns
         width = self._shape.hidden_size
         area = self._area(source, 2, k, self._shape.dtype)
         hidden = area[: num_tokens * width].view(num_tokens, width).clone()
-        self._board.post(BoardWord.RECEIVED, k)
-        self._clock.bubble(began_ns)
+        self._board.advance(BoardWord.RECEIVED, k)
+        self._clock.received(began_ns, waited_ns)
         return hidden
 
     def gather(self, logits: Tensor | None, num_rows: int) -> Tensor | None:
@@ -183,7 +184,7 @@ class ShmLink:
             assert logits is not None
             board.wait(0, BoardWord.GATHERED, k - 2)
             self._area(rank, 4, k, logits.dtype)[: logits.numel()].copy_(logits.view(-1))
-            board.post(BoardWord.GATHERED, k)
+            board.advance(BoardWord.GATHERED, k)
             self._clock.collective(began_ns, logits.nbytes)
             return None
         parts = []
@@ -196,7 +197,7 @@ class ShmLink:
             area = self._area(other, 4, k, self._shape.dtype)
             parts.append(area[: num_rows * words].view(num_rows, words))
         whole = torch.cat(parts, dim=1)
-        board.post(BoardWord.GATHERED, k)
+        board.advance(BoardWord.GATHERED, k)
         self._clock.collective(began_ns, whole.nbytes)
         return whole
 

@@ -125,9 +125,9 @@ class TorchLink:
         self._clock.collective(began_ns, hidden.nbytes)
 
     def receive(self, num_tokens: int) -> Tensor:
-        began_ns = time.perf_counter_ns()
+        began_ns, waited_ns = time.perf_counter_ns(), self._ranks.board.waited_ns
         hidden = self._recv(self._shard.rank - self._shard.stage_size, num_tokens, self._hidden_size)
-        self._clock.bubble(began_ns)
+        self._clock.received(began_ns, self._ranks.board.waited_ns - waited_ns)
         return hidden
 
     def gather(self, logits: Tensor | None, num_rows: int) -> Tensor | None:

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from moonpool.engine.engine import Engine
 from moonpool.engine.node.adapter_metrics import adapter_metrics
+from moonpool.engine.ranks.rank_times import RankTimes
 from moonpool.engine.sharding.expert_placement import skew
 from moonpool.kvstore.eviction.tenant_metrics import TenantLabels
 
@@ -97,6 +98,7 @@ class _EngineCollector(Collector):
             "moonpool_engine_step_seconds", "Duration of the last step", value=stats.step_s
         )
         yield from adapter_metrics(self._engine)
+        yield from _rank_metrics(self._engine.rank_times())
         if self._engine.config.moe is not None:
             load = self._engine.expert_load()
             yield from _expert_metrics(load)
@@ -108,6 +110,34 @@ def _by_label(family: GaugeMetricFamily, values: Mapping[str, float]) -> GaugeMe
     for label, value in values.items():
         family.add_metric([label], value)
     return family
+
+
+def _rank_metrics(times: RankTimes | None) -> Iterator[Metric]:
+    seconds = CounterMetricFamily(
+        "moonpool_rank_step_seconds",
+        "Seconds of a rank in steps, by part: compute, exchange (own part), wait (for ranks of its stage), "
+        "bubble (waiting for the stage before)",
+        labels=["rank", "part"],
+    )
+    stalls = CounterMetricFamily(
+        "moonpool_rank_stalls",
+        "Steps in which a rank took three times as long as the median rank, and 0.1 s more",
+        labels=["rank"],
+    )
+    ratios = GaugeMetricFamily(
+        "moonpool_rank_straggler_ratio",
+        "A rank's compute and exchange in the last 8 s over the median rank's, 1 when idle. "
+        "Cause: none, or what takes a slow rank longer (compute, exchange)",
+        labels=["rank", "cause"],
+    )
+    if times is not None:
+        for part, of_ranks in times.totals_s().items():
+            for rank, part_s in enumerate(of_ranks):
+                seconds.add_metric([str(rank), part], part_s)
+        for pace in times.paces():
+            stalls.add_metric([str(pace.rank)], pace.num_stalls)
+            ratios.add_metric([str(pace.rank), pace.cause if pace.is_slow else "none"], pace.ratio)
+    yield from (seconds, stalls, ratios)
 
 
 def _expert_metrics(load: npt.NDArray[np.int64]) -> Iterator[Metric]:

@@ -23,6 +23,7 @@ from moonpool.engine.execution.runner import ModelRunner
 from moonpool.engine.experts.load import ExpertLoad
 from moonpool.engine.model.inputs import StepInputs
 from moonpool.engine.ranks.assignment import Assignment
+from moonpool.engine.ranks.rank_times import RankTimes
 from moonpool.engine.ranks.stage import RankStep
 from moonpool.engine.ranks.step_message import chain_digest, pack
 from moonpool.runtime.service.load_progress import Progress
@@ -39,6 +40,7 @@ class StepTimes:
     exchanged_nbytes: int
     compute_s: list[float]
     collective_s: list[float]
+    exchange_s: list[float]  # of collective_s: the rank's own part, without waiting for others
     bubble_s: list[float]
     all_to_all_s: list[float]  # of collective_s
 
@@ -79,12 +81,13 @@ class ParallelRunner(ModelRunner):
         self._expert_load = expert_load
         self.clock = clock
         self._shards = assignment.plan.shards(config)
+        self.rank_times = RankTimes([shard.stage for shard in self._shards])
         self._board = board
         self._link = link
         self._rank_step = RankStep(self.model, self.pool, link, board, clock, assignment.options.parallel)
         self._rounds: list[list[int]] = []
         self._hidden: Tensor | None = None
-        self._publish_s = 0.0
+        self._publish_s = self._sampling_s = self._logits_end_s = 0.0
         self.on_times: Callable[[StepTimes], None] | None = None
 
     def execute(self, plan: StepPlan) -> StepOutput:
@@ -111,9 +114,18 @@ class ParallelRunner(ModelRunner):
         except Exception as error:
             self._board.abort(0)
             raise RankLost(0, f"{type(error).__name__}: {error}") from error
+        times = self._times(began_s, sampled_s, *before)
+        self._observe(times, sampled_s)
         if self.on_times is not None:
-            self.on_times(self._times(began_s, sampled_s, *before))
+            self.on_times(times)
         return output
+
+    def _observe(self, times: StepTimes, sampled_s: float) -> None:
+        compute_s = times.compute_s
+        if self.device.torch.type == "cpu":  # a GPU may still compute while rank 0 samples
+            sampling_s = self._sampling_s + sampled_s - self._logits_end_s
+            compute_s = [max(compute_s[0] - sampling_s, 0.0), *compute_s[1:]]
+        self.rank_times.observe(compute_s, times.exchange_s, times.collective_s, times.bubble_s)
 
     def expert_load(self) -> npt.NDArray[np.int64]:
         """See ``ModelRunner``. Ranks without shared memory count as of the last refresh."""
@@ -131,7 +143,8 @@ class ParallelRunner(ModelRunner):
             self._expert_load.tables.zero_()
 
     def serve(self) -> None:
-        """See ``Link.serve``."""
+        """See ``Link.serve``. The times of the ranks' first steps, which compile, are forgotten."""
+        self.rank_times = RankTimes([shard.stage for shard in self._shards])
         self._link.serve()
 
     def end_steps(self) -> None:
@@ -150,15 +163,18 @@ class ParallelRunner(ModelRunner):
         self._board.publish(self._rank_step.step, nbytes)
         self._publish_s = time.perf_counter() - began_s
         self._hidden = self._rank_step.forward(inputs.to(self.device.torch))
+        self._sampling_s, self._logits_end_s = 0.0, time.perf_counter()
         # Other ranks may have these rows: only their number matters here.
         return torch.empty(1, 1).expand(len(inputs.token_ids), 1)
 
     def _logits(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
         """Return the logits of the next published round."""
         wanted = self._rounds.pop(0)
+        self._sampling_s += time.perf_counter() - self._logits_end_s
         assert len(wanted) == (len(hidden) if rows is None else len(rows)), "other rows than published"
         logits = self._rank_step.logits(self._hidden, torch.tensor(wanted))
         assert logits is not None
+        self._logits_end_s = time.perf_counter()
         return logits
 
     def _times(self, began_s: float, sampled_s: float, num_before: int, nbytes_before: int) -> StepTimes:
@@ -175,6 +191,7 @@ class ParallelRunner(ModelRunner):
             self.clock.collective_nbytes - nbytes_before,
             seconds(BoardWord.COMPUTE_NS),
             seconds(BoardWord.COLLECTIVE_NS),
+            seconds(BoardWord.EXCHANGE_NS),
             seconds(BoardWord.BUBBLE_NS),
             seconds(BoardWord.ALL_TO_ALL_NS),
         )

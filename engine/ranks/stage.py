@@ -41,14 +41,17 @@ class RankStep:
         self._micro_batch_tokens = options.micro_batch_tokens
         self._cp_min_tokens = options.cp_min_tokens
         self.step = self.digest = 0
-        self._begun_ns = self._collective_ns = self._bubble_ns = self._all_to_all_ns = 0
+        self._begun_ns = self._late_ns = 0
+        # Counts when the step began.
+        self._collective_ns = self._bubble_ns = self._all_to_all_ns = self._waited_ns = 0
         self._tokens: ContextStep | None = None
 
-    def begin(self, digest: int) -> None:
-        """Begin the next step. ``digest``: with its batch."""
+    def begin(self, digest: int, late_ns: int = 0) -> None:
+        """Begin the next step. ``digest``: with its batch. ``late_ns``: since the batch was published."""
         self.step += 1
         self.digest = digest
-        self._begun_ns = time.perf_counter_ns()
+        self._begun_ns, self._late_ns = time.perf_counter_ns(), late_ns
+        self._waited_ns = self._board.waited_ns
         self._collective_ns, self._bubble_ns = self._clock.collective_ns, self._clock.bubble_ns
         self._all_to_all_ns = self._clock.all_to_all_ns
 
@@ -93,10 +96,12 @@ class RankStep:
         took_ns = time.perf_counter_ns() - self._begun_ns
         collective_ns = self._clock.collective_ns - self._collective_ns
         bubble_ns = self._clock.bubble_ns - self._bubble_ns
+        waited_ns = self._board.waited_ns - self._waited_ns - bubble_ns
         post = self._board.post
         post(BoardWord.DIGEST, self.digest)
         post(BoardWord.COMPUTE_NS, took_ns - collective_ns - bubble_ns)
-        post(BoardWord.COLLECTIVE_NS, collective_ns)
+        post(BoardWord.COLLECTIVE_NS, collective_ns + self._late_ns)
+        post(BoardWord.EXCHANGE_NS, collective_ns + self._late_ns - waited_ns)
         post(BoardWord.BUBBLE_NS, bubble_ns)
         post(BoardWord.ALL_TO_ALL_NS, self._clock.all_to_all_ns - self._all_to_all_ns)
         self._board.post_done(self.step)
@@ -112,7 +117,8 @@ def run_steps(rank_step: RankStep, board: SharedBoard, device: torch.device) -> 
             if not len(batch):
                 return
             assert step == rank_step.step + 1, f"step {step} follows {rank_step.step} here"
-            rank_step.begin(chain_digest(rank_step.digest, batch))
+            late_ns = time.perf_counter_ns() - board.published_ns
+            rank_step.begin(chain_digest(rank_step.digest, batch), late_ns)
             inputs, rounds = unpack(batch)
             hidden = rank_step.forward(inputs.to(device))
             for rows in rounds:

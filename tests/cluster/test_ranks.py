@@ -6,6 +6,7 @@ import asyncio
 import io
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from rich.console import Console
 
 from moonpool.client import Client, Reply
 from moonpool.commands.status import cluster_view
+from moonpool.doctor.diagnosis import check_cluster
 from moonpool.errors import ApiError
 from moonpool.local.cluster import LocalCluster
 from moonpool.runtime.config.options import Config, ParallelOptions
@@ -120,6 +122,44 @@ async def is_back(client: Client, before: dict[str, Any]) -> bool:
     assert node["num_starts"] == before["num_starts"] + 1
     assert 0 < node["join_s"] < 60
     return True
+
+
+async def test_a_rank_that_is_stopped_now_and_then_is_named_within_10_s(
+    cluster: LocalCluster, client: Client
+) -> None:
+    """On the dashboard, which shows what is degraded, and by the doctor."""
+    pids = {name: rank_pid(cluster, name) for name in ("decode-0", "decode-1")}
+
+    async def ask() -> None:
+        while True:
+            await whole(client, "And the LORD said unto him ")
+
+    async def shown() -> str:
+        async for now in client.live():
+            return next((text for text in now["degraded"] if "rank 1 of 2 is slow" in text), "")
+        return ""
+
+    assert not await shown()
+    asking = [asyncio.ensure_future(ask()) for _ in range(2)]
+    began_s = time.monotonic()
+    try:
+        while not (sentence := await shown()):
+            assert time.monotonic() - began_s < 10
+            for number in (signal.SIGSTOP, signal.SIGCONT):
+                for pid in pids.values():
+                    os.kill(pid, number)
+                await asyncio.sleep(0.2 if number == signal.SIGSTOP else 0.8)
+    finally:
+        for task in asking:
+            task.cancel()
+        await asyncio.wait(asking)
+    print(f"named after {time.monotonic() - began_s:.1f} s: {sentence}")
+    name = sentence.removeprefix("node ").split(":")[0]
+    assert name in pids
+    found = [
+        finding.fact for finding in await check_cluster(cluster.url, cluster.config) if finding.what == name
+    ]
+    assert any("rank 1 of 2 is slow" in fact for fact in found), found
 
 
 @pytest.mark.parametrize(

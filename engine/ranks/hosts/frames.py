@@ -20,6 +20,7 @@ _STEP_WORDS = (
     BoardWord.COLLECTIVE_NS,
     BoardWord.BUBBLE_NS,
     BoardWord.ALL_TO_ALL_NS,
+    BoardWord.EXCHANGE_NS,
 )
 _DONE = struct.Struct(f"<Q{len(_STEP_WORDS)}q")
 
