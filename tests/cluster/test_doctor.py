@@ -134,14 +134,11 @@ async def finds(
     return found[0]
 
 
-def api_of(cluster: LocalCluster) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0)
-
-
 async def ask(cluster: LocalCluster, prompt: str, **more: Any) -> None:
-    await api_of(cluster).completions.create(
-        model=Config().model.served_name, prompt=prompt, max_tokens=2, extra_body=more
-    )
+    async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as api:
+        await api.completions.create(
+            model=Config().model.served_name, prompt=prompt, max_tokens=2, extra_body=more
+        )
 
 
 async def test_a_salt_that_changes_with_the_request_is_the_cause_of_no_hit(cluster: LocalCluster) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 import torch
 
 from moonpool.client import Client, Reply
@@ -23,9 +25,10 @@ MODEL: Path = Config().model.directory
 BLOCK_SIZE = Config().engine.block_size
 
 
-@pytest.fixture(scope="module")
-def openai_client(cluster: LocalCluster) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def openai_client(cluster: LocalCluster) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as api:
+        yield api
 
 
 @pytest.fixture(scope="module")

@@ -54,9 +54,10 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Loc
         yield running
 
 
-@pytest.fixture(scope="module")
-def api(cluster: LocalCluster) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def api(cluster: LocalCluster) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as api:
+        yield api
 
 
 async def push_out(api: openai.AsyncOpenAI, first_seed: int) -> None:

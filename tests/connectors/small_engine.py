@@ -75,7 +75,7 @@ class SmallEngine:
         self.worker = WorkerSide(config, fingerprint, known)
         self.worker.register(self.layers)
         self.answer: dict[str, Any] | None = None  # to the latest request: its kv_transfer_params
-        self._count = 0
+        self.num_asked = 0  # by ``until_hit``
 
     @property
     def node(self) -> Any:
@@ -146,8 +146,8 @@ class SmallEngine:
         """Ask until so many blocks are loaded."""
 
         def hit() -> bool:
-            self._count += 1
-            request = Request(f"{name}-{self._count}", num_blocks * BLOCK + 1, name)
+            self.num_asked += 1
+            request = Request(f"{name}-{self.num_asked}", num_blocks * BLOCK + 1, name)
             return self.serve(request) == num_blocks * BLOCK
 
         until(hit)
