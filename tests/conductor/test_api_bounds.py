@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import json
 import zlib
@@ -102,7 +103,9 @@ async def test_a_slow_head_is_not_waited_for(api: Any, drip: bytes, monkeypatch:
     slow = asyncio.create_task(dripping()) if drip else None
     await api.complete(max_tokens=1)
     async with asyncio.timeout(30):
-        assert await reader.read() == b""
+        # What drips on may turn the end into a reset.
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
     if slow is not None:
         slow.cancel()
         await asyncio.wait([slow])
