@@ -235,6 +235,7 @@ class Conductor:
         self._deps.admission.close()
         # The consumers of the streams must run once, so that nodes are told.
         await self._deps.admission.emptied(_CLOSE_WAIT_S)
+        await self._deps.hints.close()
         await self._engines.close()
         await self._migrator.close()
         await self._planner.close()

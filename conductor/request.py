@@ -48,6 +48,18 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheHint:
+    """What is to happen with a request's cached blocks once it has ended, on the nodes that served it.
+
+    Nodes may do less: they have limits, and need not be reachable.
+    """
+
+    pin_s: float = 0.0  # evict them after all others for so long
+    prefetch: bool = False  # copy those of the answer to the node that computed the prompt
+    drop_after: bool = False  # evict those that no other chain shares before all others
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One sequence to continue. An API request with ``n`` choices is ``n`` of these."""
 
@@ -64,6 +76,7 @@ class GenerateRequest:
     only: str = ""  # a node that it tries: the stages which that serves go there
     prompt_logprobs: bool = False  # turns the prefix cache off for this request
     adapter: node_pb2.Adapter | None = None  # LoRA; None: the model alone
+    cache_hint: CacheHint | None = None
 
     @property
     def adapter_name(self) -> str:

@@ -18,6 +18,7 @@ from moonpool.conductor.api import status_routes as pages
 from moonpool.conductor.api.context import CONTEXT, ApiContext
 from moonpool.conductor.api.endpoints import tokens
 from moonpool.conductor.api.endpoints.generation import chat_completions, completions
+from moonpool.conductor.api.endpoints.prefetch import prefetch
 from moonpool.conductor.api.endpoints.responses import responses
 from moonpool.conductor.api.errors import ApiError, as_api_error
 from moonpool.conductor.api.exchange import REQUEST_ID, REQUEST_ID_HEADER
@@ -57,6 +58,7 @@ def create_app(context: ApiContext, lanes: Lanes | None = None) -> web.Applicati
             web.post("/v1/completions", completions),
             web.post("/v1/chat/completions", chat_completions),
             web.post("/v1/responses", responses),
+            web.post("/v1/prefetch", prefetch),
             web.post("/tokenize", tokens.tokenize),
             web.post("/detokenize", tokens.detokenize),
             web.post("/v1/embeddings", tokens.embeddings),

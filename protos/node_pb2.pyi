@@ -1132,6 +1132,61 @@ class EvictReply(_message.Message):
 Global___EvictReply: _TypeAlias = EvictReply  # noqa: Y015
 
 @_typing.final
+class HintRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    KEEP_S_FIELD_NUMBER: _builtins.int
+    DROP_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    TENANT_CACHED_NBYTES_FIELD_NUMBER: _builtins.int
+    keys: _builtins.bytes
+    """one chain, in order"""
+    keep_s: _builtins.float
+    """evict these blocks last for so long; 0: no longer than others"""
+    drop: _builtins.bool
+    """evict the end that no other chain shares first"""
+    tenant: _builtins.str
+    """the tenant that kept blocks count for; "": none"""
+    tenant_cached_nbytes: _builtins.int
+    """the tenant's limit on one node; 0: none"""
+    def __init__(
+        self,
+        *,
+        keys: _builtins.bytes = ...,
+        keep_s: _builtins.float = ...,
+        drop: _builtins.bool = ...,
+        tenant: _builtins.str = ...,
+        tenant_cached_nbytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drop", b"drop", "keep_s", b"keep_s", "keys", b"keys", "tenant", b"tenant", "tenant_cached_nbytes", b"tenant_cached_nbytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HintRequest: _TypeAlias = HintRequest  # noqa: Y015
+
+@_typing.final
+class HintReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    num_blocks: _builtins.int
+    def __init__(
+        self,
+        *,
+        num_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HintReply: _TypeAlias = HintReply  # noqa: Y015
+
+@_typing.final
 class CancelRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -76,6 +76,11 @@ class NodeStub:
                 request_serializer=moonpool_dot_protos_dot_node__pb2.EvictRequest.SerializeToString,
                 response_deserializer=moonpool_dot_protos_dot_node__pb2.EvictReply.FromString,
                 _registered_method=True)
+        self.Hint = channel.unary_unary(
+                '/moonpool.Node/Hint',
+                request_serializer=moonpool_dot_protos_dot_node__pb2.HintRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_node__pb2.HintReply.FromString,
+                _registered_method=True)
         self.Cancel = channel.unary_unary(
                 '/moonpool.Node/Cancel',
                 request_serializer=moonpool_dot_protos_dot_node__pb2.CancelRequest.SerializeToString,
@@ -143,6 +148,13 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Hint(self, request, context):
+        """What a client asks for the cached blocks of its request.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Cancel(self, request, context):
         """Stop one attempt of a request and release its resources. An unknown one is no error.
         """
@@ -192,6 +204,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.Evict,
                     request_deserializer=moonpool_dot_protos_dot_node__pb2.EvictRequest.FromString,
                     response_serializer=moonpool_dot_protos_dot_node__pb2.EvictReply.SerializeToString,
+            ),
+            'Hint': grpc.unary_unary_rpc_method_handler(
+                    servicer.Hint,
+                    request_deserializer=moonpool_dot_protos_dot_node__pb2.HintRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_node__pb2.HintReply.SerializeToString,
             ),
             'Cancel': grpc.unary_unary_rpc_method_handler(
                     servicer.Cancel,
@@ -417,6 +434,33 @@ class Node:
             '/moonpool.Node/Evict',
             moonpool_dot_protos_dot_node__pb2.EvictRequest.SerializeToString,
             moonpool_dot_protos_dot_node__pb2.EvictReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Hint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.Node/Hint',
+            moonpool_dot_protos_dot_node__pb2.HintRequest.SerializeToString,
+            moonpool_dot_protos_dot_node__pb2.HintReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -51,6 +51,8 @@ class NodeStub:
     """Evict the end of a chain from the pool, where it is a surplus copy. Blocks in use and blocks with successors
     stay.
     """
+    Hint: _grpc.UnaryUnaryMultiCallable[_node_pb2.HintRequest, _node_pb2.HintReply]
+    """What a client asks for the cached blocks of its request."""
     Cancel: _grpc.UnaryUnaryMultiCallable[_node_pb2.CancelRequest, _node_pb2.CancelReply]
     """Stop one attempt of a request and release its resources. An unknown one is no error."""
 
@@ -75,6 +77,8 @@ class NodeAsyncStub(NodeStub):
     """Evict the end of a chain from the pool, where it is a surplus copy. Blocks in use and blocks with successors
     stay.
     """
+    Hint: _aio.UnaryUnaryMultiCallable[_node_pb2.HintRequest, _node_pb2.HintReply]  # type: ignore[assignment]
+    """What a client asks for the cached blocks of its request."""
     Cancel: _aio.UnaryUnaryMultiCallable[_node_pb2.CancelRequest, _node_pb2.CancelReply]  # type: ignore[assignment]
     """Stop one attempt of a request and release its resources. An unknown one is no error."""
 
@@ -144,6 +148,14 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
         """Evict the end of a chain from the pool, where it is a surplus copy. Blocks in use and blocks with successors
         stay.
         """
+
+    @_abc_1.abstractmethod
+    def Hint(
+        self,
+        request: _node_pb2.HintRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.HintReply, _abc.Awaitable[_node_pb2.HintReply]]:
+        """What a client asks for the cached blocks of its request."""
 
     @_abc_1.abstractmethod
     def Cancel(

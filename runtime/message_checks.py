@@ -49,6 +49,7 @@ MOST: Mapping[str, int] = {
     "moonpool.BlockListing.changes": 2 * _KEYS_NBYTES,
     "moonpool.ReplicateRequest.keys": _KEYS_NBYTES,
     "moonpool.EvictRequest.keys": _KEYS_NBYTES,
+    "moonpool.HintRequest.keys": _KEYS_NBYTES,
     "moonpool.PrefillReply.prompt_logprobs": _TOKENS,
     "moonpool.PrefillReply.chunks": _BLOCKS,
     "moonpool.PrefillReply.fetch_error": ERROR_CHARS,

@@ -103,6 +103,8 @@ BY_FIELD: Mapping[str, Range] = {
     "moonpool.Demand.num_tbt_within": COUNT,
     "moonpool.Demand.output_tokens": COUNT,
     "moonpool.LeaseRequest.ttl_s": DURATION_S,
+    "moonpool.HintRequest.keep_s": DURATION_S,
+    "moonpool.HintRequest.tenant_cached_nbytes": NBYTES,
     "moonpool.LeaseReply.granted_s": DURATION_S,
     "moonpool.RenewRequest.ttl_s": DURATION_S,
     "moonpool.RenewReply.granted_s": DURATION_S,

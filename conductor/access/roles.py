@@ -69,6 +69,7 @@ PERMITTED: Final = {
     "POST /v1/completions": _GENERATION,
     "POST /v1/chat/completions": _GENERATION,
     "POST /v1/responses": _GENERATION,
+    "POST /v1/prefetch": _GENERATION,
     "POST /tokenize": _GENERATION,
     "POST /detokenize": _GENERATION,
     "POST /v1/embeddings": _GENERATION,

@@ -226,6 +226,7 @@ class GenerationExchange:
                     follows=bool(runs),
                     prompt_logprobs=_wants_prompt_logprobs(body),
                     adapter=self._adapter,
+                    cache_hint=body.cache_hint.hint if body.cache_hint else None,
                 )
                 choice = Choice(len(runs), prompt, body, context.tokenizer, tools)
                 run = SequenceRun(request, choice, leader)

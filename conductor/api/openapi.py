@@ -104,6 +104,9 @@ _ANSWERS = {
     "Response": _object(
         id=_STRING, object={"const": "response"}, status=_STRING, output=_list_of({"type": "object"})
     ),
+    "Prefetch": _object(
+        id=_STRING, object={"const": "prefetch"}, prompt_tokens=_INTEGER, cached_tokens=_INTEGER
+    ),
     "Tokens": _object(count=_INTEGER, max_model_len=_INTEGER, tokens=_list_of(_INTEGER)),
     "Text": _object(prompt=_STRING),
 }
@@ -219,6 +222,7 @@ def _paths() -> dict[str, Any]:
         "/v1/completions": {"post": _generation("CompletionBody", "Completion", "Continue a prompt")},
         "/v1/chat/completions": {"post": _generation("ChatBody", "ChatCompletion", "Answer in a chat")},
         "/v1/responses": {"post": _call("Response", "Answer, in OpenAI's Responses API")},
+        "/v1/prefetch": {"post": _call("Prefetch", "Compute or load the prompt of `messages`")},
         "/tokenize": {"post": _call("Tokens", "Token ids of a `prompt`, or of the prompt of `messages`")},
         "/detokenize": {"post": _call("Text", "The text of `tokens`")},
         "/v1/embeddings": {"post": _call("Error", "Refused: the served model generates text")},

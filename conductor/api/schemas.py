@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from moonpool.conductor.api.errors import ApiError, bad_request
 from moonpool.conductor.api.structure.fields import ResponseFormat, StructuredOutputs
 from moonpool.conductor.api.structure.tool_fields import MAX_TOOLS, EarlierCalls, NamedTool, Tool, ToolChoice
+from moonpool.conductor.request import CacheHint
 from moonpool.runtime.structure.grammars import Structure
 
 log = logging.getLogger(__name__)
@@ -20,6 +21,7 @@ MAX_CHOICES = 128  # n
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
+MAX_PIN_S = 3600.0
 MAX_INT32 = 2**31 - 1
 
 # Ignoring these would silently change the meaning of a request.
@@ -68,6 +70,26 @@ class StreamOptions(_Schema):
     resumable: bool = False  # events have ids: see ``api.resume``
 
 
+class CacheHintField(BaseModel):
+    """See ``conductor.request.CacheHint``."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    pin_s: float = Field(default=0.0, ge=0, le=MAX_PIN_S)
+    prefetch: bool = False
+    drop_after: bool = False
+
+    @model_validator(mode="after")
+    def _agree(self) -> CacheHintField:
+        if self.pin_s and self.drop_after:
+            raise ValueError("pin_s is not allowed together with drop_after")
+        return self
+
+    @property
+    def hint(self) -> CacheHint:
+        return CacheHint(self.pin_s, self.prefetch, self.drop_after)
+
+
 class GenerationBody(_Schema):
     """Fields of both endpoints. ``parse`` removes nulls before validation."""
 
@@ -101,6 +123,7 @@ class GenerationBody(_Schema):
     )  # seconds for the whole request; the server's limits stay
     user: str | None = None
     cache_salt: str = ""
+    cache_hint: CacheHintField | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     service_tier: Literal["auto", "default", "priority", "flex"] = "auto"  # flex: the batch class

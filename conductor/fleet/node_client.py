@@ -114,10 +114,11 @@ class NodeClient:
         return reply
 
     async def replicate(
-        self, source: node_pb2.KvAddress, keys: Sequence[bytes], timeout_s: float
+        self, source: node_pb2.KvAddress, keys: Sequence[bytes], timeout_s: float, *, surplus: bool = True
     ) -> node_pb2.ReplicateReply:
-        """Have the node read its missing blocks of a chain from ``source``."""
-        request = node_pb2.ReplicateRequest(source=source, keys=b"".join(keys), surplus=True)
+        """Have the node read its missing blocks of a chain from ``source``. ``surplus``: they are
+        evicted first once they are unused."""
+        request = node_pb2.ReplicateRequest(source=source, keys=b"".join(keys), surplus=surplus)
         with rpc.node_errors(self.node_id):
             reply: node_pb2.ReplicateReply = await self._node.Replicate(request, timeout=timeout_s)
         return reply
@@ -127,6 +128,12 @@ class NodeClient:
         request = node_pb2.EvictRequest(keys=b"".join(keys), num_blocks=num_blocks)
         with rpc.node_errors(self.node_id):
             reply: node_pb2.EvictReply = await self._node.Evict(request, timeout=timeout_s)
+        return reply.num_blocks
+
+    async def hint(self, request: node_pb2.HintRequest, timeout_s: float) -> int:
+        """Have the node keep a chain, or let it go. Returns how many of its blocks."""
+        with rpc.node_errors(self.node_id):
+            reply: node_pb2.HintReply = await self._node.Hint(request, timeout=timeout_s)
         return reply.num_blocks
 
     async def switch(self, role: str, limit_s: float) -> node_pb2.SwitchReply:

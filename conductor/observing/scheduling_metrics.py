@@ -29,6 +29,12 @@ prefix_outcomes = Counter(
     "headed, new (see docs/troubleshooting.md)",
     ["outcome"],
 )
+cache_hints = Counter(
+    "moonpool_cache_hints_total",
+    "Hints of requests about their cached blocks: done, limited (by the tenant's limit, or what nodes keep), "
+    "refused (too many at once), failed",
+    ["outcome"],
+)
 migrations = Counter(
     "moonpool_migrations_total",
     "Running requests that were to move to another decode node, by cause (asked, drain, "

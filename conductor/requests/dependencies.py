@@ -23,6 +23,7 @@ from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.observing.timeline import TimelineRing
 from moonpool.conductor.placing.policies import Policy
 from moonpool.conductor.replication.copier import Replicator
+from moonpool.conductor.requests.cache_hints import CacheHints
 from moonpool.conductor.requests.migration import Movable
 
 
@@ -53,4 +54,5 @@ class RequestDependencies:
     suspects: asyncio.Lock  # see ``Suspicion``
     clock: Callable[[], float]  # monotonic seconds
     rng: random.Random
+    hints: CacheHints = field(default_factory=CacheHints)
     runs: dict[str, Movable] = field(default_factory=dict)  # admitted and not ended, by id

@@ -401,7 +401,21 @@ class RequestRun:
         self._placer.settle(pays=pays)
         self._deps.admission.leave(self._request, num_new, pays=pays)
         self._deps.batch_queue.notify()
+        if error is None and num_new > 0:
+            self._send_hint()
         self._recorder.done(finish_reason, num_tokens, str(error or ""))
+
+    def _send_hint(self) -> None:
+        request, attempt, deps = self._request, self._attempt, self._deps
+        if request.cache_hint is None or attempt is None:
+            return
+        chain = deps.registry.chain(request.tenant, request.adapter_key)
+        if chain is not None:
+            # The last token has no KV.
+            num_blocks = (self._lineage.num_tokens - 1) // deps.model.block_size
+            keys = self._lineage.hash_blocks(chain)[:num_blocks]
+            plan = attempt.plan
+            deps.hints.send(request.cache_hint, request.client, keys, plan.prefill, plan.decode)
 
 
 def _disorder(token: node_pb2.TokenOut, due: int, node_id: str) -> AttemptFailed:

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
 from moonpool.engine.errors import OutOfBlocks
 from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.eviction.kept_blocks import KeptBlocks
 from moonpool.kvstore.eviction.surplus_copies import SurplusCopies
 
 BlockCallback = Callable[[int, BlockKey], None]
@@ -22,8 +23,8 @@ class BlockPool:
 
     ``on_sealed(block, key)`` is called when a key becomes findable, ``on_evicted(block, key)`` when it no
     longer is, while its block's bytes are valid, ``on_release()`` after a release. Cold copies in ``surplus``
-    are evicted first. Await ``ready`` before writing to allocated blocks: evicted bytes may still be read,
-    until ``when_read`` returns.
+    are evicted first, blocks in ``kept`` last. Await ``ready`` before writing to allocated blocks: evicted
+    bytes may still be read, until ``when_read`` returns.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class BlockPool:
         self.on_evicted = on_evicted
         self.on_release = on_release
         self.surplus: SurplusCopies[BlockKey] = SurplusCopies()
+        self.kept: KeptBlocks[BlockKey] = KeptBlocks()
         self.when_read: Callable[[], Awaitable[None]] | None = None
         self._free = list(range(num_blocks - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -50,6 +52,7 @@ class BlockPool:
         self._num_children = [0] * num_blocks
         self._generations = [0] * num_blocks
         self._block_of: dict[BlockKey, int] = {}
+        self._yielded: set[int] = set()  # kept, but their chain has begun to go
 
     @property
     def num_free(self) -> int:
@@ -193,6 +196,16 @@ class BlockPool:
         self._evict(block)
         return True
 
+    def in_use(self, keys: Iterable[BlockKey]) -> bool:
+        """Whether a sequence uses one of these blocks."""
+        found = (self._block_of.get(key) for key in keys)
+        return any(block is not None and self._refs[block] > 0 for block in found)
+
+    def is_shared(self, key: BlockKey, successor: BlockKey | None) -> bool:
+        """Whether the chain goes on here after a block otherwise than with ``successor``."""
+        block = self._block_of.get(key)
+        return block is not None and self._num_children[block] > (successor in self._block_of)
+
     def _touch(self, block_ids: Sequence[int]) -> None:
         if self.surplus:
             self.surplus.use([key for block in block_ids if (key := self._keys[block]) is not None])
@@ -204,8 +217,28 @@ class BlockPool:
                 self._evict(block)
                 return
         # The head is a leaf, unless a prefix was released before the blocks after it.
-        leaf = next((block for block in self._idle if num_children[block] == 0), None)
+        leaf = self._unkept_leaf() if self.kept else None
+        if leaf is None:
+            leaf = next((block for block in self._idle if num_children[block] == 0), None)
+            if leaf is not None and self.kept:
+                # The rest of this chain is worth little now, and needs no search.
+                self._yielded.update(self.lineage(leaf))
         self._evict(self._passed() if leaf is None else leaf)
+
+    def _unkept_leaf(self) -> int | None:
+        """The oldest idle leaf that is not kept; None: there is none. Kept blocks become the youngest."""
+        idle = self._idle
+        for _ in range(len(idle)):
+            block = next(iter(idle))
+            if not self._is_kept(block):
+                break
+            idle.move_to_end(block)
+        return next(
+            (block for block in idle if self._num_children[block] == 0 and not self._is_kept(block)), None
+        )
+
+    def _is_kept(self, block: int) -> bool:
+        return self._keys[block] in self.kept and block not in self._yielded
 
     def _passed(self) -> int:
         """Make the oldest passed block without idle children a leaf, and return it."""
@@ -233,6 +266,7 @@ class BlockPool:
         if self.on_evicted is not None:
             self.on_evicted(block, key)
         self.surplus.forget(key)
+        self._yielded.discard(block)
         del self._block_of[key]
         self._keys[block] = None
         parent = self._parents[block]

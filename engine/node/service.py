@@ -126,6 +126,18 @@ class NodeService(node_pb2_grpc.NodeServicer):
             num_blocks += 1
         return node_pb2.EvictReply(num_blocks=num_blocks)
 
+    async def Hint(self, request: node_pb2.HintRequest, context: RpcContext) -> node_pb2.HintReply:
+        node = self._node
+        chain, num_blocks = block_keys.unpack(request.keys), 0
+        if request.drop:
+            num_blocks = await node.store.hints.drop(chain)
+        elif request.keep_s > 0:
+            limit_blocks = request.tenant_cached_nbytes // node.memory.layout.block_nbytes
+            if request.tenant_cached_nbytes and not limit_blocks:
+                limit_blocks = 1
+            num_blocks = node.store.hints.keep(request.tenant, chain, request.keep_s, limit_blocks)
+        return node_pb2.HintReply(num_blocks=num_blocks)
+
     async def Cancel(self, request: node_pb2.CancelRequest, context: RpcContext) -> node_pb2.CancelReply:
         self._node.cancel((request.request_id, request.attempt))
         return node_pb2.CancelReply()

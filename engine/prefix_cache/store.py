@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from moonpool.engine.engine import Engine
 from moonpool.engine.memory.block_memory import BlockMemory
 from moonpool.engine.prefix_cache.eviction_savings import EvictionSavings
+from moonpool.engine.prefix_cache.hinted_blocks import HintedBlocks
 from moonpool.engine.prefix_cache.tier_loader import TierLoader
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.tier import Tier
@@ -49,6 +50,7 @@ class NodeStore:
         self._region = region
         self._on_change = on_change
         self._probed_nbytes_per_s = 0.0
+        self.hints = HintedBlocks(engine.pool, tiers.host)
         engine.pool.on_sealed = self._sealed
         engine.pool.on_evicted = self._evicted
         engine.pool.when_read = tiers.copied

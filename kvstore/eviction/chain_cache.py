@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import Generic, TypeVar
 
+from moonpool.kvstore.eviction.kept_blocks import KeptBlocks
 from moonpool.kvstore.eviction.policy import EvictionPolicy
 from moonpool.kvstore.eviction.surplus_copies import SurplusCopies
 
@@ -22,7 +23,8 @@ class ChainCache(Generic[Key]):
 
     ``on_evicted(key, slot)`` is called before the slot is reused, its bytes still there. ``num_spare`` slots
     stay free, so that an evicted block's slot is not reused at once: the slot free for longest is. Unused
-    copies in ``surplus`` are evicted before the policy is asked.
+    copies in ``surplus`` are evicted before the policy is asked, blocks in ``kept`` only where no other can
+    go.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class ChainCache(Generic[Key]):
         self.policy = policy
         self.on_evicted = on_evicted
         self.surplus: SurplusCopies[Key] = SurplusCopies()
+        self.kept: KeptBlocks[Key] = KeptBlocks()
         self.num_evictions = 0
         self.num_refusals = 0  # blocks refused because every block is pinned
         self.num_bypassed = 0  # blocks the policy did not admit
@@ -200,6 +203,10 @@ class ChainCache(Generic[Key]):
         """Slots of a block and of its predecessors here without a gap, the block's own first."""
         return list(self._walk(key))
 
+    def is_shared(self, key: Key, successor: Key | None) -> bool:
+        """Whether the chain goes on here after a block otherwise than with ``successor``."""
+        return bool(self._children.get(key, set()) - {successor})
+
     def parent_of(self, key: Key) -> Key | None:
         """The key before a block in its chain; None for the first."""
         return self._parents.get(key)
@@ -210,7 +217,9 @@ class ChainCache(Generic[Key]):
             if self._can_go(copy) and copy not in self._children:
                 self._evict(copy)
                 return True
-        key = self.policy.victim(self._can_go)
+        key = self.policy.victim(self._may_go) if self.kept else None
+        if key is None:
+            key = self.policy.victim(self._can_go)
         if key is None:
             self.num_refusals += 1
             return False
@@ -229,6 +238,9 @@ class ChainCache(Generic[Key]):
     def _can_go(self, key: Hashable) -> bool:
         # A pin includes the predecessors: an unpinned block has no pinned descendants.
         return self._slots[key] not in self._pins  # type: ignore[index]
+
+    def _may_go(self, key: Hashable) -> bool:
+        return self._can_go(key) and key not in self.kept
 
     def pin(self, slots: Iterable[int]) -> None:
         """Keep the blocks in these slots (the first of a chain, from ``match``) until ``unpin``."""

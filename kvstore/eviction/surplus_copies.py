@@ -1,7 +1,8 @@
-"""Copies made because a prefix was in demand: evicted first once they are unused."""
+"""Blocks that go first: unused copies made because a prefix was in demand, and what clients let go."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -34,9 +35,20 @@ class SurplusCopies(Generic[Key]):
             self._used_s[key] = self._clock()
             self._used_s.move_to_end(key)
 
+    def drop(self, chain: Iterable[Key]) -> None:
+        """Have these blocks, in chain order, evicted before all others, unless a request uses them again."""
+        for key in chain:
+            self._used_s[key] = -math.inf
+            # In front of those before it: the end of a chain is evicted first.
+            self._used_s.move_to_end(key, last=False)
+
     def use(self, chain: Iterable[Key]) -> None:
-        """A request uses these blocks; blocks that are no copies are ignored."""
-        self.mark(key for key in chain if key in self._used_s)
+        """A request uses these blocks: what was let go is as any other block again. Others are ignored."""
+        known = {key: self._used_s[key] for key in chain if key in self._used_s}
+        for key, used_s in known.items():
+            if used_s == -math.inf:
+                self.forget(key)
+        self.mark(key for key in known if key in self._used_s)
 
     def forget(self, key: Key) -> None:
         """The tier does not have the block any more. Idempotent."""

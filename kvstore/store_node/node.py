@@ -360,6 +360,10 @@ class StoreNode(node_pb2_grpc.NodeServicer):
         # There is no pool here.
         return node_pb2.EvictReply()
 
+    async def Hint(self, request: node_pb2.HintRequest, context: Context) -> node_pb2.HintReply:
+        # No requests run here.
+        return node_pb2.HintReply()
+
     async def Cancel(self, request: node_pb2.CancelRequest, context: Context) -> node_pb2.CancelReply:
         # No requests run here.
         return node_pb2.CancelReply()

@@ -81,6 +81,7 @@ PERMITTED: Final = {
     # A node that joins asks for no blocks, only to be connected to: see ``process.require``.
     "Node/Replicate": _SCHEDULING | {NODE},
     "Node/Evict": _SCHEDULING,
+    "Node/Hint": _SCHEDULING,
     "Node/Cancel": _SCHEDULING,
     "Roles/Switch": _SCHEDULING,
     "Experts/Load": _SCHEDULING,

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from moonpool.engine.errors import OutOfBlocks
 from moonpool.engine.memory.block_pool import BlockPool
 from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.eviction.kept_blocks import KeptBlocks
 from moonpool.kvstore.eviction.surplus_copies import SurplusCopies
 
 
@@ -266,3 +267,52 @@ def test_cold_copies_for_busy_times_go_before_what_is_older() -> None:
     assert gone[2:] == [chain("xy")[1], chain("x")[0]]
     assert pool.match(chain("b"))
     pool.check_integrity()
+
+
+def filled(pool: BlockPool, *paths: str) -> None:
+    for path in paths:
+        keys, blocks = chain(path), pool.allocate(len(path))
+        for i, block in enumerate(blocks):
+            pool.seal(block, keys[i], keys[i - 1] if i else None)
+        pool.release(blocks)
+
+
+def cached(pool: BlockPool, path: str) -> int:
+    return len(pool.match(chain(path)))
+
+
+def test_kept_chains_go_after_all_others() -> None:
+    pool = BlockPool(9, 4)
+    pool.kept = KeptBlocks(9)
+    filled(pool, "abc", "def", "ghi")
+    pool.kept.keep("t", chain("abc"), 60.0, 9)
+    pool.release(pool.allocate(4))
+    pool.check_integrity()
+    assert [cached(pool, path) for path in ("abc", "def", "ghi")] == [3, 0, 2]
+    pool.release(pool.allocate(8))
+    pool.check_integrity()
+    assert [cached(pool, path) for path in ("abc", "ghi")] == [1, 0]
+
+
+def test_of_kept_chains_alone_one_goes_whole() -> None:
+    pool = BlockPool(6, 4)
+    pool.kept = KeptBlocks(6)
+    filled(pool, "abc", "def")
+    for path in ("abc", "def"):
+        pool.kept.keep("t", chain(path), 60.0, 6)
+    pool.release(pool.allocate(3))
+    pool.check_integrity()
+    assert [cached(pool, path) for path in ("abc", "def")] == [0, 3]
+    assert chain("abc")[0] in pool.kept, "another tier still keeps it"
+    assert not pool._yielded
+
+
+def test_a_chain_that_was_let_go_goes_first() -> None:
+    pool = BlockPool(6, 4)
+    filled(pool, "abc", "def")
+    pool.surplus.drop(chain("def"))
+    pool.release(pool.allocate(2))
+    pool.check_integrity()
+    assert [cached(pool, path) for path in ("abc", "def")] == [3, 1]
+    assert pool.is_shared(chain("ab")[1], None)
+    assert not pool.is_shared(chain("ab")[1], chain("abc")[2])

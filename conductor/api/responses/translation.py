@@ -22,6 +22,7 @@ _SAME = {
     "min_p": "min_p",
     "stop": "stop",
     "cache_salt": "cache_salt",
+    "cache_hint": "cache_hint",
     "priority": "priority",
     "chat_template_kwargs": "chat_template_kwargs",
 }
