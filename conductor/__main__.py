@@ -50,7 +50,7 @@ async def main(config: Config, service: ServiceContext) -> None:
         for one, conductor in zip(served.models, conductors, strict=True)
     ]
     lanes[0].loaded = first
-    server = ApiServer(first, Lanes(lanes))
+    server = ApiServer(first, Lanes(lanes, served.routes))
     # Listen first: a port in use is a common error, and nothing needs undoing then.
     await server.start()
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -13,8 +13,10 @@ from moonpool.conductor.admission.tenants import BATCH, Tenant
 from moonpool.conductor.api.answer import Answer, Outcome, Usage
 from moonpool.conductor.api.choice import Choice, Delta
 from moonpool.conductor.api.context import ApiContext
-from moonpool.conductor.api.errors import bad_request, name_of
-from moonpool.conductor.api.models.lanes import LANES
+from moonpool.conductor.api.errors import ApiError, bad_request, name_of
+from moonpool.conductor.api.models.cascade import Draft, draft
+from moonpool.conductor.api.models.lanes import LANES, Lane
+from moonpool.conductor.api.models.routing import choose, facts_of
 from moonpool.conductor.api.prompts import Prompt, output_limit
 from moonpool.conductor.api.request_body import read_object
 from moonpool.conductor.api.schemas import CompletionBody, GenerationBody, parse
@@ -22,10 +24,12 @@ from moonpool.conductor.api.sequence_runs import SequenceRun, Sink, run_all
 from moonpool.conductor.api.streams.resume import Resumable, resumable
 from moonpool.conductor.api.streams.streaming import EventStream
 from moonpool.conductor.api.transcript import transcribed
+from moonpool.conductor.observing import route_metrics
 from moonpool.conductor.observing.recent_requests import RequestRecord
 from moonpool.conductor.request import GenerateRequest
 from moonpool.conductor.tools.use import ToolUse
 from moonpool.protos import node_pb2
+from moonpool.runtime.config.routes import Route
 from moonpool.runtime.observing import audit, tracing
 from moonpool.runtime.observing.log import request_id
 from moonpool.runtime.structure.grammars import Structure, StructureUnsupported
@@ -55,6 +59,9 @@ class GenerationExchange:
         unique = f"{client_id}-{context.new_id()[:8]}" if REQUEST_ID_HEADER in http.headers else client_id
         self._id = kind.id_prefix + unique
         self._explains = False
+        self._tiers: list[Lane] = []  # that shall answer, in turn
+        self._route: Route | None = None
+        self._draft: Draft | None = None  # an answer that is there already
         self._model = context.conductor.model.name  # or the name of the adapter
         self._adapter: node_pb2.Adapter | None = None
         request_id.set(self._id)
@@ -69,11 +76,6 @@ class GenerationExchange:
         )
         self._runs: list[SequenceRun] = []
         self._span = tracing.server_span(http.path, http.headers.get(tracing.TRACEPARENT, ""), root=True)
-
-    @property
-    def context(self) -> ApiContext:
-        """Of the model asked for, once the body is parsed."""
-        return self._context
 
     def __enter__(self) -> GenerationExchange:
         self._context.recent.add(self.record)
@@ -133,15 +135,28 @@ class GenerationExchange:
         given = await read_object(self._http, self._context.options.max_body_nbytes)
         started_s = self._context.clock()
         body = parse(schema, given if translate is None else await translate(given))
-        lane = self._lanes.find(body.model)
-        if lane is None:
-            assert body.model is not None
-            lane, self._adapter = await self._lanes.adapter(body.model)
-        self._context = await lane.context()
-        self._model = body.model or lane.name
+        if (route := self._lanes.routes.get(body.model or "")) is not None:
+            # A stream that goes on elsewhere has one model: a draft cannot be gone on with.
+            names = choose(route, facts_of(body, self._client.name))
+            self._tiers = [self._lanes[name] for name in (names[-1:] if body.resumable else names)]
+            self._route, self._model = route, names[0]
+        else:
+            lane = self._lanes.find(body.model)
+            if lane is None:
+                assert body.model is not None
+                lane, self._adapter = await self._lanes.adapter(body.model)
+            self._tiers, self._model = [lane], body.model or lane.name
+        self._context = await self._tiers[0].context()
         self.record.stream = body.stream
         self.record.parse_s = self._observe("parse", started_s)
         return body
+
+    async def tiers(self) -> AsyncIterator[ApiContext]:
+        """The models that shall answer, in turn: call ``answer`` for each, until it returns a response."""
+        while True:
+            yield self._context
+            self._tiers = self._tiers[1:]
+            self._context = await self._tiers[0].context()
 
     async def tokenize(self, prompts: Awaitable[T]) -> T:
         started_s = self._context.clock()
@@ -156,15 +171,28 @@ class GenerationExchange:
         default_limit: int | None,
         tools: ToolUse | None = None,
         prepare: Callable[[Answer], None] | None = None,
-    ) -> web.StreamResponse:
+    ) -> web.StreamResponse | None:
         """Generate and reply. ``default_limit``: output tokens of a request without a limit. ``prepare`` is
-        called with the answer before it is written."""
+        called with the answer before it is written. None: the next model shall answer (see ``tiers``)."""
         structure = body.structure if tools is None or tools.structure is None else tools.structure
         await self._check(structure)
-        runs = self._runs = self._plan(body, prompts, default_limit, structure, tools)
+        drafts = len(self._tiers) > 1 and body.token_limit != 0
+        try:
+            runs = self._plan(body, prompts, default_limit, structure, tools, drafts=drafts)
+        except ApiError:
+            if not drafts:
+                raise
+            # Too long for this model, perhaps not for the next.
+            self._escalated("failed", self._context.clock())
+            return None
+        self._runs = runs
         self.record.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self.record.sequences = [run.request.request_id for run in runs]
-        context = self._context
+        context, self._draft = self._context, None
+        if self._route is not None:
+            self._model = self._tiers[0].name
+        if drafts and not await self._drafted(runs, body):
+            return None
         stream = await resumable(self._http, context, self._id, body, runs) if body.stream else None
         answer_id, created = self._id, int(context.unix_clock())
         if stream is not None:
@@ -196,8 +224,10 @@ class GenerationExchange:
         default_limit: int | None,
         structure: Structure | None,
         tools: ToolUse | None,
+        *,
+        drafts: bool,
     ) -> list[SequenceRun]:
-        """One run per choice, prompt by prompt."""
+        """One run per choice, prompt by prompt. ``drafts``: with log-probabilities in any case."""
         if len(prompts) * body.n > MAX_SEQUENCES:
             raise bad_request(f"n: {len(prompts)} prompts × {body.n} is more than {MAX_SEQUENCES}", "n")
         context, runs = self._context, list[SequenceRun]()
@@ -210,7 +240,7 @@ class GenerationExchange:
                     body,
                     context.conductor.model,
                     max_tokens=max(limit, 1),
-                    num_logprobs=body.num_logprobs,
+                    num_logprobs=max(body.num_logprobs, 0) if drafts else body.num_logprobs,
                     choice=nth,
                     structure=structure,
                 )
@@ -263,9 +293,42 @@ class GenerationExchange:
             if body.token_limit == 0 and body.num_logprobs < 0:  # echo alone needs no model
                 for run in runs:
                     await sink(run, run.choice.echo())
+            elif self._draft is not None:
+                for run in runs:
+                    await sink(run, self._draft.deltas[run.choice.index])
             else:
+                started_s = self._context.clock()
                 await run_all(runs, sink, self._context, self._arrived_s)
+                self._spent(started_s)
+        if self._route is not None:
+            route_metrics.answered.labels(self._route.name, self._model).inc()
         self.record.status = "done"
+
+    async def _drafted(self, runs: list[SequenceRun], body: GenerationBody) -> bool:
+        """Whether this model's answer counts; it is kept for ``_generate``."""
+        assert self._route is not None and self._route.cascade is not None
+        started_s, cascade = self._context.clock(), self._route.cascade
+        logprobs = body.num_logprobs >= 0
+        made = await draft(runs, self._context, self._arrived_s, cascade, logprobs=logprobs)
+        self._spent(started_s)
+        if made.cause:
+            self._escalated(made.cause, started_s)
+            return False
+        self._draft = made
+        return True
+
+    def _escalated(self, cause: str, started_s: float) -> None:
+        """This model's answer, begun at ``started_s``, does not count."""
+        assert self._route is not None
+        seconds = self._context.clock() - started_s
+        route_metrics.escalations.labels(self._route.name, self._tiers[0].name, cause).inc()
+        route_metrics.added.labels(self._route.name).observe(seconds)
+
+    def _spent(self, started_s: float) -> None:
+        """The sequences have run on the nodes of this model since then."""
+        if self._route is not None:
+            seconds = self._context.clock() - started_s
+            route_metrics.cost.labels(self._route.name).inc(seconds * self._tiers[0].price)
 
     def _explained(self) -> list[dict[str, Any]]:
         """The placements of each sequence."""

@@ -28,6 +28,23 @@ price = 6.0
 [[model]]
 name = "second"
 set = ["model.max_model_len=512"]
+
+[[route]]
+name = "auto"
+model = "second"
+rule = [{ model = "large", min_chars = 100 }]
+
+[[route]]
+name = "sure"
+cascade = { models = ["second", "large"], least_logprob = -100.0 }
+
+[[route]]
+name = "unsure"
+cascade = { models = ["second", "large"], least_logprob = 0.0 }
+
+[[route]]
+name = "canary"
+weights = { large = 9, second = 1 }
 """
 
 
@@ -51,9 +68,8 @@ async def ask(cluster: LocalCluster) -> AsyncIterator[Ask]:
     async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="-", max_retries=0) as client:
 
         async def answered(model: str, **more: Any) -> str:
-            answer = await client.completions.create(
-                model=model, prompt="In the beginning", max_tokens=4, temperature=0, **more
-            )
+            body: Any = {"prompt": "In the beginning", "max_tokens": 4, "temperature": 0} | more
+            answer = await client.completions.create(model=model, **body)
             assert answer.usage is not None and answer.usage.completion_tokens == 4
             return answer.model
 
@@ -94,6 +110,39 @@ async def test_metrics_tell_the_models_apart(client: Client, ask: Ask) -> None:
     page = await client.metrics()
     for name in ("large", "second"):
         assert f'moonpool_output_tokens_total{{model_name="{name}"}}' in page
+
+
+async def test_a_rule_chooses_by_the_length_of_the_prompt(ask: Ask) -> None:
+    assert await ask("auto") == "second"
+    assert await ask("auto", prompt="In the beginning " * 10) == "large"
+
+
+@pytest.mark.parametrize(("route", "model"), [("sure", "second"), ("unsure", "large")])
+async def test_a_cascade_answers_as_the_model_that_it_chose(
+    cluster: LocalCluster, ask: Ask, route: str, model: str
+) -> None:
+    assert await ask(route) == model
+    body: Any = {"prompt": "Tell me of Solomon", "max_tokens": 8, "temperature": 0}
+    async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="-") as client:
+        alone = await client.completions.create(model=model, **body)
+        routed = await client.completions.create(model=route, **body)
+        assert (routed.model, routed.choices) == (model, alone.choices)
+        stream = await client.completions.create(model=route, stream=True, **body)
+        text = "".join([chunk.choices[0].text async for chunk in stream])
+        assert text == alone.choices[0].text
+
+
+async def test_a_prompt_that_is_too_long_for_the_first_model_goes_to_the_next(ask: Ask) -> None:
+    assert await ask("sure", prompt=[7] * 600) == "large"
+
+
+async def test_routes_are_listed_and_counted(client: Client, ask: Ask) -> None:
+    await ask("unsure")
+    page = await client.metrics()
+    assert 'moonpool_route_requests_total{model_name="large",route="unsure"}' in page
+    assert 'escalations_total{cause="unsure",model_name="second",route="unsure"}' in page
+    assert 'moonpool_route_cost_total{route="unsure"}' in page
+    assert {await ask("canary", prompt=f"{number} is") for number in range(40)} == {"large", "second"}
 
 
 async def test_a_node_of_one_model_that_dies_leaves_the_other_alone(

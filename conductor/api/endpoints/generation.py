@@ -19,11 +19,12 @@ async def completions(http: web.Request) -> web.StreamResponse:
     context = http.app[CONTEXT]
     with context.serving(), GenerationExchange(http, context, CompletionAnswer) as exchange:
         body = await exchange.parse(CompletionBody)
-        context = exchange.context
-        prompts = await exchange.tokenize(
-            completion_prompts(body, context.tokenizer, context.conductor.model)
-        )
-        return await exchange.answer(body, prompts, DEFAULT_COMPLETION_TOKENS)
+        async for own in exchange.tiers():
+            prompts = await exchange.tokenize(completion_prompts(body, own.tokenizer, own.conductor.model))
+            response = await exchange.answer(body, prompts, DEFAULT_COMPLETION_TOKENS)
+            if response is not None:
+                return response
+    raise AssertionError("the last model answers")
 
 
 async def chat_completions(http: web.Request) -> web.StreamResponse:
@@ -31,6 +32,9 @@ async def chat_completions(http: web.Request) -> web.StreamResponse:
     context = http.app[CONTEXT]
     with context.serving(), GenerationExchange(http, context, ChatAnswer) as exchange:
         body = await exchange.parse(ChatBody)
-        context = exchange.context
-        prompt = await exchange.tokenize(chat_prompt(body, context.template, context.tokenizer))
-        return await exchange.answer(body, [prompt], None, tool_use(body, context))
+        async for own in exchange.tiers():
+            prompt = await exchange.tokenize(chat_prompt(body, own.template, own.tokenizer))
+            response = await exchange.answer(body, [prompt], None, tool_use(body, own))
+            if response is not None:
+                return response
+    raise AssertionError("the last model answers")

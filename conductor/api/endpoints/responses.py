@@ -40,8 +40,6 @@ async def responses(http: web.Request) -> web.StreamResponse:
 
     with context.serving(), GenerationExchange(http, context, ResponseAnswer) as exchange:
         body = await exchange.parse(ChatBody, translate)
-        own = exchange.context
-        prompt = await exchange.tokenize(chat_prompt(body, own.template, own.tokenizer))
 
         def prepare(answer: Answer) -> None:
             async def keep(message: dict[str, Any]) -> None:
@@ -53,7 +51,14 @@ async def responses(http: web.Request) -> web.StreamResponse:
             answer.about = about
             answer.keep = keep if about["store"] else None
 
-        return await exchange.answer(body, [prompt], None, tool_use(body, own), prepare)
+        response = None
+        async for own in exchange.tiers():
+            prompt = await exchange.tokenize(chat_prompt(body, own.template, own.tokenizer))
+            response = await exchange.answer(body, [prompt], None, tool_use(body, own), prepare)
+            if response is not None:
+                break
+        assert response is not None  # the last model answers
+        return response
 
 
 async def _earlier(context: ApiContext, tenant: str, response_id: str) -> list[dict[str, Any]] | None:

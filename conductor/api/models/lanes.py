@@ -15,6 +15,7 @@ from moonpool.conductor.api.errors import ApiError
 from moonpool.conductor.core import Conductor
 from moonpool.conductor.observing.request_metrics import ClusterCounts
 from moonpool.protos import node_pb2
+from moonpool.runtime.config.routes import Route
 
 _NEAR = 3
 
@@ -42,8 +43,9 @@ class Lane:
 class Lanes:
     """The first lane answers requests that name no model, and its context is that of all handlers."""
 
-    def __init__(self, lanes: Sequence[Lane]) -> None:
+    def __init__(self, lanes: Sequence[Lane], routes: Sequence[Route] = ()) -> None:
         assert lanes and lanes[0].loaded is not None
+        self.routes = {route.name: route for route in routes}
         self.first: ApiContext = lanes[0].loaded
         self._lanes = {lane.name: lane for lane in lanes}
         self._names = self._lanes | {alias: lane for lane in lanes for alias in lane.aliases}
@@ -79,9 +81,11 @@ class Lanes:
         raise self.unknown(name)
 
     def known(self, name: str) -> tuple[Lane, node_pb2.Adapter | None]:
-        """The lane of a model, an alias or an adapter. Raises ``ApiError`` 404."""
+        """The lane of a model, an alias, a route (its last model) or an adapter. Raises ``ApiError`` 404."""
         if (lane := self.find(name)) is not None:
             return lane, None
+        if (route := self.routes.get(name)) is not None:
+            return self._lanes[route.models[-1]], None
         for lane in self:
             if (adapter := lane.conductor.adapters.find(name)) is not None:
                 return lane, adapter
@@ -89,7 +93,7 @@ class Lanes:
 
     def unknown(self, name: str) -> ApiError:
         """404. Costs one comparison with each name of a model."""
-        near = difflib.get_close_matches(name[:128], self._names, n=_NEAR)
+        near = difflib.get_close_matches(name[:128], [*self._names, *self.routes], n=_NEAR)
         served = ", ".join(map(repr, near or self._lanes))
         said = "the nearest is" if near else "this cluster serves"
         message = f"the model {name[:128]!r} does not exist; {said} {served}"

@@ -1,0 +1,25 @@
+"""Prometheus metrics of routes: names that stand for one of several models."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Histogram
+
+answered = Counter(
+    "moonpool_route_requests_total", "Requests of a route by the model that answered", ["route", "model_name"]
+)
+escalations = Counter(
+    "moonpool_route_escalations_total",
+    "Answers of a cascade that were not used, by model and cause (unsure, short, failed)",
+    ["route", "model_name", "cause"],
+)
+cost = Counter(
+    "moonpool_route_cost_total",
+    "Price of the seconds that requests of a route ran, drafts that were not used included",
+    ["route"],
+)
+added = Histogram(
+    "moonpool_route_added_seconds",
+    "Time that requests spent on answers which were not used",
+    ["route"],
+    buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
+)
