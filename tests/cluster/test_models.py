@@ -97,6 +97,10 @@ async def test_the_list_has_every_model_with_its_own_limits(cluster: LocalCluste
         "large": 8192,
         "gpt": 8192,
         "second": 512,
+        "auto": 512,
+        "canary": 512,
+        "sure": 8192,
+        "unsure": 8192,
     }
 
 
