@@ -56,6 +56,9 @@ async def prefetch(http: web.Request) -> web.StreamResponse:
     context = http.app[CONTEXT]
     with context.serving(), GenerationExchange(http, context, PrefetchAnswer) as exchange:
         body = await exchange.parse(ChatBody, translate)
-        context = exchange.context
-        prompt = await exchange.tokenize(chat_prompt(body, context.template, context.tokenizer))
-        return await exchange.answer(body, [prompt], None)
+        async for own in exchange.tiers():
+            prompt = await exchange.tokenize(chat_prompt(body, own.template, own.tokenizer))
+            response = await exchange.answer(body, [prompt], None)
+            if response is not None:
+                return response
+    raise AssertionError("the last model answers")
