@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -151,12 +151,14 @@ class GenerationExchange:
         self.record.parse_s = self._observe("parse", started_s)
         return body
 
-    async def tiers(self) -> AsyncIterator[ApiContext]:
-        """The models that shall answer, in turn: call ``answer`` for each, until it returns a response."""
-        while True:
-            yield self._context
+    async def respond(
+        self, ask: Callable[[ApiContext], Awaitable[web.StreamResponse | None]]
+    ) -> web.StreamResponse:
+        """Call ``ask``, which calls ``answer``, for each model in turn, until it returns a response."""
+        while (response := await ask(self._context)) is None:
             self._tiers = self._tiers[1:]
             self._context = await self._tiers[0].context()
+        return response
 
     async def tokenize(self, prompts: Awaitable[T]) -> T:
         started_s = self._context.clock()
@@ -173,7 +175,7 @@ class GenerationExchange:
         prepare: Callable[[Answer], None] | None = None,
     ) -> web.StreamResponse | None:
         """Generate and reply. ``default_limit``: output tokens of a request without a limit. ``prepare`` is
-        called with the answer before it is written. None: the next model shall answer (see ``tiers``)."""
+        called with the answer before it is written. None: the next model shall answer (see ``respond``)."""
         structure = body.structure if tools is None or tools.structure is None else tools.structure
         await self._check(structure)
         drafts = len(self._tiers) > 1 and body.token_limit != 0

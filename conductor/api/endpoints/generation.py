@@ -5,7 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from moonpool.conductor.api.answer import ChatAnswer, CompletionAnswer
-from moonpool.conductor.api.context import CONTEXT
+from moonpool.conductor.api.context import CONTEXT, ApiContext
 from moonpool.conductor.api.exchange import GenerationExchange
 from moonpool.conductor.api.prompts import chat_prompt, completion_prompts
 from moonpool.conductor.api.schemas import ChatBody, CompletionBody
@@ -19,12 +19,12 @@ async def completions(http: web.Request) -> web.StreamResponse:
     context = http.app[CONTEXT]
     with context.serving(), GenerationExchange(http, context, CompletionAnswer) as exchange:
         body = await exchange.parse(CompletionBody)
-        async for own in exchange.tiers():
+
+        async def ask(own: ApiContext) -> web.StreamResponse | None:
             prompts = await exchange.tokenize(completion_prompts(body, own.tokenizer, own.conductor.model))
-            response = await exchange.answer(body, prompts, DEFAULT_COMPLETION_TOKENS)
-            if response is not None:
-                return response
-    raise AssertionError("the last model answers")
+            return await exchange.answer(body, prompts, DEFAULT_COMPLETION_TOKENS)
+
+        return await exchange.respond(ask)
 
 
 async def chat_completions(http: web.Request) -> web.StreamResponse:
@@ -32,9 +32,9 @@ async def chat_completions(http: web.Request) -> web.StreamResponse:
     context = http.app[CONTEXT]
     with context.serving(), GenerationExchange(http, context, ChatAnswer) as exchange:
         body = await exchange.parse(ChatBody)
-        async for own in exchange.tiers():
+
+        async def ask(own: ApiContext) -> web.StreamResponse | None:
             prompt = await exchange.tokenize(chat_prompt(body, own.template, own.tokenizer))
-            response = await exchange.answer(body, [prompt], None, tool_use(body, own))
-            if response is not None:
-                return response
-    raise AssertionError("the last model answers")
+            return await exchange.answer(body, [prompt], None, tool_use(body, own))
+
+        return await exchange.respond(ask)

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from moonpool.conductor.api.answer import ChatAnswer, Outcome, Usage
 from moonpool.conductor.api.choice import Choice
-from moonpool.conductor.api.context import CONTEXT
+from moonpool.conductor.api.context import CONTEXT, ApiContext
 from moonpool.conductor.api.exchange import GenerationExchange
 from moonpool.conductor.api.prompts import chat_prompt
 from moonpool.conductor.api.schemas import ChatBody
@@ -56,9 +56,9 @@ async def prefetch(http: web.Request) -> web.StreamResponse:
     context = http.app[CONTEXT]
     with context.serving(), GenerationExchange(http, context, PrefetchAnswer) as exchange:
         body = await exchange.parse(ChatBody, translate)
-        async for own in exchange.tiers():
+
+        async def ask(own: ApiContext) -> web.StreamResponse | None:
             prompt = await exchange.tokenize(chat_prompt(body, own.template, own.tokenizer))
-            response = await exchange.answer(body, [prompt], None)
-            if response is not None:
-                return response
-    raise AssertionError("the last model answers")
+            return await exchange.answer(body, [prompt], None)
+
+        return await exchange.respond(ask)

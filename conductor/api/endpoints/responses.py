@@ -51,14 +51,11 @@ async def responses(http: web.Request) -> web.StreamResponse:
             answer.about = about
             answer.keep = keep if about["store"] else None
 
-        response = None
-        async for own in exchange.tiers():
+        async def ask(own: ApiContext) -> web.StreamResponse | None:
             prompt = await exchange.tokenize(chat_prompt(body, own.template, own.tokenizer))
-            response = await exchange.answer(body, [prompt], None, tool_use(body, own), prepare)
-            if response is not None:
-                break
-        assert response is not None  # the last model answers
-        return response
+            return await exchange.answer(body, [prompt], None, tool_use(body, own), prepare)
+
+        return await exchange.respond(ask)
 
 
 async def _earlier(context: ApiContext, tenant: str, response_id: str) -> list[dict[str, Any]] | None:
