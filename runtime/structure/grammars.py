@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from moonpool.runtime.errors import MoonpoolError
 from moonpool.runtime.structure.automaton import Automaton, Matcher, brief
+from moonpool.runtime.structure.schemas import enforceable, refusal
 
 if TYPE_CHECKING:
     from moonpool.protos import node_pb2
@@ -154,7 +155,7 @@ class Grammars:
         )
         matcher: Matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():
-            raise StructureInvalid(brief(matcher.get_error()))
+            raise StructureInvalid(refusal(brief(matcher.get_error())))
         first = Automaton(matcher.deep_copy(), self._vocab_size, self._end_ids)
         first.fill(_NOTHING)
         if first.error:
@@ -168,7 +169,9 @@ def _grammar_of(structure: Structure) -> str:
 
     match structure.kind:
         case "json" | "json_object":
-            schema = json.loads(structure.text) if structure.kind == "json" else {"type": "object"}
+            schema = (
+                enforceable(json.loads(structure.text)) if structure.kind == "json" else {"type": "object"}
+            )
             return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITESPACE})
         case "regex":
             return LLMatcher.grammar_from_regex(structure.text)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jsonschema
 import numpy as np
 import pytest
+from pydantic import BaseModel, Discriminator
 
 from moonpool.runtime.structure.grammars import Grammars, Structure, StructureInvalid, StructureUnsupported
+from moonpool.runtime.structure.schemas import enforceable
 from tests.conductor.random_texts import Writer, allowed
 from tests.conductor.schema_samples import COSTLY, schema
 
@@ -105,6 +107,104 @@ async def test_json_objects(writer: Writer) -> None:
         assert text.lstrip().startswith("{")
         if complete:
             assert isinstance(json.loads(text), dict)
+
+
+def kind(name: str, **properties: Any) -> dict[str, Any]:
+    """An object with a constant that tells it from others."""
+    fields = {"kind": {"const": name, "type": "string"}, **properties}
+    return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+
+
+LEAF, TREE = {"$ref": "#/$defs/Leaf"}, {"$ref": "#/$defs/Tree"}
+ONE_OF: dict[str, dict[str, Any]] = {
+    "types": {"oneOf": [{"type": "integer"}, {"enum": ["a", "b"]}, {"type": "null"}]},
+    "constants": {"oneOf": [kind("cat", lives={"type": "integer"}), kind("dog")]},
+    "references": {
+        "$defs": {"Cat": kind("cat"), "Dog": kind("dog"), "Pet": {"$ref": "#/$defs/Dog"}},
+        "type": "array",
+        "items": {"oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Pet"}]},
+        "maxItems": 3,
+    },
+    "recursive": {
+        "$defs": {
+            "Leaf": kind("leaf"),
+            "Tree": kind("tree", of={"type": "array", "maxItems": 2, "items": {"oneOf": [LEAF, TREE]}}),
+        },
+        "oneOf": [LEAF, TREE],
+    },
+    "named as keywords": {
+        "type": "object",
+        "properties": {"oneOf": {"const": [{"$ref": "#"}]}, "uniqueItems": {"const": False}},
+        "required": ["oneOf", "uniqueItems"],
+        "additionalProperties": False,
+    },
+    "nothing to be unique": {
+        "type": "array",
+        "items": {"type": "array", "items": {"type": "boolean"}, "uniqueItems": True, "maxItems": 1},
+        "uniqueItems": False,
+        "maxItems": 4,
+    },
+}
+
+
+@pytest.mark.parametrize("name", ONE_OF)
+async def test_alternatives_that_exclude_each_other(writer: Writer, name: str) -> None:
+    wanted = ONE_OF[name]
+    before = json.dumps(wanted)
+    for seed in range(8):
+        text = await writer.text(Structure("json", before), seed, hurry=8)
+        jsonschema.validate(json.loads(text), wanted)
+    enforceable(wanted)
+    assert json.dumps(wanted) == before
+
+
+async def test_a_union_of_pydantic_models_is_enforced(writer: Writer) -> None:
+    class Cat(BaseModel, extra="forbid"):
+        kind: Literal["cat"]
+        lives: int
+
+    class Dog(BaseModel, extra="forbid"):
+        kind: Literal["dog"]
+        friend: Cat | None
+
+    class Owner(BaseModel, extra="forbid"):
+        pet: Annotated[Cat | Dog, Discriminator("kind")]
+
+    schema = Owner.model_json_schema()
+    assert "oneOf" in json.dumps(schema)
+    for plain in (False, True):
+        if plain:
+            del schema["properties"]["pet"]["discriminator"]  # as other libraries write it
+        for seed in range(5):
+            Owner.model_validate_json(await writer.text(Structure("json", json.dumps(schema)), seed, hurry=8))
+
+
+def test_only_what_excludes_each_other_becomes_any_of() -> None:
+    cat, dog = kind("cat"), kind("dog")
+    open_dog = dog | {"required": []}
+    loop = {"$defs": {"A": {"$ref": "#/$defs/A"}}}
+    for alternatives in ([cat, cat], [cat, open_dog], [{"$ref": "#/$defs/A"}, cat], [cat, True], [{}, cat]):
+        assert "oneOf" in enforceable(loop | {"oneOf": alternatives}), alternatives
+    for alternatives in ([cat, dog], [cat, {"type": ["null", "integer"]}], [cat]):
+        assert enforceable({"oneOf": alternatives}) == {"anyOf": alternatives}
+    assert "oneOf" in enforceable({"oneOf": [cat, dog], "anyOf": [cat]})
+    assert "oneOf" in enforceable({"oneOf": [{"type": "integer"}, {"type": "number"}]})
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "use anyOf"),
+        ({"oneOf": [{"maxLength": 3}, {"type": "string"}]}, "use anyOf"),
+        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, '"uniqueItems"; leave'),
+        ({"not": {"type": "integer"}}, '"not"; leave'),
+    ],
+)
+async def test_keywords_that_cannot_be_enforced_are_named(
+    writer: Writer, schema: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(StructureInvalid, match=says):
+        await writer.grammars.check(Structure("json", json.dumps(schema)))
 
 
 REFUSED: dict[str, tuple[str, Any]] = {
