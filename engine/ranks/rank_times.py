@@ -15,9 +15,9 @@ WINDOW_S = 8.0
 PARTS = ("compute", "exchange", "wait", "bubble")
 # Fewer steps in the window prove nothing.
 _LEAST_STEPS = 8
-# Other processes for a moment stay below. Shorter excesses a step are no matter.
+# Other processes for a moment stay below, and less than this a step: rank 0 shares its process with the node.
 _SLOW_RATIO = 1.5
-_LEAST_EXCESS_S = 0.001
+_LEAST_EXCESS_S = 0.005
 # A stall is a step of so many times the median rank's time, and this much longer.
 _STALL_RATIO = 3.0
 _STALL_S = 0.1

@@ -130,8 +130,10 @@ async def test_a_rank_that_is_stopped_now_and_then_is_named_within_10_s(
     """On the dashboard, which shows what is degraded, and by the doctor."""
     pids = {name: rank_pid(cluster, name) for name in ("decode-0", "decode-1")}
 
+    ended = False
+
     async def ask() -> None:
-        while True:
+        while not ended:
             await whole(client, "And the LORD said unto him ")
 
     async def shown() -> str:
@@ -150,9 +152,8 @@ async def test_a_rank_that_is_stopped_now_and_then_is_named_within_10_s(
                     os.kill(pid, number)
                 await asyncio.sleep(0.2 if number == signal.SIGSTOP else 0.8)
     finally:
-        for task in asking:
-            task.cancel()
-        await asyncio.wait(asking)
+        ended = True
+        await asyncio.gather(*asking)
     print(f"named after {time.monotonic() - began_s:.1f} s: {sentence}")
     name = sentence.removeprefix("node ").split(":")[0]
     assert name in pids

@@ -65,7 +65,7 @@ def test_stages_of_unequal_work_are_not_compared() -> None:
 def test_excesses_of_short_steps_are_no_matter() -> None:
     times = RankTimes([0, 0])
     for _ in range(100):
-        times.observe([0.001, 0.0019], [0.0] * 2, [0.0] * 2, [0.0] * 2)
+        times.observe([0.005, 0.0095], [0.0] * 2, [0.0] * 2, [0.0] * 2)
     assert times.paces()[1].ratio == pytest.approx(1.9)
     assert not times.sentence()
 
@@ -128,8 +128,10 @@ async def test_a_rank_that_is_stopped_now_and_then_is_named_within_10_s(plan, ma
             assert len(found) == 1
             return [cause for cause in found if cause != "none"]
 
+        ended = False
+
         async def requests() -> None:
-            while True:
+            while not ended:
                 await driver.run(driver.sequence(range(1, 20), max_tokens=100, ignore_eos=True))
 
         load = asyncio.create_task(requests())
@@ -145,6 +147,6 @@ async def test_a_rank_that_is_stopped_now_and_then_is_named_within_10_s(plan, ma
             assert driver.engine.rank_times().sentence().startswith("rank 1 of 2 is slow")
         finally:
             REGISTRY.unregister(collector)
-            load.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await load
+            # Python 3.11's wait_for may lose a cancellation, and then the requests would never end.
+            ended = True
+            await load
