@@ -162,7 +162,11 @@ async def test_a_planner_of_an_older_epoch_is_refused(provider: RayProvider) -> 
             await call
     await provider.stop("decode-unheard-of", fence=3)
     await provider.stop("decode-unheard-of")  # an operator's
-    assert {one.node_id for one in await provider.list() if one.state == RUNNING} == before
+
+    async def all_run() -> bool:  # Ray takes one for failed while the machine starves it
+        return {one.node_id for one in await provider.list() if one.state == RUNNING} == before
+
+    await eventually(all_run, timeout_s=240)
 
 
 async def test_a_node_that_fails_at_its_start_tells_why_and_leaves_others_alone(
