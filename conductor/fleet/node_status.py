@@ -34,6 +34,9 @@ def node_status(member: Member, now_s: float) -> dict[str, Any]:
         "pid": record.pid,
         "ranks": str(extra.get("ranks", "")),  # such as tp 2 × pp 1; empty: one process
         "slow_rank": slow_rank_of(record),
+        "better_pp_layers": str(
+            extra.get("better_pp_layers", "")
+        ),  # that would balance its stages; empty: none
         "join_s": extra.get("join_s"),  # from its start until it served
         "join": extra.get("join", {}),  # seconds by phase: see engine.node.join_phases
         "first_token_s": member.first_token_s,  # from when it joined to its first token; None: none yet

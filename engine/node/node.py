@@ -465,8 +465,9 @@ class EngineNode(ABC):
             extra["adapter_load_s"] = round(self.engine.adapters.load_cost_s, 4)
         if plan.world_size > 1:
             extra["ranks"] = self.ranks
-            if (times := self.engine.rank_times()) is not None and (sentence := times.sentence()):
-                extra["slow_rank"] = sentence
+            if (times := self.engine.rank_times()) is not None:
+                extra["slow_rank"] = times.sentence()
+                extra["better_pp_layers"] = times.better_layers()
         if self.events is not None:
             extra["kv_events"] = self.events.endpoint
         return extra

@@ -80,8 +80,9 @@ class ParallelRunner(ModelRunner):
         )
         self._expert_load = expert_load
         self.clock = clock
+        self._plan = assignment.plan
         self._shards = assignment.plan.shards(config)
-        self.rank_times = RankTimes([shard.stage for shard in self._shards])
+        self.rank_times = self._new_times()
         self._board = board
         self._link = link
         self._rank_step = RankStep(self.model, self.pool, link, board, clock, assignment.options.parallel)
@@ -120,6 +121,9 @@ class ParallelRunner(ModelRunner):
             self.on_times(times)
         return output
 
+    def _new_times(self) -> RankTimes:
+        return RankTimes(self._plan.stage_layers(self.config), self._plan.tp * self._plan.cp)
+
     def _observe(self, times: StepTimes, sampled_s: float) -> None:
         compute_s = times.compute_s
         if self.device.torch.type == "cpu":  # a GPU may still compute while rank 0 samples
@@ -144,7 +148,7 @@ class ParallelRunner(ModelRunner):
 
     def serve(self) -> None:
         """See ``Link.serve``. The times of the ranks' first steps, which compile, are forgotten."""
-        self.rank_times = RankTimes([shard.stage for shard in self._shards])
+        self.rank_times = self._new_times()
         self._link.serve()
 
     def end_steps(self) -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from moonpool.engine.sharding.stage_cut import better_cut
+
 WINDOW_S = 8.0
 PARTS = ("compute", "exchange", "wait", "bubble")
 # Fewer steps in the window prove nothing.
@@ -47,12 +49,15 @@ class RankTimes:
     middle. The thread of the steps writes; any thread reads.
     """
 
-    def __init__(self, stages: Sequence[int], clock: Callable[[], float] = time.monotonic) -> None:
-        """stages: of each rank."""
-        of_stage = [[other for other, its in enumerate(stages) if its == stage] for stage in stages]
-        self._stage_ranks = of_stage  # of each rank: the ranks of its stage
-        self._totals_s = np.zeros((len(PARTS), len(stages)))
-        self._num_stalls = [0] * len(stages)
+    def __init__(
+        self, layers: Sequence[int], stage_size: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """layers: of each stage. stage_size: ranks of a stage."""
+        self._layers = layers
+        self._stages = np.repeat(np.arange(len(layers)), stage_size)  # of each rank
+        self._num_steps = 0
+        self._totals_s = np.zeros((len(PARTS), len(self._stages)))
+        self._num_stalls = [0] * len(self._stages)
         # When; compute and exchange [2, world_size]; the rank that stalled, or -1.
         self._recent: deque[tuple[float, npt.NDArray[np.float64], int]] = deque()
         self._clock = clock
@@ -71,6 +76,7 @@ class RankTimes:
         step_s[2] -= step_s[1]
         with self._lock:
             self._totals_s += step_s
+            self._num_steps += 1
             stalled = _stalled(step_s[:2].sum(0))
             if stalled >= 0:
                 self._num_stalls[stalled] += 1
@@ -94,7 +100,7 @@ class RankTimes:
         compute_s, exchange_s = parts_s
         median_s = np.array(
             [
-                [_median(compute_s[ranks]) for ranks in self._stage_ranks],
+                [_median(compute_s[self._stages == stage]) for stage in self._stages],
                 [_median(exchange_s)] * len(num_stalls),
             ]
         )
@@ -107,6 +113,14 @@ class RankTimes:
             cause = PARTS[excess_s[:, rank].argmax()]
             found.append(Pace(rank, float(ratio), cause, num, bool(lags or stalls)))
         return found
+
+    def better_layers(self) -> str:
+        """Return the ``engine.parallel.pp_layers`` that would balance the stages; empty if they are balanced
+        or after few steps. The slowest rank of a stage counts."""
+        with self._lock:
+            num_steps, compute_s = self._num_steps, self._totals_s[0].copy()
+        stages_s = [float(compute_s[self._stages == stage].max()) for stage in range(len(self._layers))]
+        return "+".join(map(str, better_cut(stages_s, self._layers, num_steps) or ()))
 
     def sentence(self) -> str:
         """Name the slowest rank; empty when none is slow."""

@@ -29,6 +29,7 @@ class ParallelPlan:
     cp: int = 1
     experts: ExpertPlacement | None = None  # None: evenly
     all_to_all_tokens: int = 0  # see ParallelOptions
+    pp_layers: tuple[int, ...] = ()  # of each stage; empty: nearly equal
 
     @classmethod
     def from_options(
@@ -54,10 +55,12 @@ class ParallelPlan:
     def of_sizes(cls, options: ParallelOptions, experts: ExpertPlacement | None) -> ParallelPlan:
         """Return the plan without checks, for ``experts`` that were read before."""
         sizes = options.tp, options.pp, options.ep, options.dp, options.cp
-        return cls(*sizes, experts, options.all_to_all_tokens)
+        layers = tuple(map(int, options.pp_layers.split("+"))) if options.pp_layers else ()
+        return cls(*sizes, experts, options.all_to_all_tokens, layers)
 
     def __str__(self) -> str:
         words = f"tp {self.tp} × pp {self.pp}"
+        words += f" ({' + '.join(map(str, self.pp_layers))} layers)" if self.pp_layers else ""
         words += f" × cp {self.cp}" if self.cp > 1 else ""
         words += f", ep {self.ep}" if self.ep > 1 else ""
         return words if self.experts is None else f"{words} by plan {self.experts.digest}"
@@ -67,11 +70,9 @@ class ParallelPlan:
         return self.tp * self.pp * self.cp
 
     def shard(self, config: ModelConfig, rank: int) -> Shard:
-        """Return the shard of ``rank``. Layers are split evenly; the first stages get one more if
-        necessary, as the last stage has the head's work, too."""
         stage, tp_rank = rank // (self.cp * self.tp), rank % self.tp
-        few, more = divmod(config.num_layers, self.pp)
-        first_layer = stage * few + min(stage, more)
+        of_stages = self.stage_layers(config)
+        first_layer = sum(of_stages[:stage])
         num_kv_heads = max(1, config.num_kv_heads // self.tp)
         column_ranks = self.tp // self.ep
         _, of_expert, shared = _mlp_columns(config)
@@ -81,7 +82,7 @@ class ParallelPlan:
             cp=self.cp,
             ep=self.ep,
             rank=rank,
-            layers=range(first_layer, first_layer + few + (stage < more)),
+            layers=range(first_layer, first_layer + of_stages[stage]),
             heads=run_of(config.num_heads, self.tp, tp_rank),
             # With more ranks than KV heads, neighbours have the same head.
             kv_heads=range(first_kv := tp_rank * config.num_kv_heads // self.tp, first_kv + num_kv_heads),
@@ -93,6 +94,12 @@ class ParallelPlan:
             shared_inter=run_of(shared, 1, 0) if self.ep > 1 else run_of(shared, self.tp, tp_rank),
             vocab=run_of(config.vocab_size, self.tp, tp_rank),
         )
+
+    def stage_layers(self, config: ModelConfig) -> tuple[int, ...]:
+        """Return the number of layers of each stage. Without ``pp_layers`` they are split evenly; the first
+        stages get one more if necessary, as the last stage has the head's work, too."""
+        few, more = divmod(config.num_layers, self.pp)
+        return self.pp_layers or tuple(few + (stage < more) for stage in range(self.pp))
 
     def expert_placement(self, config: ModelConfig) -> ExpertPlacement:
         num_experts = config.moe.num_experts if config.moe else 0
@@ -121,6 +128,12 @@ class ParallelPlan:
                 f"engine.parallel.pp is {self.pp}: the model has {config.num_layers} layers, "
                 f"so valid are 1 to {config.num_layers}",
                 "engine.parallel.pp",
+            )
+        if self.pp_layers and sum(self.pp_layers) != config.num_layers:
+            raise ConfigError(
+                f"engine.parallel.pp_layers is {'+'.join(map(str, self.pp_layers))}: these are "
+                f"{sum(self.pp_layers)} layers, the model has {config.num_layers}",
+                "engine.parallel.pp_layers",
             )
         if self.dp != 1:
             raise ConfigError(

@@ -47,6 +47,12 @@ class ModelOptions(Section, name="model"):
 class ParallelOptions(Section, name="engine.parallel"):
     tp: int = option(1, "ranks", "tensor parallel: ranks that each layer is split over", least=1)
     pp: int = option(1, "stages", "pipeline parallel: stages that the layers are split into", least=1)
+    pp_layers: str = option(
+        "",
+        "layers",
+        "pipeline parallel: layers of each stage, such as 17+7; empty: equal numbers. `moonpool doctor` says "
+        "which ones balance, by measured seconds",
+    )
     ep: int = option(1, "ranks", "expert parallel: TP ranks that MoE experts are distributed over", least=1)
     expert_plan_path: str = option(
         "", "path", "expert parallel: file that assigns experts to ranks, written by `moonpool experts`"
@@ -108,6 +114,13 @@ class ParallelOptions(Section, name="engine.parallel"):
             f"one of {', '.join(map(str, valid))}, so that each machine has as many of the {self.pp} stages "
             "(engine.parallel.pp)",
             self.hosts,
+        )
+        counts = self.pp_layers.split("+") if self.pp_layers else ["1"] * self.pp
+        require(
+            len(counts) == self.pp and all(count.isdecimal() and int(count) > 0 for count in counts),
+            "engine.parallel.pp_layers",
+            f"empty or {self.pp} numbers above 0, one for each stage (engine.parallel.pp), such as 17+7",
+            self.pp_layers,
         )
         _, _, port = self.listen.rpartition(":")
         require(

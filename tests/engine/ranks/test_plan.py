@@ -35,6 +35,7 @@ def config(make_checkpoint) -> ModelConfig:
         ({"tp": 16}, r"valid are 1, 2, 4, 8"),
         ({"pp": 4}, r"engine\.parallel\.pp is 4: the model has 3 layers, so valid are 1 to 3"),
         ({"ep": 2}, r"engine\.parallel\.ep is 2: llama has no experts; valid is 1"),
+        ({"pp": 2, "pp_layers": "3+1"}, r"pp_layers is 3\+1: these are 4 layers, the model has 3"),
         ({"dp": 2}, r"engine\.parallel\.dp is 2: .*; valid is 1"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -53,10 +54,12 @@ def test_an_impossible_plan_says_what_would_be_valid(config, words, sentence) ->
         ),
         ({"tp": 4, "hosts": 2, "listen": "10.0.0.1:7400"}, r"hosts must be one of 1, .* 1 stages .* got 2"),
         ({"pp": 2, "hosts": 2}, r"listen must be an address of this machine and a port .* got ''"),
+        ({"pp": 2, "pp_layers": "3"}, r"pp_layers must be empty or 2 numbers above 0, .* got '3'"),
+        ({"pp": 2, "pp_layers": "3+0"}, r"pp_layers must be empty or 2 numbers above 0, .* got '3\+0'"),
         ({"pp": 2, "hosts": 2, "listen": "10.0.0.1"}, r"listen must be an address .* got '10\.0\.0\.1'"),
     ],
 )
-def test_machines_that_stages_cannot_be_dealt_out_to_are_refused(words, sentence) -> None:
+def test_stages_that_cannot_be_cut_or_dealt_out_so_are_refused(words, sentence) -> None:
     with pytest.raises(ConfigError, match=sentence):
         ParallelOptions(**words)
 

@@ -26,7 +26,7 @@ EVEN = [0.01] * 4
 
 def test_paces_are_of_the_window_and_need_several_steps() -> None:
     now_s = 0.0
-    times = RankTimes([0] * 4, lambda: now_s)
+    times = RankTimes([1], 4, lambda: now_s)
     step = [0.01, 0.01, 0.03, 0.02], EVEN, [0.03, 0.03, 0.01, 0.02], [0.0] * 4
     for _ in range(7):
         times.observe(*step)
@@ -46,14 +46,14 @@ def test_paces_are_of_the_window_and_need_several_steps() -> None:
 
 
 def test_a_rank_that_takes_long_to_exchange_is_slow_by_exchange() -> None:
-    times = RankTimes([0] * 4)
+    times = RankTimes([1], 4)
     for _ in range(8):
         times.observe(EVEN, [0.01, 0.04, 0.01, 0.01], [0.04] * 4, [0.0] * 4)
     assert times.paces()[1] == Pace(1, pytest.approx(2.5), "exchange", 0, True)
 
 
 def test_stages_of_unequal_work_are_not_compared() -> None:
-    times = RankTimes([0, 0, 1, 1])
+    times = RankTimes([1, 1], 2)
     for _ in range(8):
         times.observe([0.01, 0.01, 0.03, 0.03], EVEN, EVEN, [0.0] * 4)
     assert not times.sentence()
@@ -63,7 +63,7 @@ def test_stages_of_unequal_work_are_not_compared() -> None:
 
 
 def test_excesses_of_short_steps_are_no_matter() -> None:
-    times = RankTimes([0, 0])
+    times = RankTimes([1], 2)
     for _ in range(100):
         times.observe([0.005, 0.0095], [0.0] * 2, [0.0] * 2, [0.0] * 2)
     assert times.paces()[1].ratio == pytest.approx(1.9)
@@ -71,7 +71,7 @@ def test_excesses_of_short_steps_are_no_matter() -> None:
 
 
 def test_two_stalls_make_a_rank_slow_that_is_as_fast_as_the_others_otherwise() -> None:
-    times = RankTimes([0, 0])
+    times = RankTimes([1], 2)
     for step in range(400):
         stalled_s = 0.2 if step in (100, 300) else 0.0
         assert bool(times.sentence()) == (step > 300)
