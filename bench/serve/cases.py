@@ -31,6 +31,7 @@ from moonpool.bench.serve.path_cost import ModelClock, PathCost, path_cost
 from moonpool.bench.serve.peers.contestants import DTYPES, Contestant, ServerContestant, transformers_peer
 from moonpool.bench.serve.peers.vllm import vllm_server
 from moonpool.bench.serve.speculation import method_rows
+from moonpool.bench.serve.tiers import tier_rows
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.device.selection import choose_device
 from moonpool.runtime.machine.processor import usable_cores
@@ -299,6 +300,11 @@ def colocated(run: Run, settings: Settings) -> AsyncIterator[Row]:
 def adapters(run: Run, settings: Settings) -> AsyncIterator[Row]:
     """Many LoRA adapters against one merged model."""
     return adapter_rows(run, settings.model_dir, settings.sets, settings.seed, settings.peer_threads)
+
+
+def tiers(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    """A cascade from the small model to the large one, by threshold."""
+    return tier_rows(run, settings.sets, settings.model_dir, settings.seed)
 
 
 # Of one turn of a cluster: metric, unit, factor.

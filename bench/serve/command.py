@@ -32,6 +32,7 @@ _QUICK = {"requests": 8, "output_tokens": 16}
         "perimeter": cases.perimeter_rows,
         "colocated": cases.colocated,
         "adapters": cases.adapters,
+        "tiers": cases.tiers,
         "speculation": cases.speculation_rows,
         "prompt": cases.prompt_rows,
         "together": cases.together_rows,

@@ -172,3 +172,20 @@ async def test_two_clusters_are_compared(tmp_path: Path) -> None:
     report.validate(content)
     found = {row["metric"]: row["value"] for row in content["rows"]}
     assert found["output throughput, B over A"] > 0
+
+
+@pytest.mark.slow
+async def test_cascades_are_measured(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    arguments = ["serve", "--case", "tiers", "--quick", "--json", str(file)]
+    result = await asyncio.to_thread(CliRunner().invoke, bench, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    content = json.loads(file.read_text())
+    report.validate(content)
+    found = {(row["case"].partition(", 1 ")[0], row["metric"]): row["value"] for row in content["rows"]}
+    escalated = [value for (_, metric), value in found.items() if metric == "escalated"]
+    assert all(0 <= share <= 1 for share in escalated)
+    assert max(escalated) > min(escalated) == found["small alone", "escalated"] == 0
+    quality = "log-probability under the large model"
+    # Greedy, it answers what it finds likely.
+    assert found["large alone", quality] > found["small alone", quality]
