@@ -122,7 +122,7 @@ def test_the_engine_is_measured_beside_its_floor(tmp_path: Path) -> None:
     rows = {(row["case"], row["metric"]): row for row in json.loads(path.read_text())["rows"]}
     step = rows["small, bfloat16, decode, batch 8, context 256", "step"]
     assert step["ratio"] == pytest.approx(step["value"] / step["peer_value"])
-    assert step["value"] > rows["small, bfloat16, decode, batch 1, context 256", "step"]["value"]
+    assert 0 < step["value"] < 8 * rows["small, bfloat16, decode, batch 1, context 256", "step"]["value"]
     assert (
         rows["small, bfloat16, int8 weights, decode, batch 1, context 256", "rate"]["peer"] == "plain weights"
     )
