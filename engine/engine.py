@@ -39,6 +39,8 @@ from moonpool.engine.ranks.leader import ParallelRunner, StepTimes
 from moonpool.engine.ranks.rank_times import RankTimes
 from moonpool.engine.setup import EngineSetup
 from moonpool.engine.sharding.expert_placement import ExpertPlacement
+from moonpool.engine.speculation.draft_model import DraftModel
+from moonpool.engine.speculation.draft_setup import choose_draft
 from moonpool.engine.speculation.speculator import Speculator
 from moonpool.engine.stats import EngineStats
 from moonpool.runtime.config.options import EngineOptions, LoraOptions, ModelOptions
@@ -90,9 +92,11 @@ class Engine:
         ``max_model_len`` exist from ``start`` on.
 
         Raises CheckpointError, UnsupportedModel, PoolTooSmall, or ConfigError for a device that does not
-        exist.
+        exist or a draft model of other tokens.
         """
-        self.setup = setup = EngineSetup.choose(model, options, model_options or ModelOptions(), device)
+        chosen = model_options or ModelOptions()
+        self.setup = setup = EngineSetup.choose(model, options, chosen, device)
+        self._draft = choose_draft(setup, chosen) if options.speculative.method == "draft" else None
         self.config, self.options, self.device = setup.config, setup.options, setup.device
         self.dtype, self.plan = setup.dtype, setup.plan
         self.layout = setup.whole_layout
@@ -164,6 +168,8 @@ class Engine:
             if progress is not None:
                 loop.call_soon_threadsafe(progress, done, total, name)
 
+        # Before the model: on a GPU its pool takes the memory that is left.
+        draft = await loop.run_in_executor(self._worker, self._load_draft)
         if self.plan.world_size == 1:
             runner = await loop.run_in_executor(
                 self._worker, self.setup.load, self._num_blocks, self._pool_memory, report
@@ -179,7 +185,7 @@ class Engine:
             self._create_pool(runner.num_blocks)
         self._scheduler.timely_tokens = costs.timely_tokens
         if self.options.speculative.method != "off":
-            self._scheduler.speculator = Speculator(self.options.speculative, costs.draft_row_cost)
+            self._scheduler.speculator = self._speculator(costs, draft)
         self._loop = StepLoop(
             self._scheduler, self._reservations, runner, costs, self._worker, self._clock, self._report_step
         )
@@ -198,6 +204,18 @@ class Engine:
         if self.ranks is not None:
             self.ranks.on_lost = self._loop.fail
         self._task = loop.create_task(self._run(self._loop), name="engine")
+
+    def _load_draft(self) -> DraftModel | None:
+        if self._draft is None:
+            return None
+        runner = self._draft.load(self._draft.num_blocks(None), None)
+        return DraftModel(runner, measure(runner, self._clock), self._clock)
+
+    def _speculator(self, costs: StepCosts, draft: DraftModel | None) -> Speculator:
+        def row_cost(decodes: list[Sequence]) -> float:
+            return costs.draft_row_cost(decodes, draft.step_s(decodes) if draft is not None else 0.0)
+
+        return Speculator(self.options.speculative, row_cost, draft)
 
     async def _open_group(self, progress: Progress) -> ModelRunner:
         """Load all ranks' parts at once: ours here, the others in their processes."""

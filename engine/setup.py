@@ -99,7 +99,10 @@ class EngineSetup:
         return nbytes // block_nbytes
 
     def load(
-        self, num_blocks: int | None, pool_memory: npt.NDArray[np.uint8] | None, progress: Progress
+        self,
+        num_blocks: int | None,
+        pool_memory: npt.NDArray[np.uint8] | None,
+        progress: Progress | None = None,
     ) -> ModelRunner:
         """Load the whole model in this process. Raises as ``ModelRunner``."""
         return ModelRunner(

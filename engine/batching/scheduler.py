@@ -19,9 +19,11 @@ _order = attrgetter("order")
 class Speculator(Protocol):
     """Proposes tokens: ``engine.speculation.speculator.Speculator``."""
 
-    def drafts(self, decodes: list[Sequence], room: Callable[[Sequence, int], int]) -> list[Draft]: ...
-
     def may_draft(self, decodes: list[Sequence]) -> bool: ...
+
+    def proposing_s(self, decodes: list[Sequence]) -> float: ...
+
+    def propose(self, decodes: list[Sequence]) -> list[Draft]: ...
 
     def verified(self, draft: Draft, num_accepted: int) -> None: ...
 
@@ -141,31 +143,29 @@ class Scheduler:
             budget -= self._add_chunk(chunks, sequence, budget)
         if not self.decoding and not chunks and not preempted:
             return None
-        drafts = self._draft() if self.speculator is not None and not chunks else []
         moved, self._moved_blocks = self._moved_blocks, []
-        return StepPlan(self.decoding.copy(), chunks, preempted, self.version, moved, drafts=drafts)
+        return StepPlan(self.decoding.copy(), chunks, preempted, self.version, moved)
 
-    def _draft(self) -> list[Draft]:
-        """Propose tokens for the decoding sequences, in what is left of the token budget."""
-        assert self.speculator is not None
-        left, size = self.max_batch_tokens - len(self.decoding), self.pool.block_size
-
-        def room(sequence: Sequence, num_tokens: int) -> int:
-            nonlocal left
+    def add_drafts(self, plan: StepPlan, drafts: list[Draft]) -> None:
+        """Add proposals to the plan, the newest one, as far as the token budget and the pool have room."""
+        left, size = self.max_batch_tokens - plan.num_tokens, self.pool.block_size
+        for draft in drafts:
+            sequence = draft.sequence
             index = sequence.num_tokens - sequence.num_prompt_tokens
             # The step's last sampled token is the last one of the sequence at most.
             ends = min(sequence.sampling.max_tokens - index, self.max_len - sequence.num_tokens) - 1
-            num_tokens = min(num_tokens, left, ends)
+            num_tokens = min(draft.num_tokens, left, ends)
             # One block for each running sequence stays free.
             while sequence.num_tokens + num_tokens > len(sequence.block_table) * size:
                 if self.pool.num_free <= self.num_running:
                     num_tokens = len(sequence.block_table) * size - sequence.num_tokens
                     break
                 self._grow(sequence)
-            left -= max(num_tokens, 0)
-            return num_tokens
-
-        return self.speculator.drafts(self.decoding, room)
+            if num_tokens > 0:
+                left -= num_tokens
+                plan.drafts.append(Draft(sequence, draft.start, draft.proposed[:num_tokens]))
+        plan.moved_blocks += self._moved_blocks
+        self._moved_blocks = []
 
     def _timely_tokens(self) -> int:
         """Most prompt tokens of the next step, at least a block: prompts always go on."""

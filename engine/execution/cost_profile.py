@@ -46,27 +46,29 @@ class StepCosts:
         """Seconds the step will take."""
         seconds, profile = 0.0, self.profile
         if plan.decodes:
-            contexts = sum([sequence.num_tokens for sequence in plan.decodes])
-            seconds = self.decode_scale * profile.step_s(len(plan.decodes), contexts)
+            seconds = self.decode_s(plan.decodes)
         for draft in plan.drafts:
             seconds += self.draft_scale * profile.prefill_token_s * draft.num_tokens
         for chunk in plan.chunks:
             seconds += self.prefill_scale * profile.prefill_s(chunk.num_tokens, chunk.start)
         return self.mixed_scale * seconds if plan.decodes and plan.chunks else seconds
 
-    def draft_row_cost(self, decodes: list[Sequence]) -> float:
-        """Time that a drafted token adds to a step of these sequences, as a part of what the step takes for
-        each of its tokens."""
+    def decode_s(self, decodes: list[Sequence]) -> float:
+        """Seconds of a step with one token of each of these sequences."""
         contexts = sum([sequence.num_tokens for sequence in decodes])
-        step_s = self.decode_scale * self.profile.step_s(len(decodes), contexts)
-        return self.draft_scale * self.profile.prefill_token_s * len(decodes) / max(step_s, 1e-9)
+        return self.decode_scale * self.profile.step_s(len(decodes), contexts)
+
+    def draft_row_cost(self, decodes: list[Sequence], proposing_s: float = 0.0) -> float:
+        """Time that a drafted token adds to a step of these sequences, as a part of what the step takes for
+        each of its tokens. ``proposing_s``: time in which one is proposed for each."""
+        added_s = self.draft_scale * self.profile.prefill_token_s * len(decodes) + proposing_s
+        return added_s / max(self.decode_s(decodes), 1e-9)
 
     def timely_tokens(self, decodes: list[Sequence], start: int, tbt_s: float) -> int:
         """Prompt tokens after ``start`` earlier ones that fit into a step with ``decodes`` of ``tbt_s``."""
         profile, scale = self.profile, self.prefill_scale
-        contexts = sum([sequence.num_tokens for sequence in decodes])
         left_s = _STEP_PART * tbt_s / self.mixed_scale
-        left_s -= self.decode_scale * profile.step_s(len(decodes), contexts) + scale * profile.prefill_base_s
+        left_s -= self.decode_s(decodes) + scale * profile.prefill_base_s
         if left_s <= 0:
             return 0
         # left_s = token_s * n + pair_s * n * n

@@ -134,10 +134,11 @@ class StepLoop:
                 self._publish([*events, *plan.preemptions()])
                 events = []
                 continue
+            self._in_flight = [plan]
+            events = await self._draft(plan, events)
             begun_s, predicted_s = self._clock(), self.costs.predict_s(plan)
             for chunk in plan.chunks:
                 chunk.sequence.scheduled_s = chunk.sequence.scheduled_s or begun_s
-            self._in_flight = [plan]
             await self.scheduler.pool.ready()
             if self.runner.device.runs_ahead and self.runner.is_single_rank:
                 events = await self._run_ahead(plan, events)
@@ -170,6 +171,21 @@ class StepLoop:
             self.reservations.grant()
         # Younger sequences must not take the room it waits for.
         self.scheduler.admission_paused = is_next and self.reservations.first is first
+
+    async def _draft(self, plan: StepPlan, events: list[StepEvent]) -> list[StepEvent]:
+        """Add proposed tokens to a plan that only decodes. Return the events of the step before, none if they
+        were reported meanwhile."""
+        speculator = self.scheduler.speculator
+        if speculator is None or plan.chunks:
+            return events
+        propose, proposing_s = partial(speculator.propose, plan.decodes), speculator.proposing_s(plan.decodes)
+        if proposing_s > (0.0 if self.runner.device.runs_ahead else INLINE_STEP_S):
+            drafts = (await self._in_worker(propose, events))()
+            events = []
+        else:
+            drafts = propose()
+        self.scheduler.add_drafts(plan, drafts)
+        return events
 
     async def _run_ahead(self, plan: StepPlan, events: list[StepEvent]) -> list[StepEvent]:
         """Run the plan, and the steps that follow while each can be launched before the last one has ended.
@@ -230,9 +246,7 @@ class StepLoop:
     def _on_worker(self, work: Callable[[], Result]) -> asyncio.Future[Result]:
         return asyncio.get_running_loop().run_in_executor(self._worker, work)
 
-    async def _in_worker(
-        self, work: Callable[[], StepOutput], events: list[StepEvent]
-    ) -> Callable[[], StepOutput]:
+    async def _in_worker(self, work: Callable[[], Result], events: list[StepEvent]) -> Callable[[], Result]:
         """Do the work, and meanwhile report the events of the step before."""
         step = self._on_worker(work)
         try:

@@ -16,6 +16,7 @@ from prometheus_client import Counter
 
 from moonpool.engine.batching.sequence import Sequence
 from moonpool.engine.batching.step_plan import Draft
+from moonpool.engine.speculation.draft_model import DraftModel
 from moonpool.engine.speculation.history import NgramProposer, Proposer, SuffixProposer
 from moonpool.runtime.config.engine_options import SpeculativeOptions
 
@@ -46,46 +47,55 @@ _RECOVERY = 0.001
 class _Drafting:
     """The proposals of one sequence. acceptance: estimated probability that a proposed token is accepted."""
 
-    proposer: Proposer | None  # None: decode plainly
-    acceptance: float = _FIRST_ACCEPTANCE
+    proposer: Proposer | None  # its own; None: the draft model
+    plain: bool  # nothing is proposed
+    acceptance: float
 
 
 class Speculator:
     """Proposes tokens for the sequences of a step, as many as are worth their time."""
 
     def __init__(
-        self, options: SpeculativeOptions, row_cost: Callable[[list[Sequence]], float] = lambda _: 0.0
+        self,
+        options: SpeculativeOptions,
+        row_cost: Callable[[list[Sequence]], float] = lambda _: 0.0,
+        model: DraftModel | None = None,
     ) -> None:
         """``row_cost(decodes)``: time that one proposed token adds to a step of these sequences, as a part of
-        what the step takes for each of its tokens."""
+        what the step takes for each of its tokens. ``model``: of the method draft."""
         self._options = options
         self._row_cost = row_cost
-        self._make = _PROPOSERS[options.method]
+        self._model = model
+        self._make = _PROPOSERS.get(options.method)
+        assert (self._make is None) == (model is not None)
 
-    def drafts(self, decodes: list[Sequence], room: Callable[[Sequence, int], int]) -> list[Draft]:
+    def proposing_s(self, decodes: list[Sequence]) -> float:
+        """Return the longest time that proposals for these sequences take, prompts apart; 0: next to none."""
+        return 0.0 if self._model is None else self._options.num_tokens * self._model.step_s(decodes)
+
+    def propose(self, decodes: list[Sequence]) -> list[Draft]:
         """Propose tokens for a step of these sequences.
 
-        ``room(sequence, n)`` allocates blocks for at most ``n`` more tokens of a sequence and returns for how
-        many. The last token of a proposal is worth its time: the estimated probability that it is accepted is
+        The last token of a proposal is worth its time: the estimated probability that it is accepted is
         above its cost.
         """
-        least, drafts = self._row_cost(decodes), []
+        least, wanted = self._row_cost(decodes), []
         for sequence in decodes:
             drafting = self._of(sequence)
-            if drafting.proposer is None:
+            if drafting.plain:
                 continue
-            most = self._length(drafting.acceptance, least)
-            if not most:
+            if most := self._length(drafting.acceptance, least):
+                wanted.append((sequence, most))
+            else:
                 drafting.acceptance += _RECOVERY
-                continue
-            tokens = self._propose(sequence, drafting, most)
-            if tokens and (count := room(sequence, len(tokens))) > 0:
-                drafts.append(Draft(sequence, sequence.num_tokens, tokens[:count]))
-        return drafts
+        groups = [[each] for each in wanted] if self._model is None else [wanted]
+        found = [tokens for group in groups for tokens in self._ask(group)]
+        drafts = zip(wanted, found, strict=True)
+        return [Draft(sequence, sequence.num_tokens, tokens) for (sequence, _), tokens in drafts if tokens]
 
     def may_draft(self, decodes: list[Sequence]) -> bool:
         """Whether one of these sequences has a proposer."""
-        return any(self._of(sequence).proposer is not None for sequence in decodes)
+        return any(not self._of(sequence).plain for sequence in decodes)
 
     def verified(self, draft: Draft, num_accepted: int) -> None:
         """Learn that the first ``num_accepted`` tokens of a proposal were right, and no more."""
@@ -103,20 +113,30 @@ class Speculator:
             length, probability = length + 1, probability * acceptance
         return length
 
-    def _propose(self, sequence: Sequence, drafting: _Drafting, most: int) -> list[int]:
-        assert drafting.proposer is not None
+    def _ask(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
+        """Return what is proposed. After an error these sequences decode plainly."""
         try:
-            return drafting.proposer.propose(sequence, most)
+            if self._model is not None:
+                return self._model.propose(wanted)
+            return [self._own(sequence).propose(sequence, most) for sequence, most in wanted]
         except Exception:
-            # What is proposed is a guess: without one the sequence decodes plainly.
-            _log.exception("no more proposals for %s", sequence.request_id)
-            _FAILURES.labels(self._options.method).inc()
-            drafting.proposer = None
-            return []
+            # What is proposed is a guess: without one a sequence decodes plainly.
+            _log.exception("no more proposals for %s", ", ".join(s.request_id for s, _ in wanted))
+            for sequence, _ in wanted:
+                _FAILURES.labels(self._options.method).inc()
+                self._of(sequence).plain = True
+            return [[] for _ in wanted]
+
+    def _own(self, sequence: Sequence) -> Proposer:
+        proposer = self._of(sequence).proposer
+        assert proposer is not None
+        return proposer
 
     def _of(self, sequence: Sequence) -> _Drafting:
         if not isinstance(sequence.drafting, _Drafting):
-            sequence.drafting = _Drafting(self._make() if _may_speculate(sequence) else None)
+            plain = not _may_speculate(sequence)
+            proposer = None if plain or self._make is None else self._make()
+            sequence.drafting = _Drafting(proposer, plain, _FIRST_ACCEPTANCE)
         return sequence.drafting
 
 

@@ -9,6 +9,11 @@ from pathlib import Path
 from moonpool.runtime.config.section import Section, option, require, section
 
 
+def _shipped(name: str) -> Path:
+    """The directory of a checkpoint that ships with Moonpool."""
+    return Path(__file__).parents[2] / "demo" / name
+
+
 @dataclass(frozen=True, slots=True)
 class ModelOptions(Section, name="model"):
     path: str = option(
@@ -35,7 +40,7 @@ class ModelOptions(Section, name="model"):
     @property
     def directory(self) -> Path:
         """The checkpoint directory: ``path``, or the model that ships. It need not exist."""
-        return Path(self.path) if self.path else Path(__file__).parents[2] / "demo" / "model"
+        return Path(self.path) if self.path else _shipped("model")
 
     @property
     def served_name(self) -> str:
@@ -147,10 +152,22 @@ class SpeculativeOptions(Section, name="engine.speculative"):
         "off",
         "name",
         "how tokens are proposed that a decode step verifies: ngram repeats what followed the newest three "
-        "tokens before, suffix at most as many tokens as the match is long",
-        choices=("off", "ngram", "suffix"),
+        "tokens before, suffix at most as many tokens as the match is long, draft asks a smaller model",
+        choices=("off", "ngram", "suffix", "draft"),
     )
     num_tokens: int = option(4, "tokens", "most proposed tokens of a sequence in one step", least=1, most=16)
+    draft_path: str = option(
+        "",
+        "path",
+        "draft: checkpoint directory of the smaller model, with the tokenizer of the served one; "
+        "empty: the small model that ships with Moonpool",
+    )
+    pool_nbytes: int = option(64 << 20, "bytes", "draft: memory of the smaller model's own KV pool", least=1)
+
+    @property
+    def draft_directory(self) -> Path:
+        """The checkpoint directory of the smaller model. It need not exist."""
+        return Path(self.draft_path) if self.draft_path else _shipped("small")
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,6 +114,8 @@ class Cluster:
         plan = self.scheduler.schedule()
         if plan is None:
             return False
+        if self.scheduler.speculator is not None and not plan.chunks:
+            self.scheduler.add_drafts(plan, self.scheduler.speculator.propose(plan.decodes))
         assert len(plan.decodes) + len(plan.chunks) <= self.scheduler.max_running
         self.num_drafted += sum(draft.num_tokens for draft in plan.drafts)
         assert plan.num_tokens <= self.scheduler.max_batch_tokens

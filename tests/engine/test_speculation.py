@@ -56,7 +56,7 @@ def test_a_proposer_that_saw_each_token_proposes_as_one_made_now(make: Any) -> N
 
 
 def drafts(speculator: Speculator, *sequences: Sequence) -> list[Draft]:
-    return speculator.drafts(list(sequences), lambda sequence, n: n)
+    return speculator.propose(list(sequences))
 
 
 def test_bad_proposals_end_and_are_tried_again() -> None:
