@@ -124,6 +124,7 @@ async def is_back(client: Client, before: dict[str, Any]) -> bool:
     return True
 
 
+@pytest.mark.alone  # another process that takes the cores makes other ranks as slow
 async def test_a_rank_that_is_stopped_now_and_then_is_named_within_10_s(
     cluster: LocalCluster, client: Client
 ) -> None:

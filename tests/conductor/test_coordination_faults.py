@@ -173,6 +173,7 @@ def stoppable() -> AsyncIterator[RedisProcess]:
             process.resume()
 
 
+@pytest.mark.alone  # it compares times
 async def test_a_stopped_redis_adds_nothing_and_conductors_still_share(
     stoppable: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +202,7 @@ async def test_a_stopped_redis_adds_nothing_and_conductors_still_share(
             await stream.aclose()
 
 
+@pytest.mark.alone  # it compares times
 async def test_a_slow_redis_adds_nothing(stoppable: RedisProcess) -> None:
     path = stoppable.url.removeprefix("unix://")
     proxy = await Proxy(lambda: asyncio.open_unix_connection(path)).start()
@@ -216,6 +218,7 @@ async def test_a_slow_redis_adds_nothing(stoppable: RedisProcess) -> None:
     await proxy.close()
 
 
+@pytest.mark.alone  # it compares times
 @pytest.mark.parametrize("fault", ["cut", "slow"])
 async def test_conductors_that_cannot_talk_serve_as_one_alone_does(
     stoppable: RedisProcess, links: list[Proxy], fault: str
