@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from moonpool.conductor.fleet.member import Member
 from moonpool.conductor.placing.node_table import NodeTable
 from moonpool.conductor.placing.node_view import NodeView
@@ -37,13 +39,18 @@ class EligibleNodes:
         for groups in self._groups.values():
             _move(member, groups, None)
 
-    def of(self, stage: str, now_s: float) -> NodeTable:
-        """The first group of a stage with members; empty: there are none."""
+    def of(self, stage: str, now_s: float, avoid: Collection[str] = ()) -> NodeTable:
+        """The first group of a stage with members other than those to ``avoid``; without one, the first with
+        members; empty: there are none."""
         if self._resting:
             for member in [member for member in self._resting if member.breaker.closed(now_s)]:
                 self.put(member, now_s)
-        groups = self._groups[stage]
-        return next((group for group in groups if len(group)), groups[_UNHEALTHY])
+        groups = [group for group in self._groups[stage] if len(group)]
+        if avoid:
+            for group in groups:
+                if len(group) > len(avoid) or any(node.node_id not in avoid for node in group):
+                    return group
+        return groups[0] if groups else self._groups[stage][_UNHEALTHY]
 
     def serving(self, stage: str, now_s: float) -> list[NodeView]:
         """Open members and those that warm up; without any, unhealthy ones."""

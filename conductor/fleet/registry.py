@@ -170,8 +170,8 @@ class NodeRegistry:
         prefix_blocks = self.holders(keys)
         self._turn += 1
         return ClusterView(
-            prefill=self._of("prefill", only, now_s),
-            decode=self._of("decode", only, now_s),
+            prefill=self._of("prefill", only, avoid, now_s),
+            decode=self._of("decode", only, avoid, now_s),
             prefix_blocks=prefix_blocks,
             slow_blocks=self.mirror.slow_blocks(keys, prefix_blocks),
             links=self._cost_model.links,
@@ -183,14 +183,14 @@ class NodeRegistry:
             avoid=avoid,
         )
 
-    def _of(self, stage: str, only: str, now_s: float) -> NodeTable:
+    def _of(self, stage: str, only: str, avoid: Collection[str], now_s: float) -> NodeTable:
         chosen = [
             member.view
             for member in (self._members.values() if only else ())
             if member.owner == only and stage in stages_of(member.record.role)
             if member.serves(now_s) and self._used(member)
         ]
-        return NodeTable(chosen) if chosen else self._fleets.of(stage, now_s)
+        return NodeTable(chosen) if chosen else self._fleets.of(stage, now_s, avoid)
 
     def open(self, member: Member) -> None:
         """Let requests go to a node that a rollout has watched. Idempotent."""

@@ -190,6 +190,27 @@ async def test_tokens_renew_the_attempts(url: str) -> None:
         assert cluster.names("r").count("retry") == len(broken) == 6
 
 
+async def test_a_node_that_failed_it_is_left_for_one_that_warms_up(url: str) -> None:
+    """Nodes that warm up and have enough come after open ones, and before one that has failed the request."""
+    async with running(url, "p0", "d0", "d1", namespace="warms", lease_ttl_s=60.0) as cluster:
+        gate, held = asyncio.Event(), asyncio.Queue[str]()
+
+        async def holds(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
+            if work.request_id == "first":
+                held.put_nowait(node.node_id)
+                await gate.wait()
+
+        for name in ("d0", "d1"):
+            cluster.nodes[name].script = holds
+        first = asyncio.create_task(cluster.generate(request("first")))
+        warms = await held.get()
+        cluster.nodes["d1" if warms == "d0" else "d0"].script = breaks
+        assert await cluster.generate(request()) == continuation(PROMPT, 8)
+        assert cluster.names("r").count("retry") == 1
+        gate.set()
+        assert await first == continuation(PROMPT, 8)
+
+
 async def test_where_only_prefills_succeed_each_brings_a_token(url: str) -> None:
     async with running(url, "p0", "d0", namespace="barren", max_attempts=2, lease_ttl_s=60.0) as cluster:
         cluster.nodes["d0"].script = breaks
