@@ -88,6 +88,9 @@ async def test_a_long_prompt_that_fits_nowhere_gets_room_by_a_move(
         async with deciding(cluster, causes) as client:
             fillers = [await prompt_of(client, f"{number}. {FILLER}", 1000) for number in range(2)]
             long = await prompt_of(client, LONG, 5500)
+            # Then the prefill node has its blocks: it does not compute while a filler runs to its end, and
+            # does not pin copies of an earlier run in a decode node's pool to fetch them.
+            await read(client, long, Reply(), max_tokens=1)
             replies = [Reply(), Reply(), Reply()]
             async with asyncio.TaskGroup() as group:
                 running = []
