@@ -27,6 +27,7 @@ def test_expected_to_fail():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ci", "outcome"), [("true", "1 failed, 1 skipped, 1 xfailed, 1 error"), ("", "3 skipped, 1 xfailed")]
 )

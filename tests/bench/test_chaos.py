@@ -90,6 +90,7 @@ def test_wrong_options_are_refused(options: list[str]) -> None:
     assert "NAME=COMMAND" in str(answer.exception) + answer.output
 
 
+@pytest.mark.slow
 async def test_a_different_answer_makes_the_exit_status_1(fake: FakeServer, tmp_path: Path) -> None:
     file = tmp_path / "chaos.json"
     marker = tmp_path / "fault"

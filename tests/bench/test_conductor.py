@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from moonpool.bench.conductor.command import conductor
@@ -51,6 +52,7 @@ def test_costs_are_drawn(tmp_path: Path) -> None:
     assert picture.stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_a_real_conductor_is_measured(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     arguments = ["--part", "http", "--requests", "64", "--json", str(file)]

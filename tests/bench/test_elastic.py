@@ -57,6 +57,7 @@ def run(*arguments: str, file: Path) -> dict[str, dict[str, dict[str, Any]]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_planned_fleet_is_compared_with_the_smallest_fixed_one_that_is_as_good(tmp_path: Path) -> None:
     trace = written(tmp_path, bursts(4))
     options = ["--times", "1", "--prefill", "2:16", "--decode", "1:2", "--join", "4", "--hold", "10"]

@@ -34,6 +34,7 @@ def recorded() -> list[Request]:
     return [request.block_ids for request in load_trace(TRACE)]
 
 
+@pytest.mark.slow
 @needs_trace
 def test_lru_on_the_trace_is_what_its_readme_says() -> None:
     assert replay(recorded(), "lru", 10_000).hit_rate == pytest.approx(0.211, abs=0.001)
@@ -46,6 +47,7 @@ def test_the_prefix_policy_reaches_its_hit_rates_on_the_trace(capacity: int, lea
     assert replay(recorded(), "prefix", capacity).hit_rate >= least
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("load", "capacity", "num_requests"),
     [*((load, 1000, 3000) for load in GENERATED), ("drift", 5000, 3000), ("quick-conversations", 300, 6000)],

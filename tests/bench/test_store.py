@@ -18,6 +18,7 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+@pytest.mark.slow
 def test_every_figure_has_its_limit_beside_it(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     options = [*("--part", "host", "--cases", "disk", "--block", "64KiB", "--total", "4MiB")]

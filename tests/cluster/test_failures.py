@@ -134,6 +134,7 @@ async def test_with_no_decode_node_left_the_stream_ends_with_an_error(
     await whole(client, "There was a man")
 
 
+@pytest.mark.slow
 async def test_redis_killed_and_back(cluster: LocalCluster, client: Client) -> None:
     async def ready() -> dict[str, Any]:
         async with (

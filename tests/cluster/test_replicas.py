@@ -155,6 +155,7 @@ async def test_one_page_of_metrics_shows_both(client: Client) -> None:
         assert page.count("# TYPE moonpool_node_join_seconds") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
 async def test_a_replica_lost_while_decoding_costs_no_token_and_comes_back(
     cluster: LocalCluster, client: Client, number: signal.Signals

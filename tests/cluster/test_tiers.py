@@ -174,6 +174,7 @@ async def test_what_is_on_disk_comes_to_host_memory_while_its_prompt_waits_for_r
         assert (await metrics_of(client, "prefill-0"))["moonpool_store_prefetched_blocks_total"] == len(keys)
 
 
+@pytest.mark.slow
 async def test_a_killed_node_takes_its_blocks_on_disk_up_again(
     cluster: LocalCluster, client: Client, api: openai.AsyncOpenAI
 ) -> None:

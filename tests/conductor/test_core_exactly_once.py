@@ -87,6 +87,7 @@ FAULTS = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(faults=st.lists(FAULTS, max_size=5))
 async def test_tokens_leave_in_order_exactly_once(redis: RedisProcess, faults: list[Fault]) -> None:

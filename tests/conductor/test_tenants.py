@@ -72,6 +72,7 @@ def test_the_resource_that_a_tenant_uses_most_decides_and_work_is_given_back() -
     assert fair.delay_s("writer", 0.0) == pytest.approx(10.0), "nothing is saved up"
 
 
+@pytest.mark.slow
 @given(st.floats(0.25, 4.0), st.floats(0.25, 4.0))
 def test_where_two_compete_work_is_shared_by_weight(weight_a: float, weight_b: float) -> None:
     """Both send a great many requests at once, and a server computes them in the order of their lag."""

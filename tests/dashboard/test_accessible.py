@@ -31,6 +31,7 @@ async def test_the_sign_in_keeps_the_rules(browser: Browser, cluster: LocalClust
     await page.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("theme", ["light", "dark"])
 async def test_the_dashboard_keeps_the_rules(browser: Browser, cluster: LocalCluster, theme: str) -> None:
     request = await ask(cluster.url, "A request to look at. " * 8)

@@ -90,6 +90,7 @@ async def test_a_report_of_a_cluster_runs_nothing_and_asks_nobody(
     await page.close()
 
 
+@pytest.mark.slow
 @NEEDS_BROWSER
 @pytest.mark.asyncio(loop_scope="session")
 async def test_every_result_of_the_repository_is_drawn(browser: Browser, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ SHORT = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("kind", ["positive", "negative"])
 async def test_the_server_does_as_documented(cluster: LocalCluster, kind: str) -> None:

@@ -219,6 +219,7 @@ except torch.AcceleratorError as error:
     assert "check: CUDA error: device-side assert triggered" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 async def test_a_pool_of_what_fits(checkpoint, serve_on) -> None:
     device = LateDevice(DeviceMemory(2 * GIB, 2 * GIB, 100 << 20))
     async with serve_on(

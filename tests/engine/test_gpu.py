@@ -82,6 +82,7 @@ async def test_the_pool_is_sized_by_the_memory_fraction(checkpoint, serve_on) ->
             pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device_name", DEVICES)
 async def test_a_prompt_of_another_process_is_decoded_here(checkpoint, serve_on, device_name) -> None:
     """Its blocks come over by the transfer agents: on a GPU, from its memory to ours."""

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from moonpool.runtime.service.child import REPORTS_LOADING
 from moonpool.runtime.service.load_progress import LoadProgress
 
@@ -63,6 +65,7 @@ def read_terminal(fd: int) -> str:
     return b"".join(parts).decode()
 
 
+@pytest.mark.slow
 def test_ranks_load_behind_one_bar_on_a_terminal(make_checkpoint: Any) -> None:
     path = make_checkpoint("qwen3", num_attention_heads=8, num_key_value_heads=2).path
     ours, theirs = pty.openpty()
@@ -85,6 +88,7 @@ def test_ranks_load_behind_one_bar_on_a_terminal(make_checkpoint: Any) -> None:
     assert seen.rindex("\x1b[2K") > seen.rindex("━")
 
 
+@pytest.mark.slow
 def test_elsewhere_it_is_logged_and_told_to_a_parent_that_asked(make_checkpoint: Any) -> None:
     path = make_checkpoint("llama").path
     with start(path, subprocess.PIPE, **{REPORTS_LOADING: "1"}) as process:

@@ -149,6 +149,9 @@ FAMILIES |= {
         },
     ),
 }
+# One of each kind of attention and of mixture. The others take three times as long: `make test-slow`.
+QUICK = ("llama", "mistral", "qwen3", "mixtral", "gemma3", "deepseek-v3", "gpt-oss")
+ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
 # With blocks of 8: shorter than, equal to and across block borders.
 LENGTHS = (1, 5, 8, 9, 16, 23, 40)
 
@@ -158,7 +161,7 @@ def prompts(seed: int = 0) -> list[list[int]]:
     return [random.integers(0, 160, n).tolist() for n in LENGTHS]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ALL)
 async def test_greedy_tokens_equal_transformers(name, make_checkpoint, serve):
     family, words = FAMILIES[name]
     reference = make_checkpoint(family, **words)

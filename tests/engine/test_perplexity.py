@@ -11,6 +11,7 @@ from moonpool.bench.engine.perplexity import VARIANTS, perplexity
 BOUNDS = {"int8 weights": 1.01, "int4 weights": 1.05, "fp8_e4m3 KV": 1.01, "int8 KV": 1.003}
 
 
+@pytest.mark.slow
 async def test_perplexity_is_bounded() -> None:
     plain, num_tokens = await perplexity(VARIANTS["plain weights"])
     assert num_tokens > 1000

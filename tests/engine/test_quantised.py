@@ -42,6 +42,7 @@ async def assert_exact(driver: Any, meant: Reference) -> None:
             assert abs(event.logprobs.logprob - float(row[event.token_id])) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 async def test_a_format_means_what_its_tool_wrote(
     name: str, make_checkpoint: Any, serve: Any, tmp_path: Path

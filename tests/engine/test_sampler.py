@@ -39,6 +39,7 @@ def draw_many(logits: torch.Tensor, n: int = 20000, **words: Any) -> torch.Tenso
     return torch.bincount(tokens, minlength=VOCAB) / n
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

@@ -9,6 +9,7 @@ from __future__ import annotations
 from hashlib import blake2b
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -178,6 +179,7 @@ REQUESTS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=160, deadline=None)
 @given(
     requests=REQUESTS,

@@ -177,6 +177,7 @@ async def test_drawn_tokens_follow_the_models_distribution(checkpoint, serve) ->
     assert statistic < len(cells) + 6 * np.sqrt(2 * len(cells))
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_a_small_pool_preempts_and_nothing_leaks(checkpoint, serve) -> None:
     prompts = [prompt(16, seed=i) * 2 for i in range(6)]

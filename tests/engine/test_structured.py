@@ -162,6 +162,7 @@ async def test_a_length_may_end_it(serve: Any, grammars: Grammars) -> None:
         assert len(result.token_ids) == 60
 
 
+@pytest.mark.slow
 async def test_preempted_sequences_are_the_same(serve: Any, grammars: Grammars) -> None:
     async def texts(num_blocks: int) -> tuple[list[list[int]], int]:
         async with serve(MODEL, dtype="float32", num_blocks=num_blocks, max_model_len=128) as driver:

@@ -24,6 +24,7 @@ from moonpool.runtime.reports import report
 from moonpool.runtime.reports.report import Row, versus
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [part for part in PARTS if part != "linear"])
 def test_bench_kernels(tmp_path: Path, part: str) -> None:
     path = tmp_path / "report.json"

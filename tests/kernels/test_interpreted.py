@@ -23,6 +23,7 @@ def test_every_file_is_run() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", SHARES, ids=lambda share: share[0])
 def test_triton_forms(share: tuple[str, ...]) -> None:
     """In a separate process, because the interpreter is chosen when kernels are defined."""

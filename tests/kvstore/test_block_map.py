@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
@@ -155,6 +156,7 @@ class MapAgainstSets(RuleBasedStateMachine):
             assert self.blocks.num_held(node) == len(held)
 
 
+@pytest.mark.slow
 def test_the_map_equals_plain_sets() -> None:
     run_state_machine_as_test(
         MapAgainstSets, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -371,6 +371,7 @@ class Cluster:
         self.mirror._copy.blocks.check_integrity()
 
 
+@pytest.mark.slow
 async def test_the_mirror_equals_the_index(server: Server) -> None:
     """After any history of changes, restarts, lapses, lost data and lost connections."""
     loop = asyncio.get_running_loop()

@@ -40,6 +40,7 @@ def lru_hits(uses: list[int], capacity: int) -> int:
     return hits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_watched", [8192, 1 << 20])
 def test_the_share_below_a_size_is_the_hit_rate_of_an_lru_cache_of_it(max_watched: int) -> None:
     rng, seen = random.Random(3), Seen()

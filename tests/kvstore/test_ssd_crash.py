@@ -74,6 +74,7 @@ async def kill_again_and_again(directory: Path, times: int) -> None:
     assert num_checked > 10 * times, "hardly anything was there to be checked"
 
 
+@pytest.mark.slow
 async def test_every_block_is_exact_after_a_kill_at_any_moment(tmp_path: Path) -> None:
     await kill_again_and_again(tmp_path, 12)
 
@@ -191,6 +192,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["lru", "prefix"])
 async def test_a_hundred_thousand_blocks_are_held_and_announced_again(
     killed: Path, tmp_path: Path, index: KVIndex, policy: str

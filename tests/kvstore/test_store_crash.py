@@ -57,6 +57,7 @@ async def read_all(store: TieredStore) -> None:
     store.check_integrity()
 
 
+@pytest.mark.slow
 async def test_every_block_is_exact_after_a_kill_at_any_moment(tmp_path: Path) -> None:
     await kill_again_and_again(tmp_path, 12)
 

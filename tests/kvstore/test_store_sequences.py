@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -164,6 +165,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.loop.close()
 
 
+@pytest.mark.slow
 def test_any_sequence_of_calls() -> None:
     run_state_machine_as_test(
         StoreMachine, settings=settings(max_examples=120, stateful_step_count=40, deadline=None)

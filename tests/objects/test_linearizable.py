@@ -51,6 +51,7 @@ async def run(count: int, at_once: int, seed: int) -> Play:
     return play
 
 
+@pytest.mark.slow
 async def test_a_few_histories_are_linearizable() -> None:
     check(await run(12, 4, seed=1), 12)
 

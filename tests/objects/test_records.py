@@ -74,6 +74,7 @@ async def test_what_changed_while_a_node_was_away_stays_so(cluster: StoreCluster
         assert usage.num_objects == 2
 
 
+@pytest.mark.slow
 async def test_without_redis_a_put_fails_and_a_read_says_that_it_is_stale(cluster: StoreCluster) -> None:
     await asyncio.gather(cluster.start("a"), cluster.start("b"))
     server = cluster.redis

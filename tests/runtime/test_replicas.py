@@ -135,6 +135,7 @@ def test_silent_replica_is_restarted_and_busy_replica_is_not(tmp_path: Path) -> 
     assert "busy.0 has been silent" not in log
 
 
+@pytest.mark.slow
 def test_replica_silent_before_ready_ends_the_node(tmp_path: Path) -> None:
     with node(tmp_path, "slow", "engine.parallel.start_timeout_s=5") as running:
         until(lambda: running.replicas().keys() == {"slow.0", "slow.1"})

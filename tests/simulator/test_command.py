@@ -97,6 +97,7 @@ def test_impossible_workloads_are_refused(wrong: dict[str, float]) -> None:
         Workload(**wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_valid_report_and_pictures(tmp_path: Path) -> None:
     out = tmp_path / "report.json"
     options = [

@@ -60,6 +60,7 @@ def test_where_answers_differ_moves_end_the_slowest_ones_sooner() -> None:
     assert mean_s < mean_before_s
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(st.integers(0, 1000), st.lists(st.tuples(st.floats(0.1, 20), st.booleans()), max_size=4))
 def test_requests_that_move_lose_no_token_whatever_fails(seed: int, events: list[tuple[float, bool]]) -> None:

@@ -19,6 +19,7 @@ TRACE = Path(__file__).parents[3] / "shared/data/conversation_trace.jsonl.gz"
 needs_trace = pytest.mark.skipif(not TRACE.exists(), reason=f"{TRACE} is not here")
 
 
+@pytest.mark.slow
 @needs_trace
 def test_hit_ratios_are_the_papers() -> None:
     requests = load_trace(TRACE)
@@ -32,6 +33,7 @@ def test_a_hit_counts_whole_blocks_and_half_of_the_one_where_it_ends() -> None:
     assert hit_ratio([first, again], "lru", 10**6) == pytest.approx((256 + 1024 + 256) / 2560)
 
 
+@pytest.mark.slow
 @needs_trace
 @pytest.mark.parametrize("name", FIGURES)
 def test_every_figure_is_a_valid_report_with_its_terms(name: str, tmp_path: Path) -> None:

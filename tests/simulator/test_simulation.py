@@ -115,6 +115,7 @@ def test_every_request_ends_once_and_nothing_is_left_behind(policy: str, rejecti
     assert bool(outcome.rejections) == (rejection != "none")
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 1000), st.sampled_from([(2, 2, 0), (1, 1, 0), (0, 0, 3)]), st.data())
 def test_nodes_that_fail_and_join_lose_no_request(
@@ -159,6 +160,7 @@ def test_equal_seeds_give_equal_outcomes() -> None:
     assert outcome(1).served != outcome(2).served
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 1000))
 @example(148)

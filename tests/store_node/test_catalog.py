@@ -66,6 +66,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
 async def test_a_damaged_file_is_set_aside(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
     await written(tmp_path)

@@ -147,6 +147,7 @@ async def test_a_reader_with_more_time_than_its_lease_reads_no_reused_memory(clu
                 await node.fetch(spans, opened, held)
 
 
+@pytest.mark.slow
 async def test_a_node_killed_in_puts_shows_only_whole_objects(cluster: StoreCluster) -> None:
     """kill -9 of one of two nodes at moments spread over a put: what can be got is one of what was put."""
     await asyncio.gather(cluster.start("a"), cluster.start("b"))

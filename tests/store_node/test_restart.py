@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from moonpool.kvstore.client import StoreClient
 from tests.store_node.conftest import StoreCluster
@@ -52,6 +53,7 @@ async def test_an_object_larger_than_memory_comes_and_goes_through_it(
         np.testing.assert_array_equal(found, value)
 
 
+@pytest.mark.slow
 async def test_a_node_killed_in_puts_comes_back_with_whole_objects_only(
     cluster: StoreCluster, tmp_path: Path
 ) -> None:

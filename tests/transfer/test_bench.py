@@ -29,6 +29,7 @@ def in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "_NOTES", 20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["local", "shm", "tcp"])
 def test_a_run_writes_its_figures(transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_a_moment(monkeypatch)
@@ -175,6 +176,7 @@ def install_stand_in(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (home / "mooncake" / "engine.py").write_text(STAND_IN)
 
 
+@pytest.mark.slow
 def test_a_peer_moves_the_same_blocks_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_a_moment(monkeypatch)
     install_stand_in(tmp_path, monkeypatch)

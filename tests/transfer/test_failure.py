@@ -67,6 +67,7 @@ async def is_served(agent: TransferAgent, other: RemotePeer) -> None:
     await other.do("close_regions")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "tcp", "ucx", "ucx-tcp"])
 @pytest.mark.parametrize("direction", ["read", "write"])
 async def test_a_killed_peer_is_lost(
@@ -97,6 +98,7 @@ async def test_a_killed_peer_is_lost(
         assert (memory.array == 7).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "direction"),
     [
@@ -185,6 +187,7 @@ async def test_a_stopped_peer_can_be_read_on_the_same_host(
         assert np.array_equal(memory.array, pattern(NBYTES, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "tcp", "ucx", "ucx-tcp"])
 async def test_a_restarted_peer_is_another_one(
     start_peer: StartPeer, transport: str, monkeypatch: pytest.MonkeyPatch
@@ -217,6 +220,7 @@ def proxy(start_peer: StartPeer) -> Iterator[tuple[Proxy, RemotePeer]]:
     proxy.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", ["read", "write"])
 async def test_a_cut_link_is_past_the_deadline(
     proxy: tuple[Proxy, RemotePeer], direction: str, start_peer: StartPeer
@@ -245,6 +249,7 @@ async def test_a_cut_link_is_past_the_deadline(
         assert (memory.array[len(ours[:1]) * ours[0].nbytes :] == 9).all()
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.parametrize("direction", ["read", "write"])
 async def test_a_pulled_cable_under_ucx_is_past_the_deadline(

@@ -62,6 +62,7 @@ def resident_nbytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["local", "shm", "tcp", "ucx", "ucx-tcp"])
 async def test_nothing_leaks(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Agents come and go, some with batches cut short; nothing stays behind."""

@@ -159,6 +159,7 @@ async def test_a_slow_rail_carries_less_and_does_not_hold_up_the_others(railed: 
     assert report.seconds < 8 * usual_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", ["read", "write"])
 @pytest.mark.parametrize("number", [0, 2])
 async def test_a_batch_goes_on_when_a_rail_is_cut_and_the_rail_comes_back(
@@ -200,6 +201,7 @@ async def test_a_rail_that_breaks_hands_its_chunks_to_the_others_at_once(
     assert REGISTRY.get_sample_value("moonpool_transfer_failed_attempts_total", labels) == failed
 
 
+@pytest.mark.slow
 async def test_what_a_cut_rail_held_back_of_a_write_never_lands_after_it(railed: Railed) -> None:
     """The bytes went over another rail meanwhile; by then their place may mean something else."""
     for turn in range(3):
@@ -304,6 +306,7 @@ def test_those_who_fail_together_count_once() -> None:
     assert backoff.paused_until == pytest.approx(now[0] + 0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.alone  # other tests lay cables too
 async def test_cables_are_pulled(cabled: Cabled, start_peer: StartPeer) -> None:
     """A peer in a network namespace of its own, by two cables: either will do, none is past the deadline."""

@@ -256,6 +256,7 @@ async def test_a_rank_that_does_not_come_is_named(path) -> None:
                 pass
 
 
+@pytest.mark.slow
 async def test_a_start_may_take_long_while_it_makes_progress(path, monkeypatch) -> None:
     read = Checkpoint.read
 

@@ -21,6 +21,7 @@ from tests.transfer.faults import GRACE_S, Proxy, late, outcome, settled, start_
 from tests.transfer.peer_process import pattern
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["cuda-ipc", "shm", "tcp"])
 @pytest.mark.parametrize("direction", ["read", "write"])
 async def test_a_killed_peer_is_lost_and_memory_left_alone(

@@ -114,6 +114,7 @@ def control_messages(draw: st.DrawFn) -> bytes:
     return b"".join(frames)
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=60, deadline=None)
 @hypothesis.given(data=st.data())
 def test_any_message_of_an_authenticated_peer(data: st.DataObject) -> None:
