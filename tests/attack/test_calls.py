@@ -120,6 +120,7 @@ async def test_a_call_is_not_replayed_nor_made_from_old_tokens(target: Target) -
     await target.serves()
 
 
+@pytest.mark.slow
 def test_any_bytes_are_refused_as_a_message_or_served(target: Target) -> None:
     """From somebody who has the key: no process ends."""
     channels: dict[tuple[str, str], grpc.aio.Channel] = {}

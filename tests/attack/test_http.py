@@ -128,6 +128,7 @@ async def test_a_body_is_bounded_as_sent_and_as_unpacked(target: Target, http: a
     await target.serves()
 
 
+@pytest.mark.slow
 async def test_slow_clients_keep_nobody_waiting(target: Target) -> None:
     """Slow-loris: requests whose headers and bodies never end, to every HTTP port."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"

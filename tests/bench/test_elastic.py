@@ -96,6 +96,7 @@ def test_a_fleet_that_is_too_small_is_given_up_and_one_that_suffices_is_not() ->
     assert small is not None and small.attained < 0.95
 
 
+@pytest.mark.slow
 def test_in_bursts_a_planned_fleet_needs_fewer_node_hours_than_a_fixed_one_that_is_as_good() -> None:
     work = requests(4)
     planned = simulate(fleet(2, planned=True), work)

@@ -74,6 +74,7 @@ raise SystemExit(1)
     assert [row.value for row in outcome.rows] == [1.5]
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "moonpool.bench.gpu", "--logs", str(tmp_path)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

@@ -110,6 +110,7 @@ async def test_a_request_that_is_given_up_frees_every_block(both: Client) -> Non
     await eventually(lambda: idle(both))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "seeded"])
 @pytest.mark.parametrize("end", ["kill", "drain"])
 async def test_a_node_that_ends_costs_no_token(

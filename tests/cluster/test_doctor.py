@@ -187,6 +187,7 @@ async def test_what_does_not_fit_together_is_named(cluster: LocalCluster, misfit
         assert "model.path" in other.advice
 
 
+@pytest.mark.slow
 async def test_a_clock_that_is_ahead_is_told_with_what_it_breaks(cluster: LocalCluster) -> None:
     config = replace(cluster.config, node=replace(cluster.config.node, id="ahead", port=0, metrics_port=0))
     context = ServiceContext("prefill")

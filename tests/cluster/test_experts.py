@@ -74,6 +74,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         yield Served(running, model)
 
 
+@pytest.mark.slow
 async def test_a_rank_killed_among_exchanges_costs_no_token(served: Served) -> None:
     prompt, before = "In the beginning " * 6, dict[str, Any]()
     reply = Reply()

@@ -117,6 +117,7 @@ async def test_a_prefill_node_killed_while_it_computes(cluster: LocalCluster, cl
     pytest.fail("five times no prefill node was killed while it computed")
 
 
+@pytest.mark.slow
 async def test_with_no_decode_node_left_the_stream_ends_with_an_error(
     cluster: LocalCluster, client: Client
 ) -> None:

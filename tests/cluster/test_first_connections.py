@@ -7,6 +7,7 @@ from itertools import permutations
 from pathlib import Path
 
 import psutil
+import pytest
 
 from moonpool.local.cluster import LocalCluster
 from moonpool.runtime.service.child import Child
@@ -17,6 +18,7 @@ def port_of(child: Child, name: str) -> int:
     return int(child.ready[name].rpartition(":")[2].partition("/")[0])
 
 
+@pytest.mark.slow
 async def test_each_node_is_connected_to_each_other_one(tmp_path: Path) -> None:
     config = small_config()
     # Over TCP, because connections to a Unix socket cannot be told from each other.

@@ -125,6 +125,7 @@ async def test_a_full_disk_spares_its_node_until_there_is_room_again(
     await eventually(placed_there)
 
 
+@pytest.mark.slow
 @NEEDS_BROWSER
 async def test_the_dashboard_says_so_in_colour_and_in_words(
     cluster: LocalCluster, client: Client, node: str

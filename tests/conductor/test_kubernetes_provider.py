@@ -59,6 +59,7 @@ def replicas(api: Kubernetes, name: str = "decode", kind: str = "deployments") -
     return int(api.workloads[kind, name]["spec"]["replicas"])
 
 
+@pytest.mark.slow
 async def test_a_node_starts_and_the_one_that_is_named_goes(
     api: Kubernetes, provider: KubernetesProvider
 ) -> None:

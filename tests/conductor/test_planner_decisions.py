@@ -141,6 +141,7 @@ def test_a_fleet_of_fixed_size_switches_what_can_be_switched_and_nothing_else() 
     ]
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=20, max_size=300))
 def test_roles_do_not_flap(needs: list[tuple[int, int]]) -> None:
     """A role that took nodes, or gave some, gives none within the cool-down, whatever the load does."""

@@ -58,6 +58,7 @@ async def test_the_dashboard_keeps_the_rules(browser: Browser, cluster: LocalClu
     await page.close()
 
 
+@pytest.mark.slow
 async def test_a_report_keeps_the_rules(browser: Browser, cluster: LocalCluster, tmp_path: Path) -> None:
     async with cluster.client() as client:
         facts = await cluster_facts(client, seconds=1, num_requests=2)

@@ -80,6 +80,7 @@ async def test_commands_run(
     assert "Traceback" not in output.decode()
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("page", "commands"), blocks("sh daemon"))
 async def test_daemons_start_and_drain(

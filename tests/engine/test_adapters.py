@@ -70,6 +70,7 @@ async def exact(driver: Driver, base: Reference, adapters: dict[str, Reference],
         assert result.token_ids == model.greedy(ids, NUM_TOKENS), model.path.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
 async def test_a_batch_mixes_adapters_and_none(serve: Any, make: Any, family: str) -> None:
     base, adapters = make(family)

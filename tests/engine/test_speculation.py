@@ -145,6 +145,7 @@ async def test_tokens_are_those_of_plain_decoding(checkpoint, serve, method: str
     assert num_alone < num_plain
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mixtral", "gpt-oss", "deepseek-v3"])
 async def test_families_give_the_tokens_of_transformers(make_checkpoint, serve, family: str) -> None:

@@ -53,6 +53,7 @@ def test_the_last_blocks_are_reached(form: ModuleType, dtype: torch.dtype) -> No
     assert_near(found, expected, torch.float16)
 
 
+@pytest.mark.slow
 def test_contexts_of_a_million_tokens(form: ModuleType) -> None:
     """All blocks but a few are the same block, to save memory."""
     size, n = 512, 1_000_000

@@ -33,6 +33,7 @@ def run(**environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, code, out.read().decode(), err.read().decode())
 
 
+@pytest.mark.slow
 def test_no_compiler(tmp_path: Path) -> None:
     empty = tmp_path / "bin"
     empty.mkdir()

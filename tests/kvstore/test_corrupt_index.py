@@ -224,6 +224,7 @@ def test_numbers_of_a_record_are_in_range(field: str, value: object) -> None:
         NodeRecord.from_json(text)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_any_bytes_are_a_record_or_refused(data: st.DataObject) -> None:
     """A record with any field replaced by any JSON."""

@@ -189,6 +189,7 @@ class AnyHistory(RuleBasedStateMachine):
             assert np.array_equal(self.host.bytes_of(slot), payload(name))
 
 
+@pytest.mark.slow
 def test_any_history_leaves_a_sound_tier() -> None:
     run_state_machine_as_test(
         AnyHistory, settings=settings(max_examples=120, stateful_step_count=40, deadline=None)

@@ -265,6 +265,7 @@ async def test_a_publisher_without_redis_lets_its_node_start(server: Server, ind
     await node.publisher.close()
 
 
+@pytest.mark.slow
 async def test_a_log_stays_in_proportion_to_what_the_node_holds(index: KVIndex, redis: Any) -> None:
     node = await FakeNode(index, "a", lease_ttl_s=30).start()
     node.hold(500)

@@ -104,6 +104,7 @@ GARBAGE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", GARBAGE)
 async def test_a_damaged_index_is_set_aside(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str

@@ -74,6 +74,7 @@ def test_once_holds_a_conversation_and_exits() -> None:
     assert all(cached[1:]), f"a turn found nothing of those before it: {cached}"
 
 
+@pytest.mark.slow
 def test_kill_9_leaves_nothing_running(executed: subprocess.Popen[str]) -> None:
     read_until(executed, "Serving.")
     processes = psutil.Process(executed.pid).children(recursive=True)

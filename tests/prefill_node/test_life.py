@@ -72,6 +72,7 @@ async def test_a_start_that_fails_half_way_closes_what_it_opened() -> None:
     assert node.engine._task.done()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["sweep", "_refresh_expert_load", "_enforce_quotas"])
 async def test_a_background_task_that_fails_ends_the_node(
     method: str, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ from tests.engine.ranks.conftest import ranks, serving
 NUM_TOKENS = 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [{"tp": 2}, {"pp": 2}, {"cp": 2, "cp_min_tokens": 16}], ids=str)
 async def test_ranks_split_adapters(checkpoint: Reference, tmp_path: Path, plan: dict[str, Any]) -> None:
     models = [

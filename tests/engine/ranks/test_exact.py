@@ -115,6 +115,7 @@ EXPERT_PLANS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", EXPERT_PLANS, ids=named)
 async def test_experts_on_ranks_of_their_own_are_exact(plan, make_checkpoint) -> None:
     await are_exact(plan, make_checkpoint, MIXTURES)

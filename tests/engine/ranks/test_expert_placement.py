@@ -26,6 +26,7 @@ def loads(draw: st.DrawFn) -> np.ndarray:
     return np.array([draw(rows) for _ in range(num_layers)], np.int64)
 
 
+@pytest.mark.slow
 @given(load=loads(), num_ranks=st.integers(1, 6), num_replicas=st.integers(0, 8))
 def test_every_expert_is_placed_and_no_rank_is_worse_than_with_the_even_placement(
     load: np.ndarray, num_ranks: int, num_replicas: int

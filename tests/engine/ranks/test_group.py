@@ -206,6 +206,7 @@ if "MOONPOOL_RANK" in os.environ:
 """
 
 
+@pytest.mark.slow
 async def test_what_a_library_prints_in_a_rank_hides_no_report(
     path, tmp_path, monkeypatch, make_checkpoint, caplog
 ) -> None:
@@ -291,6 +292,7 @@ if "MOONPOOL_RANK" in os.environ:
 """
 
 
+@pytest.mark.slow
 async def test_ranks_take_as_many_blocks_as_fit_on_each(make_checkpoint, tmp_path, monkeypatch) -> None:
     """The leader's device has room for many more than the other rank's."""
     (tmp_path / "sitecustomize.py").write_text(FITTING)

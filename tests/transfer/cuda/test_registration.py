@@ -156,6 +156,7 @@ async def test_what_can_be_registered(environment: dict[str, str]) -> None:
         assert not read_only.writable
 
 
+@pytest.mark.slow
 async def test_host_regions_are_locked_while_there_are_device_regions(environment: dict[str, str]) -> None:
     before = counts()["pinned"]
     async with await start_here("local") as agent:
