@@ -97,8 +97,7 @@ class GenerationExchange:
             usage.cached_tokens,
             max(usage.completion_tokens - before, 0),
         )
-        if record.sequences and (timeline := self._context.conductor.timeline(record.sequences[0])):
-            record.prefix_outcome = timeline.summary.prefix_outcome
+        record.see(self._context.conductor.timeline)
         audit.usage(
             request_id=record.id,
             tenant=self._client.name,

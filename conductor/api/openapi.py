@@ -266,7 +266,7 @@ def _generation(body: str, answer: str, summary: str) -> dict[str, Any]:
             {
                 "name": "x-moonpool-explain",
                 "in": "header",
-                "description": "1: the answer includes the placements and their reasons.",
+                "description": "1: the answer includes placements, their reasons and each prefix's outcome.",
                 "schema": {"type": "string", "enum": ["0", "1"]},
             }
         ],

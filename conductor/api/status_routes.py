@@ -108,8 +108,11 @@ async def requests(http: web.Request) -> web.Response:
     text = http.query.get("limit", "50")
     if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= MAX_LISTED:
         raise ApiError(400, f"limit: must be from 1 to {MAX_LISTED}, got {text[:32]!r}", param="limit")
-    latest = http.app[CONTEXT].recent.latest(int(text), http[PRINCIPAL].scope)
-    return reply({"object": "list", "data": [record.to_dict() for record in latest]})
+    latest, timeline_of = (
+        http.app[CONTEXT].recent.latest(int(text), http[PRINCIPAL].scope),
+        http.app[LANES].timeline,
+    )
+    return reply({"object": "list", "data": [record.see(timeline_of).to_dict() for record in latest]})
 
 
 async def timeline(http: web.Request) -> web.Response:
@@ -120,7 +123,7 @@ async def timeline(http: web.Request) -> web.Response:
     context, asked, principal = http.app[CONTEXT], http.match_info["id"], http[PRINCIPAL]
     record = context.recent.find(asked, principal.scope)
     names = record.sequences if record is not None else [asked]
-    timelines = (http.app[LANES].of_request(name).timeline(name) for name in names)
+    timelines = map(http.app[LANES].timeline, names)
     found = [one.to_dict() for one in timelines if one is not None and principal.sees(one.tenant)]
     if record is None and not found:
         raise ApiError(

@@ -67,7 +67,8 @@ class LiveFeed:
     def event(self, scope: str | None) -> bytes:
         """The cluster as it is now, or what one tenant may see of it, as one server-sent event."""
         snapshot = self._of_cluster() if scope is None else self._of_tenant(scope)
-        snapshot["requests"] = [one.to_dict() for one in self._context.recent.latest(_REQUESTS_SHOWN, scope)]
+        latest = self._context.recent.latest(_REQUESTS_SHOWN, scope)
+        snapshot["requests"] = [one.see(self._lanes.timeline).to_dict() for one in latest]
         return b"data: " + orjson.dumps(snapshot, default=str, option=orjson.OPT_NON_STR_KEYS) + b"\n\n"
 
     def _of_cluster(self) -> dict[str, Any]:

@@ -33,8 +33,9 @@ class OtherLayouts:
     def left(self, node_id: str) -> None:
         self._records.pop(node_id, None)
 
-    def have(self, token_ids: npt.NDArray[np.int32], *, secret: bytes, salt: str) -> bool:
-        """Whether one of them has a prompt's first block. ``secret``, ``salt``: of its tenant."""
+    def have(self, token_ids: npt.NDArray[np.int32], after: int, *, secret: bytes, salt: str) -> bool:
+        """Whether one of them has more than the first ``after`` tokens of a prompt. ``secret``, ``salt``: of
+        its tenant."""
         if not self._records:
             return False
         for record in {(each.model, each.layout): each for each in self._records.values()}.values():
@@ -42,8 +43,9 @@ class OtherLayouts:
             if found is None:
                 continue
             chain, block_size = found
-            keys, _ = chain.extend(token_ids[:block_size], block_size, None)
-            if keys and self._mirror.longest_prefix(keys):
+            num_blocks = after // block_size + 1
+            keys, _ = chain.extend(token_ids[: num_blocks * block_size], block_size, None)
+            if len(keys) == num_blocks and num_blocks in self._mirror.longest_prefix(keys).values():
                 return True
         return False
 

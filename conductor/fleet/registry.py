@@ -141,9 +141,10 @@ class NodeRegistry:
             self._tenants_secret = process.current().derived_key("roots of tenants")
         return tenant_secret(self._tenants_secret, tenant)
 
-    def in_other_layout(self, tenant: str, token_ids: npt.NDArray[np.int32]) -> bool:
-        """Whether a node that is not used here has the first block of this prompt."""
-        return self._others.have(token_ids, secret=self._tenant_secret(tenant), salt=self.salt(tenant))
+    def in_other_layout(self, tenant: str, token_ids: npt.NDArray[np.int32], after: int) -> bool:
+        """Whether a node that is not used here has more than the first ``after`` tokens of this prompt."""
+        secret, salt = self._tenant_secret(tenant), self.salt(tenant)
+        return self._others.have(token_ids, after, secret=secret, salt=salt)
 
     def incompatible(self, record: NodeRecord) -> str:
         """The reason why a node cannot serve here, as a sentence; empty: it can."""

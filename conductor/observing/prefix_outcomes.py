@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moonpool.conductor.observing import scheduling_metrics as core_metrics
+from moonpool.conductor.observing.prefix_marks import Mark, Marks
 from moonpool.kvstore.blocks.keys import BlockKey
 
 # The outcome of a request's prefix: the first that applies.
@@ -27,10 +29,29 @@ OUTCOMES = {
     "new": "none of it came before",
 }
 
+# Why a hit did not reach further: the first that applies. Outcomes of whole prompts have the same names.
+MISSED = {
+    "unused": "a node has more of it, which was computed anyway",
+    "pending": "more of it came moments ago and is not in the index yet",
+    "dropped": "more of it was computed before and is no longer on any node",
+    "layout": "a node has more of it in another layout, which is not used here",
+    "salted": "more equal tokens of the same tenant came before with another cache_salt",
+    "new": "the rest did not come before",
+}
+
 # Number of different prefixes remembered; the least recently used is dropped first.
 _REMEMBERED = 1 << 14
 # A prefix that first came longer ago than this has been computed and published.
 _PENDING_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixOutcome:
+    """``outcome``: one of ``OUTCOMES``. ``missed``: of a hit, one of ``MISSED``; empty: every whole block
+    that could be used was."""
+
+    outcome: str = ""
+    missed: str = ""
 
 
 class _Latest:
@@ -51,17 +72,19 @@ class _Latest:
 
 
 class PrefixWatch:
-    """Counts since the start; a few microseconds and some hundred bytes a request.
+    """Counts since the start; some ten microseconds and some kilobytes a request.
 
     A tenant's requests are compared with its own only: no count tells whether another sent a prompt.
     """
 
     def __init__(self, block_size: int, clock: Callable[[], float]) -> None:
         self.outcomes: Counter[str] = Counter()
+        self.missed: Counter[str] = Counter()  # of hits
         self._tenants: dict[str, Counter[str]] = {}
         self._block_size = block_size
         self._clock = clock
         self._first_keys = _Latest()  # key of the first block -> when it first came
+        self._marks = Marks()
         self._first_tokens = _Latest()  # tenant, tokens of the first block -> root of its keys: by salt
         self._later_tokens = _Latest()  # tenant, tokens of the second block
         self._salts = _Latest()  # root of keys -> number of requests
@@ -77,23 +100,34 @@ class PrefixWatch:
         held: Mapping[str, int],
         num_used_tokens: int,
         reads_cache: bool = True,
-        elsewhere: Callable[[], bool] = lambda: False,
-    ) -> str:
-        """A request was placed for the first time; returns its outcome.
+        elsewhere: Callable[[int], bool] = lambda _: False,
+    ) -> PrefixOutcome:
+        """A request was placed for the first time; returns what came of its prefix.
 
         ``held``: its leading blocks on each node; ``num_used_tokens``: those it gets from the cache;
-        ``tenant``: the name of a configured one. ``elsewhere``: whether a node of another layout has it.
+        ``tenant``: the name of a configured one. ``elsewhere``: whether a node of another layout has more
+        than so many of its tokens.
         """
         outcome = self._outcome(tenant, root, token_ids, keys, held, num_used_tokens, reads_cache, elsewhere)
+        size, now_s = self._block_size, self._clock()
+        marks = self._marks.put(tenant, root, token_ids, keys, size, now_s) if keys and reads_cache else []
+        missed, num_used = "", num_used_tokens // size
+        # The last token is always computed.
+        num_usable = min((len(token_ids) - 1) // size, len(keys))
+        if outcome == "hit" and num_used < num_usable:
+            rest = [mark for mark in marks if mark.block >= num_used]
+            num_held = min(max(held.values(), default=0), num_usable)
+            missed = _missed(rest, num_held > num_used, lambda: elsewhere(num_used_tokens), now_s)
+            self.missed[missed] += 1
         self.outcomes[outcome] += 1
-        core_metrics.prefix_outcomes.labels(outcome).inc()
+        core_metrics.prefix_outcomes.labels(outcome, missed).inc()
         if tenant:
             self._tenants.setdefault(tenant, Counter())[outcome] += 1
         before, dropped = self._salts.put(root, 1)
         if before is not None:
             self._salts.put(root, before + 1)
         self._num_salts_once += (before is None) - (before == 1) - (dropped == 1)
-        return outcome
+        return PrefixOutcome(outcome, missed)
 
     def _outcome(
         self,
@@ -104,7 +138,7 @@ class PrefixWatch:
         held: Mapping[str, int],
         num_used_tokens: int,
         reads_cache: bool,
-        elsewhere: Callable[[], bool],
+        elsewhere: Callable[[int], bool],
     ) -> str:
         if not reads_cache:
             return "off"
@@ -126,7 +160,7 @@ class PrefixWatch:
             return "unused"
         if first_s is not None:
             return "pending" if now_s - first_s < _PENDING_S else "dropped"
-        if elsewhere():
+        if elsewhere(0):
             return "layout"
         if seen_root is not None and seen_root != root:
             return "salted"
@@ -140,11 +174,24 @@ class PrefixWatch:
         """For ``/v1/cluster``: plain JSON types."""
         return {
             "outcomes": dict(self.outcomes),
+            "missed": dict(self.missed),
             "tenants": {name: dict(outcomes) for name, outcomes in self._tenants.items()},
             # Of the latest tenants and salts: all, and those with a single request.
             "num_salts": len(self._salts),
             "num_salts_once": self._num_salts_once,
         }
+
+
+def _missed(rest: Sequence[Mark], is_held: bool, elsewhere: Callable[[], bool], now_s: float) -> str:
+    """Why a hit did not reach further; ``rest``: what is known of the part after it; ``is_held``: a node has
+    more of it than was used."""
+    if is_held:
+        return "unused"
+    if seen_s := [mark.first_s for mark in rest if mark.first_s is not None]:
+        return "pending" if now_s - min(seen_s) < _PENDING_S else "dropped"
+    if elsewhere():
+        return "layout"
+    return "salted" if rest else "new"
 
 
 def _digest(token_ids: npt.NDArray[np.int32]) -> bytes:

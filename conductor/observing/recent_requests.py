@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
+
+from moonpool.conductor.observing.timeline import RequestTimeline
 
 
 @dataclass(slots=True)
@@ -27,9 +30,19 @@ class RequestRecord:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     prefix_outcome: str = ""  # of the first sequence: see prefix_outcomes.OUTCOMES
+    prefix_missed: str = ""  # likewise: see prefix_outcomes.MISSED
+    cached_from: dict[str, int] = field(default_factory=dict)  # likewise, tokens: pool, host, ssd, fetched
     output_tokens: int = 0
     status: str = "running"  # then done, cancelled, or the error's name
     sequences: list[str] = field(default_factory=list)  # the core's request ids, one a choice
+
+    def see(self, timeline_of: Callable[[str], RequestTimeline | None]) -> RequestRecord:
+        """Take over what is known of its prefix while its timeline is kept; returns itself."""
+        if self.sequences and (timeline := timeline_of(self.sequences[0])):
+            summary = timeline.summary
+            self.prefix_outcome, self.prefix_missed = summary.prefix_outcome, summary.prefix_missed
+            self.cached_from = summary.sources()
+        return self
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -26,8 +26,9 @@ bookings = Counter(
 prefix_outcomes = Counter(
     "moonpool_prefix_outcomes_total",
     "Requests by the outcome of their prefix: hit, off, short, unused, pending, dropped, layout, salted, "
-    "headed, new (see docs/troubleshooting.md)",
-    ["outcome"],
+    "headed, new; and, of a hit, why it reached no further: unused, pending, dropped, layout, salted, "
+    "new, or empty if every whole block was used (see docs/troubleshooting.md)",
+    ["outcome", "missed"],
 )
 cache_hints = Counter(
     "moonpool_cache_hints_total",

@@ -31,6 +31,7 @@ class RequestSummary:
     prompt_tokens: int = 0
     output_tokens: int = 0
     prefix_outcome: str = ""  # at the first placement: see prefix_outcomes.OUTCOMES
+    prefix_missed: str = ""  # of a hit, why it reached no further: see prefix_outcomes.MISSED
     cached_tokens: int = 0  # prompt tokens not computed: the sum of the four below
     pool_tokens: int = 0
     host_tokens: int = 0
@@ -45,6 +46,11 @@ class RequestSummary:
     tokens_per_step: float = 0.0  # after the first token, where speculation was of use
     e2e_s: float = 0.0
     finish_reason: str = ""  # stop, length, cancelled, or the error's name
+
+    def sources(self) -> dict[str, int]:
+        """The cached tokens by where they were, without zeros."""
+        tokens = {name: getattr(self, f"{name}_tokens") for name in ("pool", "host", "ssd", "fetched")}
+        return {name: count for name, count in tokens.items() if count}
 
 
 @dataclass(slots=True)
@@ -64,10 +70,17 @@ class RequestTimeline:
         self.events.append(TimelineEvent(name, self.started_unix_s + now_s - self.started_s, facts))
 
     def placements(self) -> dict[str, Any]:
-        """The placement of each attempt and its reason: plain JSON types."""
+        """The placement of each attempt and its reason, and what came of the prefix: plain JSON types."""
         placed = [event for event in self.events if event.name == "placed"]
         return {
             "request_id": self.request_id,
+            "prefix": {
+                "outcome": self.summary.prefix_outcome,
+                "missed": self.summary.prefix_missed,
+                "prompt_tokens": self.summary.prompt_tokens,
+                "cached_tokens": self.summary.cached_tokens,
+                "cached_from": self.summary.sources(),
+            },
             "placements": [
                 {"at_s": event.unix_s - self.started_unix_s}
                 | {name: _plain(value) for name, value in event.facts.items()}

@@ -11,6 +11,7 @@ from moonpool.conductor.engines.attempt import EngineAttempt
 from moonpool.conductor.errors import NoStructures
 from moonpool.conductor.fleet.member import Member
 from moonpool.conductor.fleet.node_client import RequestKey
+from moonpool.conductor.observing.prefix_outcomes import PrefixOutcome
 from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.placing.cluster_view import PlaceRequest
 from moonpool.conductor.placing.place import place
@@ -55,7 +56,7 @@ class RequestPlacer:
         self.num_attempts = 0
         self.first_attempt = 0  # number of the first one in messages to nodes
         self._prefixes: Mapping[str, int] = {}  # leading blocks on each node at the latest decision
-        self.prefix_outcome = ""  # of the first attempt: see ``prefix_outcomes.OUTCOMES``
+        self.prefix = PrefixOutcome()  # what came of it at the first attempt
         self.hash_s = 0.0  # spent on block keys by the latest decision
         self.place_s = 0.0  # spent on look-up and placement
         self._request = request
@@ -175,7 +176,7 @@ class RequestPlacer:
         if number == self.first_attempt:
             deps.activity.reuse.use(self._lineage.keys)
             token_ids = self._lineage.token_ids()
-            self.prefix_outcome = deps.prefixes.note(
+            self.prefix = deps.prefixes.note(
                 client.name,
                 self._lineage.root_key,
                 token_ids,
@@ -183,7 +184,7 @@ class RequestPlacer:
                 held=self._prefixes,
                 num_used_tokens=estimate.prefix_tokens,
                 reads_cache=not self._wants_prompt_logprobs,
-                elsewhere=lambda: deps.registry.in_other_layout(self._request.tenant, token_ids),
+                elsewhere=lambda after: deps.registry.in_other_layout(self._request.tenant, token_ids, after),
             )
         deps.replicator.note(self._lineage.keys, self._prefixes, estimate.compute_s)
         return attempt

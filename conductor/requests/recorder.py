@@ -10,6 +10,7 @@ from moonpool.conductor.costs.model import CostModel
 from moonpool.conductor.errors import RequestRejected
 from moonpool.conductor.observing import scheduling_metrics as core_metrics
 from moonpool.conductor.observing.activity import Activity
+from moonpool.conductor.observing.prefix_outcomes import PrefixOutcome
 from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.observing.timeline import RequestTimeline
 from moonpool.conductor.observing.timeline_spans import CONDUCTOR, spans_of
@@ -66,10 +67,10 @@ class Recorder:
             )
 
     def placed(
-        self, placement: Placement, attempt: int, hash_s: float, place_s: float, prefix_outcome: str
+        self, placement: Placement, attempt: int, hash_s: float, place_s: float, prefix: PrefixOutcome
     ) -> None:
-        """``hash_s``: spent on block keys; ``place_s``: on look-up and placement. ``prefix_outcome``: of the
-        first placement, one of ``prefix_outcomes.OUTCOMES``."""
+        """``hash_s``: spent on block keys; ``place_s``: on look-up and placement. ``prefix``: what came of it
+        at the first placement."""
         now_s = self._placed_s = self._clock()
         summary = self._summary
         summary.attempts = attempt + 1
@@ -77,7 +78,7 @@ class Recorder:
         summary.decode_node = placement.decode.node_id if placement.decode else ""
         summary.reason, summary.detail = placement.reason.value, placement.detail
         summary.path = placement.path.value
-        summary.prefix_outcome = prefix_outcome
+        summary.prefix_outcome, summary.prefix_missed = prefix.outcome, prefix.missed
         if not self._first_s:
             self._predicted_ttft_s = now_s - self._started_s + placement.prefill.ttft_s
         self.timeline.add(

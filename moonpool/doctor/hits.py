@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from moonpool.conductor.observing.prefix_outcomes import OUTCOMES
+from moonpool.conductor.observing.prefix_outcomes import MISSED, OUTCOMES
 from moonpool.doctor.evidence import Evidence
 from moonpool.doctor.finding import Finding, State
 
@@ -23,12 +23,12 @@ _BLIND_POLICIES = ("random", "round-robin", "least-loaded")
 _CAUSES = {
     "salted": (
         "salts",
-        "{requests} began with tokens that were cached for the same tenant with another cache_salt",
+        "{requests} had tokens that were cached for the same tenant with another cache_salt",
         "give requests that may share blocks the same cache_salt; otherwise this is intended",
     ),
     "layout": (
         "layouts",
-        "{requests} began with a block that only nodes of another layout have, which are not used here",
+        "{requests} had blocks that only nodes of another layout have, which are not used here",
         "`incompatible` in /v1/cluster says what differs: start them with the same, if they should share",
     ),
     "short": (
@@ -59,10 +59,12 @@ def check_hits(evidence: Evidence) -> Iterator[Finding]:
         return
     fact = f"{hits} of {total} requests found a prefix{_hit_tokens(evidence)}"
     none = hits < _NO_HITS * total
-    causes = sorted(
-        ((count, name) for name, count in outcomes.items() if name not in ("hit", "new", "off")), reverse=True
-    )
-    causes = [(count, name) for count, name in causes if count >= _MIN_FRACTION * total]
+    missed = {name: count for name, count in outcomes.items() if name not in ("hit", "new", "off")}
+    # Of hits that ended early, too; computing a short rest is no fault.
+    for name in ("dropped", "layout", "salted"):
+        missed[name] = missed.get(name, 0) + prefixes.get("missed", {}).get(name, 0)
+    causes = [(count, name) for name, count in missed.items() if count >= _MIN_FRACTION * total]
+    causes.sort(reverse=True)
     rotating = _rotating_salts(prefixes, total, outcomes)
     if none and not causes and rotating is None:
         yield Finding(
@@ -85,11 +87,16 @@ def check_hits(evidence: Evidence) -> Iterator[Finding]:
 
 def check_requests(evidence: Evidence) -> Iterator[Finding]:
     """List the latest requests that have ended: what of each prompt was cached, and why no more was."""
-    ended = [one for one in evidence.live.get("requests", ()) if one.get("prefix_outcome")]
+    requests = evidence.live.get("requests", ())
+    ended = [one for one in requests if one.get("prefix_outcome") and one.get("status") != "running"]
     for one in ended[:_NUM_LISTED]:
         outcome, computed = one["prefix_outcome"], max(one["prompt_tokens"] - one["cached_tokens"], 0)
-        fact = f"{one['prompt_tokens']:,} prompt tokens: {one['cached_tokens']:,} from the cache, "
+        places = ", ".join(f"{name} {count:,}" for name, count in one.get("cached_from", {}).items())
+        fact = f"{one['prompt_tokens']:,} prompt tokens: {one['cached_tokens']:,} from the cache"
+        fact += f" ({places}), " if places else ", "
         fact += f"{computed:,} computed; {outcome}: {OUTCOMES.get(outcome, '')}"
+        if missed := one.get("prefix_missed"):
+            fact += f"; {missed}: {MISSED.get(missed, '')}"
         yield Finding(str(one["id"]), "ok", fact)
 
 
@@ -145,7 +152,7 @@ def _never_reused(evidence: Evidence, requests: str, state: State) -> Finding:
 
 
 def _evicted(evidence: Evidence, requests: str, state: State) -> Finding:
-    fact = f"{requests} began like an earlier one, and no node has those blocks any more"
+    fact = f"{requests} began like an earlier one, and no node has all of those blocks any more"
     evicted = sum(page.total("moonpool_store_evicted_blocks_total") for page in evidence.pages.values())
     capacity = sum(tier["num_blocks"] for node in evidence.nodes for tier in node["tiers"])
     if not evicted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -18,6 +19,10 @@ async def test_an_answer_says_where_it_was_computed_and_why_when_asked(api: Any,
         timeline = api.core.timelines[request.request_id]
         timeline.add("queued", 0.0)
         timeline.add("placed", 0.25, attempt=0, placement=placement)
+        summary = timeline.summary
+        summary.prefix_outcome, summary.prefix_missed = "hit", "salted"
+        summary.prompt_tokens, summary.cached_tokens = 10, 6
+        summary.host_tokens, summary.fetched_tokens = 4, 2
         return list(api.core.says("Hi."))
 
     api.core.script = script
@@ -35,6 +40,13 @@ async def test_an_answer_says_where_it_was_computed_and_why_when_asked(api: Any,
             assert said is None
             continue
         (sequence,) = said
+        assert sequence["prefix"] == {
+            "outcome": "hit",
+            "missed": "salted",
+            "prompt_tokens": 10,
+            "cached_tokens": 6,
+            "cached_from": {"host": 4, "fetched": 2},
+        }
         (one,) = sequence["placements"]
         assert (one["at_s"], one["attempt"]) == (0.25, 0)
         assert one["placement"]["prefill"] == "p1"
@@ -47,13 +59,25 @@ async def test_an_answer_says_where_it_was_computed_and_why_when_asked(api: Any,
 
 
 async def test_the_list_of_requests_says_what_came_of_each_prefix(api: Any) -> None:
+    goes_on = asyncio.Event()
+
     def script(request: Any) -> list[Any]:
-        api.core.timelines[request.request_id].summary.prefix_outcome = "dropped"
-        return list(api.core.says("Hi."))
+        summary = api.core.timelines[request.request_id].summary
+        summary.prefix_outcome, summary.prefix_missed = "hit", "dropped"
+        summary.pool_tokens = 1
+        return list(api.core.says("Hi.", goes_on))
+
+    async def listed() -> tuple[str, str, str, dict[str, int]]:
+        async with api.client.get(api.url + "/v1/requests") as response:
+            [one] = (await response.json())["data"]
+        return one["status"], one["prefix_outcome"], one["prefix_missed"], one["cached_from"]
 
     api.core.script = script
-    async with api.client.post(api.url + "/v1/completions", json={"prompt": ["In", "the"]}) as response:
+    body = {"prompt": ["In", "the"], "stream": True}
+    async with api.client.post(api.url + "/v1/completions", json=body) as response:
+        await response.content.readline()
+        assert await listed() == ("running", "hit", "dropped", {"pool": 1}), "known from the placement on"
+        goes_on.set()
         assert response.status == 200
-    async with api.client.get(api.url + "/v1/requests") as response:
-        [listed] = (await response.json())["data"]
-    assert listed["prefix_outcome"] == "dropped"
+        await response.read()
+    assert await listed() == ("done", "hit", "dropped", {"pool": 1})

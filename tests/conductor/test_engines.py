@@ -192,6 +192,15 @@ async def test_a_prompt_that_only_an_engine_of_another_layout_has_is_told_of(url
             found = [cluster.conductor.timeline(name) for name in ("r", "other")]
             outcomes = [each.summary.prefix_outcome for each in found if each is not None]
             assert outcomes == ["layout", "salted"], "of a tenant's own prompts only"
+            prompt = [7] * 16 + PROMPT
+            own, (theirs, _) = keys_of(prompt), other.extend(np.array(prompt), MODEL.block_size, None)
+            await used.hold(own[:1])
+            await unused.hold(theirs)
+            await cluster.until(lambda: mirror.longest_prefix(own) and mirror.longest_prefix(theirs))
+            await cluster.events(request("part", prompt=prompt, max_tokens=2))
+            part = cluster.conductor.timeline("part")
+            assert part is not None
+            assert (part.summary.prefix_outcome, part.summary.prefix_missed) == ("hit", "layout")
             assert not unused.bodies
 
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.conductor.fleet.timing import ClockOffset
-from moonpool.conductor.observing.prefix_outcomes import _REMEMBERED, OUTCOMES, PrefixWatch
+from moonpool.conductor.observing.prefix_outcomes import _REMEMBERED, MISSED, OUTCOMES, PrefixWatch
+from moonpool.conductor.observing.scheduling_metrics import prefix_outcomes
 from moonpool.kvstore.blocks.keys import chain
 
 SIZE = 4
@@ -30,13 +31,22 @@ class Asking:
         tenant: str = "",
         held: int = 0,
         used: int = 0,
-        elsewhere: bool = False,
+        elsewhere: int = 0,
     ) -> str:
         ids = np.array(tokens, np.int32)
         keys = chain(salt, ids, SIZE)
-        return self.watch.note(
-            tenant, salt, ids, keys, held={"n": held}, num_used_tokens=used, elsewhere=lambda: elsewhere
+        found = self.watch.note(
+            tenant,
+            salt,
+            ids,
+            keys,
+            held={"n": held},
+            num_used_tokens=used,
+            elsewhere=lambda after: elsewhere > after,
         )
+        assert found.missed in ("", *MISSED)
+        self.missed = found.missed
+        return found.outcome
 
 
 @pytest.fixture
@@ -55,6 +65,65 @@ def test_what_was_never_seen_is_new_and_then_a_hit_while_it_is_held(ask: Asking)
     assert ask(BODY, held=4) == "unused"
 
 
+def test_a_hit_says_why_it_reached_no_further(ask: Asking) -> None:
+    def hit(tokens: list[int], held: int, used: int) -> str:
+        assert ask(tokens, held=held, used=used * SIZE) == "hit"
+        return ask.missed
+
+    ask(BODY)
+    assert hit(BODY, held=4, used=4) == "", "one token is always computed"
+    assert hit(BODY, held=4, used=1) == "unused"
+    assert hit(BODY, held=2, used=2) == "pending"
+    ask.now_s = 6.0
+    assert hit(BODY, held=2, used=2) == "dropped"
+    assert hit([*BODY[:8], *range(12)], held=2, used=2) == "new", "other tokens after the second block"
+    assert hit([*BODY, *range(50, 62)], held=2, used=2) == "dropped", "a longer prompt, too"
+    assert hit([*BODY, *range(70, 82)], held=5, used=5) == "new", "the next turn of a conversation"
+    assert ask.watch.to_dict()["missed"] == {"unused": 1, "pending": 1, "dropped": 2, "new": 2}
+
+
+def test_what_is_missing_of_a_long_prompt_is_known_by_some_of_its_blocks(ask: Asking) -> None:
+    long = list(range(SIZE * 1000))
+    ask(long)
+    ask.now_s = 6.0
+    for tokens in (long, long + BODY, long[: SIZE * 700]):
+        assert ask(tokens, held=600, used=600 * SIZE) == "hit"
+        assert ask.missed == "dropped"
+    assert len(ask.watch._marks) < 150
+
+
+def test_the_rest_of_a_hit_may_be_of_another_salt_or_layout(ask: Asking) -> None:
+    head, longer = BODY[:8], [*BODY, *range(50, 62)]
+
+    def missed(tokens: list[int], salt: bytes, tenant: str = "", elsewhere: int = 0) -> str:
+        assert ask(tokens, salt, tenant=tenant, held=2, used=8, elsewhere=elsewhere) == "hit"
+        return ask.missed
+
+    ask(BODY, b"a", tenant="acme")
+    ask(head, b"b", tenant="acme")
+    assert missed(BODY, b"b", "acme") == "salted"
+    ask(head, b"c", tenant="other")
+    assert missed(BODY, b"c", "other") == "new", "no tenant is told what another has sent"
+    ask(head, b"d")
+    assert missed(longer, b"d", elsewhere=8) == "new", "it has no more than was used"
+    assert missed([*longer[:-1], 0], b"d", elsewhere=12) == "pending", "the head of it came just now"
+    ask.now_s = 6.0
+    ask(head, b"e")
+    assert missed(longer, b"e", elsewhere=12) == "layout"
+    assert ask.watch.to_dict()["missed"] == {"salted": 1, "new": 2, "pending": 1, "layout": 1}
+
+
+def test_the_metric_has_hits_by_what_they_missed(ask: Asking) -> None:
+    def count(outcome: str, missed: str = "") -> float:
+        return float(prefix_outcomes.labels(outcome, missed)._value.get())
+
+    before = [count("new"), count("hit"), count("hit", "pending")]
+    ask(BODY)
+    ask(BODY, held=4, used=16)
+    ask(BODY, held=1, used=4)
+    assert [count("new"), count("hit"), count("hit", "pending")] == [each + 1 for each in before]
+
+
 def test_what_nobody_holds_is_pending_at_first_and_then_dropped(ask: Asking) -> None:
     ask(BODY)
     ask.now_s = 1.0
@@ -70,11 +139,11 @@ def test_the_same_tokens_of_another_salt_are_told_apart_from_new_ones(ask: Askin
 
 
 def test_what_only_another_layout_has_is_told_apart_from_what_is_new_or_lost(ask: Asking) -> None:
-    assert ask(BODY, elsewhere=True) == "layout"
-    assert ask(BODY, b"b", elsewhere=True) == "layout"
+    assert ask(BODY, elsewhere=4) == "layout"
+    assert ask(BODY, b"b", elsewhere=4) == "layout"
     ask.now_s = 6.0
-    assert ask(BODY, elsewhere=True) == "dropped"
-    assert ask(BODY, held=4, used=16, elsewhere=True) == "hit"
+    assert ask(BODY, elsewhere=4) == "dropped"
+    assert ask(BODY, held=4, used=16, elsewhere=4) == "hit"
 
 
 def test_no_outcome_tells_a_tenant_what_another_has_sent(ask: Asking) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
@@ -65,6 +66,21 @@ async def test_the_figures_are_those_of_the_metrics(page: Page, cluster: LocalCl
     await expect(page.locator("#goodput")).to_contain_text(f"{good:.0f} of {good:.0f} sequences")
     moved = page.locator("#routes tbody tr", has_text="prefill-0")
     await expect(moved.first).to_contain_text("decode-")
+
+
+async def test_a_hit_that_ends_early_tells_where_it_was_and_what_it_missed(
+    page: Page, cluster: LocalCluster
+) -> None:
+    start = "A beginning that all of these prompts have in common, longer than a block. " * 3
+    rows = page.locator("#requests tbody tr", has_text=re.compile("hit, rest never seen, .*from"))
+
+    async def is_shown() -> bool:
+        # What was computed is found once it is published.
+        await ask(cluster.url, start + f"{time.monotonic_ns()} other words" * 8)
+        return await rows.count() > 0
+
+    await eventually(is_shown)
+    await expect(page.locator("#outcomes")).to_contain_text("hit, rest never seen")
 
 
 async def test_transfers_are_those_of_the_nodes_metrics(page: Page, cluster: LocalCluster) -> None:

@@ -70,6 +70,17 @@ def test_hits_are_well_and_little_proves_nothing() -> None:
     assert new.state == "slow"
 
 
+@pytest.mark.parametrize(
+    ("missed", "what"), [("dropped", "lost prefixes"), ("salted", "salts"), ("layout", "layouts")]
+)
+def test_what_hits_did_not_reach_counts_as_a_cause(missed: str, what: str) -> None:
+    prefixes = {"outcomes": {"hit": 90, "new": 10}, "missed": {missed: 30, "unused": 40, "new": 20}}
+    whole, cause = check_hits(evidence(cluster={"prefixes": prefixes}))
+    assert whole.state == "ok"
+    assert (cause.what, cause.state) == (what, "slow")
+    assert "30 of 100 requests (30%)" in cause.fact
+
+
 def test_eviction_is_told_with_its_figures() -> None:
     page = Page(
         "# TYPE moonpool_store_evicted_blocks counter\n"
@@ -161,11 +172,13 @@ def test_clocks_and_options_that_differ_are_told() -> None:
 def test_the_latest_requests_are_listed_with_what_came_of_their_prefixes() -> None:
     one = {"id": "cmpl-1", "prompt_tokens": 2080, "cached_tokens": 1024, "prefix_outcome": "hit"}
     two = one | {"id": "cmpl-2", "cached_tokens": 0, "prefix_outcome": "dropped"}
-    runs = one | {"id": "cmpl-3", "prefix_outcome": ""}
+    runs = one | {"id": "cmpl-3", "status": "running"}
+    one |= {"prefix_missed": "dropped", "cached_from": {"pool": 512, "fetched": 512}}
     found = list(check_requests(evidence(live={"requests": [runs, two, one]})))
     assert [finding.what for finding in found] == ["cmpl-2", "cmpl-1"]
     assert found[0].fact.startswith(
         "2,080 prompt tokens: 0 from the cache, 2,080 computed; dropped: an equal"
     )
-    assert "1,024 from the cache, 1,056 computed; hit" in found[1].fact
+    assert "1,024 from the cache (pool 512, fetched 512), 1,056 computed; hit" in found[1].fact
+    assert found[1].fact.endswith("dropped: more of it was computed before and is no longer on any node")
     assert not list(check_requests(evidence()))

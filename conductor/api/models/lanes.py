@@ -14,6 +14,7 @@ from moonpool.conductor.api.context import ApiContext
 from moonpool.conductor.api.errors import ApiError
 from moonpool.conductor.core import Conductor
 from moonpool.conductor.observing.request_metrics import ClusterCounts
+from moonpool.conductor.observing.timeline import RequestTimeline
 from moonpool.protos import node_pb2
 from moonpool.runtime.config.routes import Route
 
@@ -103,6 +104,10 @@ class Lanes:
         """The conductor that has a sequence; the first one, if none has it."""
         found = (lane.conductor for lane in self if lane.conductor.timeline(request_id) is not None)
         return next(found, self.first.conductor)
+
+    def timeline(self, request_id: str) -> RequestTimeline | None:
+        """Of a sequence, whichever conductor has it."""
+        return self.of_request(request_id).timeline(request_id)
 
     def of_node(self, node_id: str) -> Conductor:
         """The conductor that has a node; the first one, if none has it."""

@@ -3,11 +3,33 @@ import { bars, byId, bytes, cell, element, fill, format, percent, row, say } fro
 
 const SOURCES = { computed: "computed", pool: "its own pool", host: "host memory", ssd: "disk", fetched: "another node" };
 // Outcomes of prefix lookups; docs/troubleshooting.md explains each.
-export const OUTCOMES = {
+const OUTCOMES = {
   hit: "hit", off: "cache not asked", short: "no whole block", unused: "cached, not used", pending: "just computed", dropped: "evicted",
   layout: "other layout", salted: "other salt", headed: "other head", new: "never seen",
 };
+// Of a hit: why it did not reach further.
+const MISSED = {
+  unused: "rest cached, not used", pending: "rest just computed", dropped: "rest evicted", layout: "rest in other layout",
+  salted: "rest of other salt", new: "rest never seen",
+};
 const LOCAL = ["pool", "host", "ssd"];
+
+function title(outcome, missed) {
+  const name = OUTCOMES[outcome] ?? outcome;
+  return missed ? `${name}, ${MISSED[missed] ?? missed}` : name;
+}
+
+// Hits that ended early are bars of their own.
+function outcomeBars({ outcomes = {}, missed = {} }) {
+  const early = Object.entries(missed), hits = (outcomes.hit ?? 0) - early.reduce((all, [, count]) => all + count, 0);
+  const whole = Object.entries({ ...outcomes, hit: hits }).map(([name, count]) => [title(name), count]);
+  return [...whole, ...early.map(([name, count]) => [title("hit", name), count])].filter(([, count]) => count > 0).sort((a, b) => b[1] - a[1]);
+}
+
+export function outcomeOf(request) {
+  const places = Object.entries(request.cached_from ?? {}).map(([name, count]) => `${format.format(count)} from ${SOURCES[name] ?? name}`);
+  return [title(request.prefix_outcome, request.prefix_missed), ...places].join(", ");
+}
 
 export function parts(tokens) {
   const local = LOCAL.reduce((all, name) => all + (tokens[name] ?? 0), 0), remote = tokens.fetched ?? 0;
@@ -52,18 +74,17 @@ function drawReuse(now) {
 }
 
 // Prompt tokens by source, requests by outcome, and a row for each tenant.
-export function drawTokens(tokens, counts, tenants) {
+export function drawTokens(tokens, prefixes, tenants) {
   const { local, remote, all } = parts(tokens);
   const shown = Object.entries(SOURCES).map(([name, title]) => [title, tokens[name] ?? 0]);
   bars(byId("sources"), all ? shown : [], (count) => `${format.format(count)} (${percent(count / all)})`);
   say(byId("sources").nextElementSibling, all ? `From the cache ${percent((local + remote) / all)}: on the node itself ${percent(local / all)}, from another ${percent(remote / all)}.` : "");
-  const outcomes = Object.entries(counts).sort((a, b) => b[1] - a[1]);
-  bars(byId("outcomes"), outcomes.map(([name, count]) => [OUTCOMES[name] ?? name, count]));
+  bars(byId("outcomes"), outcomeBars(prefixes));
   fill(byId("tenants"), Object.entries(tenants).map(([name, own]) => tenantRow(name, own)));
 }
 
 export function drawCache(now) {
-  drawTokens(now.tokens, now.cluster.prefixes?.outcomes ?? {}, now.tenants);
+  drawTokens(now.tokens, now.cluster.prefixes ?? {}, now.tenants);
   fill(byId("prefixes"), now.prefixes.map((prefix) => row(element("th", prefix.key.slice(0, 12), "id"), prefix.blocks,
     cell((60 * prefix.uses_per_s).toFixed(1), "number"), prefix.holders.length, cell(prefix.holders.join(", ") || "none now", "wrap"))));
   drawReuse(now);

@@ -1,5 +1,5 @@
 // The dashboard's panels, from one snapshot of /v1/live and the one before it.
-import { drawCache, drawTokens, OUTCOMES, parts } from "./cache_panel.js";
+import { drawCache, drawTokens, outcomeOf, parts } from "./cache_panel.js";
 import * as charts from "./charts.js";
 import { byId, bytes, cell, element, fill, format, patch, percent, pill, row, say, seconds, within } from "./elements.js";
 import { byName, drawMap, holders, stateClass, stateOf, tiers } from "./cluster_map.js";
@@ -113,7 +113,7 @@ function drawRequests(requests, open) {
   fill(byId("requests").querySelector("table"), requests.map((request) => {
     const className = { done: "good", running: "warn", cancelled: "soft" }[request.status] ?? "bad";
     return row(element("th", request.id, "id"), pill(request.status, className), request.prompt_tokens, request.cached_tokens,
-      OUTCOMES[request.prefix_outcome] ?? request.prefix_outcome, request.output_tokens, cell(seconds(request.ttft_s), "number"), cell(seconds(request.tpot_s), "number"),
+      outcomeOf(request), request.output_tokens, cell(seconds(request.ttft_s), "number"), cell(seconds(request.tpot_s), "number"),
       cell(seconds(request.e2e_s), "number"), open(request.id));
   }));
 }
@@ -141,7 +141,7 @@ function drawState(now, model, degraded) {
 function drawTenant(now, open) {
   document.body.dataset.tenant = now.tenant;
   drawState(now, now.model, []);
-  drawTokens(now.tokens, now.outcomes, { [now.tenant]: now.tokens });
+  drawTokens(now.tokens, now, { [now.tenant]: now.tokens });
   drawRequests(now.requests, open);
 }
 
