@@ -10,6 +10,7 @@ from moonpool.conductor.costs.learned import LearnedCost
 from moonpool.conductor.costs.model import CostModel
 from moonpool.conductor.engines.completion import Delta, body_of, prefill_body_of
 from moonpool.conductor.fleet.member import Member
+from moonpool.conductor.request import CacheHint
 from moonpool.conductor.requests.attempt import Attempt, AttemptPlan
 from moonpool.protos import node_pb2
 from moonpool.runtime.errors import RemoteError
@@ -30,13 +31,19 @@ class EngineAttempt(Attempt):
     """
 
     def __init__(
-        self, plan: AttemptPlan, cost_model: CostModel, clock: Callable[[], float], salt: str
+        self,
+        plan: AttemptPlan,
+        cost_model: CostModel,
+        clock: Callable[[], float],
+        salt: str,
+        hint: CacheHint | None,
     ) -> None:
         """``salt``: of the tenant; empty: none."""
         super().__init__(plan)
         self._cost_model = cost_model
         self._clock = clock
         self._salt = salt
+        self._hint = hint
         token_ids = plan.prefill_request.work.token_ids
         self._num_tokens = len(token_ids) // 4
         self._next = self._num_tokens - plan.prefill_request.work.num_prompt_tokens
@@ -93,7 +100,8 @@ class EngineAttempt(Attempt):
         """Have an engine compute the prompt; returns how it hands it over."""
         plan, began_s = self.plan, self._clock()
         work = plan.prefill_request.work
-        body = prefill_body_of(work, model=member.engine_client.model, salt=self._salt)
+        model = member.engine_client.model
+        body = prefill_body_of(work, model=model, salt=self._salt, hint=self._hint)
         prefilled = await member.engine_client.compute(body, plan.timeout_s)
         self._first_s = self._clock() - began_s
         self.num_cached_tokens = prefilled.num_cached_tokens
@@ -117,6 +125,7 @@ class EngineAttempt(Attempt):
             max_model_len=engine.max_model_len,
             salt=self._salt,
             given=given,
+            hint=self._hint,
         )
 
     def _tokens_of(self, delta: Delta) -> Iterator[node_pb2.TokenOut]:

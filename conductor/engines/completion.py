@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import orjson
 
+from moonpool.conductor.request import CacheHint
 from moonpool.protos import node_pb2
 from moonpool.runtime.errors import RemoteError
 
@@ -35,7 +36,9 @@ class Prefilled:
     num_cached_tokens: int | None  # of the prompt; None: it does not say
 
 
-def prefill_body_of(work: node_pb2.Work, *, model: str, salt: str) -> dict[str, Any]:
+def prefill_body_of(
+    work: node_pb2.Work, *, model: str, salt: str, hint: CacheHint | None = None
+) -> dict[str, Any]:
     """The body of ``POST /v1/completions`` that computes the prompt of ``work`` for another engine.
 
     Its one token is not used: the other engine draws all of them, so that one seed gives one sequence.
@@ -48,7 +51,7 @@ def prefill_body_of(work: node_pb2.Work, *, model: str, salt: str) -> dict[str, 
         "temperature": 0.0,
         # The parameters of a hand-over are not in streams.
         "stream": False,
-        "kv_transfer_params": {"do_remote_decode": True, **_tenant_of(work)},
+        "kv_transfer_params": {"do_remote_decode": True, **_tenant_of(work), **_hint_of(hint)},
     }
     return body | {"cache_salt": salt} if salt else body
 
@@ -74,10 +77,12 @@ def body_of(
     max_model_len: int,
     salt: str,
     given: Mapping[str, Any] = MappingProxyType({}),
+    hint: CacheHint | None = None,
 ) -> dict[str, Any]:
     """The body of ``POST /v1/completions`` that continues ``work``.
 
-    ``salt``: of the tenant; ``given``: the parameters with which another engine hands its prompt over.
+    ``salt``: of the tenant; ``given``: the parameters with which another engine hands its prompt over, which
+    are read at once, so that there is nothing to prefetch.
     """
     sampling = work.sampling
     token_ids: list[int] = np.frombuffer(work.token_ids, "<i4").tolist()
@@ -112,7 +117,9 @@ def body_of(
         body["structured_outputs"] = _structured_outputs(sampling.structure)
     if salt:
         body["cache_salt"] = salt
-    if params := {**given, **_tenant_of(work)}:
+    if hint is not None and given:
+        hint = replace(hint, prefetch=False)
+    if params := {**given, **_tenant_of(work), **_hint_of(hint)}:
         body["kv_transfer_params"] = params
     return body
 
@@ -122,6 +129,12 @@ def _tenant_of(work: node_pb2.Work) -> dict[str, Any]:
     if not work.tenant:
         return {}
     return {"tenant": work.tenant, "tenant_cached_nbytes": work.tenant_cached_nbytes}
+
+
+def _hint_of(hint: CacheHint | None) -> dict[str, Any]:
+    """As the connector reads it, which follows it once its engine has ended the request; empty: none."""
+    given = {} if hint is None else {name: value for name, value in asdict(hint).items() if value}
+    return {"cache_hint": given} if given else {}
 
 
 def _structured_outputs(structure: node_pb2.Structure) -> dict[str, Any]:

@@ -32,8 +32,8 @@ prefix_outcomes = Counter(
 )
 cache_hints = Counter(
     "moonpool_cache_hints_total",
-    "Hints of requests about their cached blocks: done, limited (by the tenant's limit, or what nodes keep), "
-    "refused (too many at once), failed",
+    "Hints of requests about their cached blocks: done, sent (to a vLLM engine, which counts what comes of "
+    "them), limited (by the tenant's limit, or what nodes keep), refused (too many at once), failed",
     ["outcome"],
 )
 migrations = Counter(

@@ -35,9 +35,9 @@ class CacheHints:
         prefill: Member,
         decode: Member | None,
     ) -> None:
-        """Follow the hint of a request that has ended. ``chain``: its blocks. vLLM's engines have hints of
-        their own."""
-        if prefill.engine is not None or not chain or hint == CacheHint():
+        """Follow the hint of a request that has ended. ``chain``: its blocks. vLLM's engines were given the
+        hint with the request: only the copy is left to do."""
+        if not chain or hint == CacheHint():
             return
         if len(self._sending) >= _MOST:
             core_metrics.cache_hints.labels("refused").inc()
@@ -68,11 +68,14 @@ class CacheHints:
             tenant=client.name,
             tenant_cached_nbytes=client.cached_nbytes,
         )
-        outcome = "done"
+        has_hint = prefill.engine is not None
+        outcome = "sent" if has_hint else "done"
         try:
-            if hint.prefetch and len(members) > 1 and (source := members[1].kv_address) is not None:
+            source = members[-1].kv_address
+            # An engine without the connector has no address.
+            if hint.prefetch and len(members) > 1 and source is not None and source.node_id:
                 await prefill.client.replicate(source, chain, _DEADLINE_S, surplus=False)
-            if hint.pin_s or hint.drop_after:
+            if not has_hint and (hint.pin_s or hint.drop_after):
                 replies = [await member.client.hint(request, _DEADLINE_S) for member in members]
                 if hint.pin_s and max(replies) < len(chain):
                     outcome = "limited"

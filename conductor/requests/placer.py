@@ -190,10 +190,11 @@ class RequestPlacer:
         return attempt
 
     def _attempt(self, plan: AttemptPlan) -> Attempt:
-        deps = self._deps
+        deps, request = self._deps, self._request
         if plan.prefill.engine is None:
             return Attempt(plan)
-        return EngineAttempt(plan, deps.cost_model, deps.clock, deps.registry.salt(self._request.tenant))
+        salt = deps.registry.salt(request.tenant)
+        return EngineAttempt(plan, deps.cost_model, deps.clock, salt, request.cache_hint)
 
     def migration(self, attempt: Attempt, target: Member, cause: str) -> MigrationPlan:
         """Plan to have ``target`` go on with a running attempt, under the next attempt's number."""

@@ -186,6 +186,8 @@ class EngineNode(StoreNode):
                 is_held = store.is_held(first)
                 await store.remove([first])
                 return "done" if is_held else "missing"
+            if hint.action == "let_go":
+                return "done" if store.host.let_go(hint.keys) else "missing"
         return await self._pins.pin(store, hint.keys, hint.ttl_s)
 
     async def _prefetch(self, store: TieredStore, hint: HintedBlocks) -> str:

@@ -34,8 +34,8 @@ LOADS = Counter(
 )
 HINTS = Counter(
     "moonpool_connector_hints_total",
-    "Hints of vLLM's requests by action (pin, prefetch, drop) and end: done, missing (no node has the "
-    "blocks), refused (hints have their part of memory or of fetches), failed.",
+    "Hints of vLLM's requests by action (pin, prefetch, drop, let_go) and end: done, missing (no node has "
+    "the blocks), refused (hints have their part of memory or of fetches), failed.",
     ["action", "end"],
 )
 UNSAVED = Counter("moonpool_connector_failed_saves_total", "Saves of vLLM's blocks that failed.")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from moonpool.engine.memory.block_pool import BlockPool
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.eviction.kept_blocks import KeptBlocks
+from moonpool.kvstore.eviction.surplus_copies import unshared_end
 from moonpool.kvstore.tiers.host import HostTier
 
 # Of the blocks in pool and host memory: of all tenants, and of one without a limit of its own.
@@ -44,14 +45,7 @@ class HintedBlocks:
             if not pool.in_use(chain):
                 break
             await asyncio.sleep(_LOOK_S)
-        successor: BlockKey | None = None
-        end: list[BlockKey] = []
-        for key in reversed(chain):
-            if pool.is_shared(key, successor) or host.is_shared(key, successor):
-                break
-            end.append(key)
-            successor = key
-        end.reverse()
+        end = unshared_end(chain, lambda key, after: pool.is_shared(key, after) or host.is_shared(key, after))
         self.kept.forget(end)
         pool.surplus.drop(key for key in end if pool.block_of(key) is not None)
         host.surplus.drop(key for key in end if key in host)

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from moonpool.kvstore.eviction.kept_blocks import KeptBlocks
 from moonpool.kvstore.eviction.policy import EvictionPolicy
-from moonpool.kvstore.eviction.surplus_copies import SurplusCopies
+from moonpool.kvstore.eviction.surplus_copies import SurplusCopies, unshared_end
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -206,6 +206,13 @@ class ChainCache(Generic[Key]):
     def is_shared(self, key: Key, successor: Key | None) -> bool:
         """Whether the chain goes on here after a block otherwise than with ``successor``."""
         return bool(self._children.get(key, set()) - {successor})
+
+    def let_go(self, chain: Sequence[Key]) -> int:
+        """Evict the end of ``chain`` before all others, as far as no other chain shares it, unless a request
+        uses it again. Returns how many blocks of it are here."""
+        end = [key for key in unshared_end(chain, self.is_shared) if key in self]
+        self.surplus.drop(end)
+        return len(end)
 
     def parent_of(self, key: Key) -> Key | None:
         """The key before a block in its chain; None for the first."""

@@ -5,13 +5,27 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 
 # A copy not used for this long is evicted first.
 UNUSED_S = 10.0
+
+
+def unshared_end(chain: Sequence[Key], is_shared: Callable[[Key, Key | None], bool]) -> list[Key]:
+    """The end of ``chain`` that belongs to no other chain, in order. ``is_shared(key, successor)``: whether a
+    chain goes on after ``key`` otherwise than with ``successor``."""
+    successor: Key | None = None
+    end: list[Key] = []
+    for key in reversed(chain):
+        if is_shared(key, successor):
+            break
+        end.append(key)
+        successor = key
+    end.reverse()
+    return end
 
 
 class SurplusCopies(Generic[Key]):

@@ -9,9 +9,11 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import grpc.aio
 import numpy as np
 import orjson
 from aiohttp import web
+from grpc.aio import ServicerContext
 
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.tier import Tier
@@ -19,6 +21,8 @@ from moonpool.kvstore.blocks.vllm_keys import VllmChain
 from moonpool.kvstore.index.node_publisher import IndexPublisher
 from moonpool.kvstore.index.redis.engine_facts import VLLM, EngineFacts
 from moonpool.kvstore.index.redis.node_record import STAGES, NodeRecord
+from moonpool.protos import node_pb2, node_pb2_grpc
+from moonpool.runtime import rpc
 from moonpool.runtime.config.options import IndexOptions
 from tests.conductor.core_nodes import LEASE_TTL_S, MODEL, Cluster, next_token
 
@@ -41,7 +45,7 @@ async def obedient(engine: EngineServer, body: dict[str, Any], index: int) -> No
     """A script without faults."""
 
 
-class EngineServer:
+class EngineServer(node_pb2_grpc.NodeServicer):
     """``script(engine, body, index)`` runs before each token: it may wait, raise or kill."""
 
     def __init__(self, node_id: str, script: Script = obedient, *, role: str = "both", **facts: Any) -> None:
@@ -56,8 +60,10 @@ class EngineServer:
         self.keeps = False  # full blocks of what it served
         self.is_silent = False  # of cached tokens, so that nothing is learned of prefills
         self.num_cached_tokens = 0
+        self.copied: list[node_pb2.ReplicateRequest] = []  # by the store node inside
         self._facts = facts
         self._site: web.AppRunner | None = None
+        self._store: grpc.aio.Server | None = None
 
     async def listen(self, port: int = 0) -> str:
         """Serve without an entry in the index; returns the URL."""
@@ -98,7 +104,8 @@ class EngineServer:
             stages=STAGES,
             model="m",
             layout=facts.fingerprint,
-            rpc_address="127.0.0.1:9",
+            rpc_address=f"127.0.0.1:{await self._serve_store()}",
+            kv_address=node_pb2.KvAddress(node_id=self.node_id).SerializeToString(),
             extra=facts.add_to({}),
         )
         options = IndexOptions(lease_ttl_s=LEASE_TTL_S, publish_interval_s=0.001)
@@ -108,6 +115,17 @@ class EngineServer:
         await self.publisher.start()
         return self
 
+    async def _serve_store(self) -> int:
+        add = node_pb2_grpc.add_NodeServicer_to_server
+        self._store, port = await rpc.serve([(add, self)], "127.0.0.1", 0)
+        return port
+
+    async def Replicate(
+        self, request: node_pb2.ReplicateRequest, context: ServicerContext[Any, Any]
+    ) -> node_pb2.ReplicateReply:
+        self.copied.append(request)
+        return node_pb2.ReplicateReply()
+
     async def die(self) -> None:
         """Every connection breaks at once; its entry in Redis stays until its lease lapses."""
         site, self._site = self._site, None
@@ -116,6 +134,9 @@ class EngineServer:
                 if connection.transport is not None:
                     connection.transport.abort()
             await site.cleanup()
+        store, self._store = self._store, None
+        if store is not None:
+            await store.stop(None)
 
     async def hold(self, keys: list[BlockKey]) -> None:
         for key in keys:
@@ -186,7 +207,9 @@ class EngineServer:
 
     async def _prefill(self, body: dict[str, Any]) -> web.Response:
         await self.script(self, body, 0)
-        assert body["kv_transfer_params"] == {"do_remote_decode": True} and body["max_tokens"] == 1
+        params = dict(body["kv_transfer_params"])
+        params.pop("cache_hint", None)
+        assert params == {"do_remote_decode": True} and body["max_tokens"] == 1
         choice = {"index": 0, "finish_reason": "length", "text": "x"}
         details = {"cached_tokens": 0}
         given = {"do_remote_prefill": True, "remote_engine_id": self.node_id}

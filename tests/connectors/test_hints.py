@@ -67,6 +67,7 @@ def envelope(*actions: tuple[str, str, dict[str, Any]]) -> Any:
 
 def test_both_forms_are_read() -> None:
     ignored: list[str] = []
+    assert hints_of(hinted("z", 1, drop_after=True), ignored.append) == Hints(drop_after=True)
     by_http = hinted("a", 1, pin_s=5, prefetch=True, drop_from=32)
     actions = (
         ("kv.pin", "1.0", {"ttl_s": 5}),
@@ -92,6 +93,7 @@ def test_both_forms_are_read() -> None:
         {"pin_s": float("nan")},
         {"pin_s": "3"},
         {"prefetch": 1},
+        {"drop_after": 1},
         {"drop_from": 1.5},
         {"drop_from": -1},
         {"drop_from": None},
@@ -159,6 +161,31 @@ def test_a_dropped_prompt_leaves_its_beginning(engine: Make, tmp_path: Path) -> 
     until(lambda: count("drop", "done") == before + 1)
     store = one.node._kv.store
     assert len(store.match(keys_of(one, "s", 12))) == 4, "the block with token 48 has tokens before it"
+
+
+def test_what_a_prompt_does_not_share_goes_first(engine: Make) -> None:
+    """Host memory has room for 128 blocks."""
+    one = engine("lets-go")
+    one.until_hit("t", 10)
+    before = count("let_go", "done")
+    one.serve(hinted("t-2", 30, drop_after=True))
+    until(lambda: count("let_go", "done") == before + 1)
+    store, keys = one.node._kv.store, keys_of(one, "t", 30)
+    store.host.check_integrity()
+
+    def held_of(name: str, num_blocks: int) -> int:
+        return len(store.match(keys_of(one, name, num_blocks)))
+
+    for name in ("u", "v"):
+        one.serve(Request(name, 45 * BLOCK + 1))
+        until(lambda name=name: held_of(name, 45) == 45)
+    assert len(store.match(keys)) == 30, "nothing goes while there is room"
+    one.serve(hinted("t-3", 30))
+    one.serve(hinted("t-4", 32, drop_after=True))
+    until(lambda: count("let_go", "done") == before + 2)
+    one.serve(Request("w", 20 * BLOCK + 1))
+    until(lambda: held_of("w", 20) == 20)
+    assert (held_of("u", 45), held_of("v", 45), held_of("t", 32)) == (45, 45, 18), "of the latest prompt"
 
 
 def test_a_waiting_prompt_is_fetched_from_disk(engine: Make, tmp_path: Path) -> None:

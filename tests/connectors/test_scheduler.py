@@ -208,6 +208,18 @@ def test_blocks_of_a_prompt_that_is_handed_over_are_not_dropped() -> None:
     assert not scheduler.plan({}, lambda _: None).hints
 
 
+@pytest.mark.parametrize("params", [{}, {"do_remote_decode": True}])
+def test_what_is_let_go_is_saved_first(params: dict[str, Any]) -> None:
+    scheduler = side(FakeIndex())
+    scheduler.arrived(
+        Request("a", 3 * BLOCK + 1, kv_transfer_params=params | {"cache_hint": {"drop_after": True}})
+    )
+    [save] = scheduler.plan({"a": 2 * BLOCK}, lambda _: [0, 1, 2, 3]).saves
+    scheduler.finished("a")
+    [hint] = scheduler.plan({}, lambda _: None).hints
+    assert (hint.action, hint.keys) == ("let_go", save.keys), "only what was saved"
+
+
 def test_a_tenants_prompt_counts_from_the_beginning() -> None:
     scheduler = side(FakeIndex(peer=1))
     params = {"tenant": "t", "tenant_cached_nbytes": 100}

@@ -86,7 +86,8 @@ def test_hints_and_quotas_reach_the_store(trio: Trio) -> None:
     prompt, other = prompts(7, (333, 400))
     expected = trio.plain.complete(prompt)
     hinted, hints = trio.first.store_metric, "moonpool_connector_hints_total"
-    for action, hint in (("pin", {"pin_s": 3600}), ("drop", {"drop_from": BLOCK_SIZE})):
+    given = {"pin": {"pin_s": 3600}, "let_go": {"drop_after": True}, "drop": {"drop_from": BLOCK_SIZE}}
+    for action, hint in given.items():
         found = trio.first.complete(prompt, kv_transfer_params={"cache_hint": hint})
         assert found.token_ids == expected.token_ids
         until(lambda action=action: hinted(hints, action=action, end="done") == 1)

@@ -27,16 +27,18 @@ _VERSION = "1"
 # Actions that are read of one envelope.
 _MOST_ACTIONS = 16
 
-Action = Literal["pin", "prefetch", "drop"]
+Action = Literal["pin", "prefetch", "drop", "let_go"]
 
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """``drop_from``: a token of the prompt; None: nothing is dropped."""
+    """``drop_from``: a token of the prompt; None: nothing is dropped. ``drop_after``: what no other prompt
+    shares is evicted before all others."""
 
     pin_s: float = 0.0
     prefetch: bool = False
     drop_from: int | None = None
+    drop_after: bool = False
 
     def first_dropped(self, block_size: int) -> int | None:
         """The first block that is dropped: one that has no token before ``drop_from``."""
@@ -83,6 +85,8 @@ def at_end(
     first = hints.first_dropped(block_size)
     if first is not None and first < len(keys):
         yield HintedBlocks(request_id, "drop", keys, first=first)
+    if hints.drop_after and num_saved:
+        yield HintedBlocks(request_id, "let_go", keys[:num_saved])
 
 
 def hints_of(request: RequestOfTenant, ignored: Callable[[str], None]) -> Hints:
@@ -120,7 +124,7 @@ def _is_valid(name: str, value: Any) -> bool:
     match name:
         case "pin_s":
             return type(value) in (int, float) and math.isfinite(value) and value > 0
-        case "prefetch":
+        case "prefetch" | "drop_after":
             return type(value) is bool
         case "drop_from":
             return type(value) is int and value >= 0
