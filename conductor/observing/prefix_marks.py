@@ -48,7 +48,7 @@ class Mark:
 
 
 class Marks:
-    """At most 9 MB each for keys and tokens; some ten microseconds a prompt.
+    """At most 9 MB each for keys and tokens; some 50 µs for a prompt of 2,048 tokens.
 
     Marks lie at multiples of a power of two, so those of prompts with a common beginning coincide. A key, and
     a digest of tokens, name all tokens before the block's end.

@@ -72,7 +72,7 @@ class _Latest:
 
 
 class PrefixWatch:
-    """Counts since the start; some ten microseconds and some kilobytes a request.
+    """Counts since the start; some tens of microseconds and some kilobytes a request.
 
     A tenant's requests are compared with its own only: no count tells whether another sent a prompt.
     """
