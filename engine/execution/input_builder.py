@@ -180,7 +180,30 @@ class InputBuilder:
         lens = self._device.upload(torch.from_numpy(self._lens[:n]))
         return StepInputs(token_ids, positions, slots, n, self.table[:n, : self._width(n)], lens)
 
+    def _with_drafts(self, plan: StepPlan, n: int) -> StepInputs:
+        """Each proposed token as one more decode, with its sequence's blocks: to a CPU a few rows are cheaper
+        than a prompt's tiles, and have the bits of plain decoding."""
+        numbers = [draft.sequence.row for draft in plan.drafts]
+        counts = [draft.num_tokens for draft in plan.drafts]
+        table = np.concatenate((self._table[:n], np.repeat(self._table[numbers], counts, axis=0)))
+        first = n
+        for draft, number in zip(plan.drafts, numbers, strict=True):
+            end = first + draft.num_tokens
+            self._fill_run(draft, first, end, self._table[number])
+            first = end
+        lens = np.concatenate((self._lens[:n], self._positions[n:first].astype(np.int32) + 1))
+        return StepInputs(
+            token_ids=torch.from_numpy(self._tokens[:first]),
+            positions=torch.from_numpy(self._positions[:first]),
+            slots=torch.from_numpy(self._slots[:first]),
+            num_decodes=first,
+            decode_table=torch.from_numpy(table),
+            decode_lens=torch.from_numpy(lens),
+        )
+
     def _with_runs(self, plan: StepPlan, n: int) -> StepInputs:
+        if plan.drafts and not plan.chunks and not self._device.runs_ahead:
+            return self._with_drafts(plan, n)
         runs = plan.runs
         starts = np.zeros(len(runs) + 1, np.int32)
         lens = np.zeros(len(runs), np.int32)

@@ -79,18 +79,18 @@ void widen(const bf16* w, int64_t inputs, float* to) {
 
 // ---------------------------------------------------------------- rows through panels
 
-// One pass of R rows over a chunk; AHEAD prefetches the next chunk. x: rows of stride ldx; sums: [R, PANEL].
-// Not inlined, because only then the compiler keeps every sum in a register.
+// One pass of R rows over C vectors of a chunk with rows of ldw weights; AHEAD prefetches the next chunk. x: rows
+// of stride ldx; sums: [R, PANEL]. Not inlined, because only then the compiler keeps every sum in a register.
 template <int R, int C, bool AHEAD, class X, class T>
-__attribute__((noinline)) void pass(const X* x, int64_t ldx, const T* w, int64_t inputs, bool begin,
+__attribute__((noinline)) void pass(const X* x, int64_t ldx, const T* w, int64_t ldw, int64_t inputs, bool begin,
                                     float* sums) {
-    const int64_t ahead = inputs * C * W;
+    const int64_t ahead = inputs * ldw;
     vf registers[R][C];
     fetch<R, C>(registers, sums, PANEL, begin);
     if constexpr (std::is_same_v<T, bf16>) {
         accumulate_pairs<R, C, AHEAD>(x, ldx, w, inputs, registers, ahead);
     } else {
-        accumulate<R, C, AHEAD>(x, ldx, w, C * W, inputs, registers, ahead);
+        accumulate<R, C, AHEAD>(x, ldx, w, ldw, inputs, registers, ahead);
     }
     keep<R, C>(registers, sums, PANEL);
 }
@@ -100,16 +100,28 @@ __attribute__((noinline)) void pass(const X* x, int64_t ldx, const T* w, int64_t
 template <int C, class X, class T>
 void passes(const X* x, int64_t ldx, int64_t rows, const T* w, int64_t inputs, bool begin, float* sums) {
     constexpr bool widens = std::is_same_v<X, float> && sizeof(T) == 2;
-    // The conversion of bf16 pairs uses the registers that the sums of a sixth row would need.
-    constexpr int most = std::is_same_v<X, float> && std::is_same_v<T, bf16> ? std::min(ROWS, 5) : ROWS;
     int64_t group = 0;
-    for_row_groups<most>(rows, [&](int64_t row, auto R) {
-        if (widens && group++ == 1) {
-            pass<R, C, widens>(x + row * ldx, ldx, w, inputs, begin, sums + row * PANEL);
-        } else {
-            pass<R, C, false>(x + row * ldx, ldx, w, inputs, begin, sums + row * PANEL);
-        }
-    });
+    if constexpr (std::is_same_v<T, bf16>) {
+        // The conversion of bf16 pairs uses the registers that the sums of a sixth row would need.
+        constexpr int most = std::is_same_v<X, float> ? std::min(ROWS, 5) : ROWS;
+        for_row_groups<most>(rows, [&](int64_t row, auto R) {
+            if (widens && group++ == 1) {
+                pass<R, C, widens>(x + row * ldx, ldx, w, C * W, inputs, begin, sums + row * PANEL);
+            } else {
+                pass<R, C, false>(x + row * ldx, ldx, w, C * W, inputs, begin, sums + row * PANEL);
+            }
+        });
+    } else {
+        for_tiles<C>(rows, [&](int64_t row, auto R, int64_t at, auto some) {
+            const X* from = x + row * ldx;
+            float* to = sums + row * PANEL + at * W;
+            if (widens && group++ == 1) {
+                pass<R, some, widens>(from, ldx, w + at * W, C * W, inputs, begin, to);
+            } else {
+                pass<R, some, false>(from, ldx, w + at * W, C * W, inputs, begin, to);
+            }
+        });
+    }
 }
 
 // All rows through one panel of C vectors. sums: [rows, PANEL].

@@ -72,27 +72,35 @@ void take_tile(Scratch& s, const T** rows, int64_t begin, int64_t end, int64_t k
         });
 }
 
+// One tile: sums[r][c], rows of stride lds, += x · w, or = with `begin`. Not inlined, because only then the compiler
+// keeps every sum in a register.
+template <int R, int C>
+__attribute__((noinline)) void product(const float* x, int64_t ldx, const float* w, int64_t ldw, int64_t inputs,
+                                       bool begin, float* sums, int64_t lds) {
+    vf registers[R][C];
+    fetch<R, C>(registers, sums, lds, begin);
+    accumulate<R, C>(x, ldx, w, ldw, inputs, registers);
+    keep<R, C>(registers, sums, lds);
+}
+
 // scores[rows, TILE] = queries · keys
 void score(Scratch& s, int64_t rows, int64_t head_dim, int64_t dim) {
     constexpr int C = 4;
     for (int64_t first = 0; first < TILE; first += C * W)
-        for_row_groups(rows, [&](int64_t row, auto R) {
-            vf registers[R][C];
-            fetch<R, C>(registers, nullptr, 0, true);
-            accumulate<R, C>(s.queries.data() + row * dim, dim, s.keys.data() + first, TILE, head_dim, registers);
-            keep<R, C>(registers, s.scores.data() + row * TILE + first, TILE);
+        for_tiles<C>(rows, [&](int64_t row, auto R, int64_t at, auto some) {
+            const int64_t key = first + at * W;
+            product<R, some>(s.queries.data() + row * dim, dim, s.keys.data() + key, TILE, head_dim, true,
+                             s.scores.data() + row * TILE + key, TILE);
         });
 }
 
 // sums[rows, dim] += scores · values
 template <int C>
 void gather_columns(Scratch& s, int64_t rows, int64_t first, int64_t dim) {
-    for_row_groups(rows, [&](int64_t row, auto R) {
-        vf registers[R][C];
-        float* sums = s.sums.data() + row * dim + first;
-        fetch<R, C>(registers, sums, dim, false);
-        accumulate<R, C>(s.scores.data() + row * TILE, TILE, s.values.data() + first, dim, TILE, registers);
-        keep<R, C>(registers, sums, dim);
+    for_tiles<C>(rows, [&](int64_t row, auto R, int64_t at, auto some) {
+        const int64_t column = first + at * W;
+        product<R, some>(s.scores.data() + row * TILE, TILE, s.values.data() + column, dim, TILE, false,
+                         s.sums.data() + row * dim + column, dim);
     });
 }
 

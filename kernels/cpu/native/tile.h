@@ -1,12 +1,16 @@
 // The inner loop of the linear layers and of prefill attention: a few rows times a few vectors.
 #pragma once
 
+#include <algorithm>
+
 #include "simd.h"
 
+// 6 x 4 sums and their operands fill 32 registers. Of 16 registers, 2 x 4 sums leave some for a conversion; more
+// rows take 6 x 2, which read each weight a third as often.
 #if defined(MP_AVX512) || defined(__aarch64__)
-constexpr int ROWS = 6;  // 6 x 4 sums and their operands fill 32 registers
+constexpr int ROWS = 6, TALL_ROWS = 6, TALL_COLUMNS = 4;
 #else
-constexpr int ROWS = 2;  // 16 registers
+constexpr int ROWS = 2, TALL_ROWS = 6, TALL_COLUMNS = 2;
 #endif
 
 // sums[r][c] += x[r][k] * w[k][c] in the order of k, so that a row's sum does not depend on the other rows.
@@ -64,4 +68,41 @@ MP_INLINE void for_row_groups(int64_t rows, F f) {
         with_constant<MOST>(size, [&](auto count) { f(row, count); });
         row += size;
     }
+}
+
+// Splits C vectors into parts of at most MOST. Calls f(first vector, number of vectors), both constants.
+template <int C, int MOST, int AT = 0, class F>
+MP_INLINE void for_columns(F f) {
+    constexpr int some = C - AT < MOST ? C - AT : MOST;
+    f(std::integral_constant<int, AT>(), std::integral_constant<int, some>());
+    if constexpr (AT + some < C) for_columns<C, MOST, AT + some>(f);
+}
+
+// The size of the next tall tile of `rows` rows; 0: what is left is for wide ones. Tall tiles have 5 or 6 rows.
+MP_INLINE int64_t tall_rows(int64_t rows) {
+    if (rows < TALL_ROWS - 1) return 0;
+    const int64_t rest = rows % TALL_ROWS;
+    return rows > TALL_ROWS && (rest == 1 || rest == 3 || rest == 4) ? TALL_ROWS - 1 : std::min<int64_t>(rows, TALL_ROWS);
+}
+
+// Splits rows x C vectors into tiles whose sums fill the registers. Calls f(first row, number of rows as a constant,
+// first vector, number of vectors as a constant).
+template <int C, class F>
+MP_INLINE void for_tiles(int64_t rows, F f) {
+    int64_t first = 0;
+    if constexpr (C > TALL_COLUMNS) {
+        for (int64_t size; (size = tall_rows(rows - first)) > 0; first += size) {}
+        const int64_t tall = first;
+        const auto column = [&](auto at, auto some) {
+            for (int64_t row = 0, size; row < tall; row += size) {
+                size = tall_rows(rows - row);
+                if (size == TALL_ROWS) f(row, std::integral_constant<int, TALL_ROWS>(), at, some);
+                else f(row, std::integral_constant<int, TALL_ROWS - 1>(), at, some);
+            }
+        };
+        for_columns<C, TALL_COLUMNS>(column);
+    }
+    for_row_groups<ROWS>(rows - first, [&](int64_t row, auto R) {
+        f(first + row, R, std::integral_constant<int, 0>(), std::integral_constant<int, C>());
+    });
 }
