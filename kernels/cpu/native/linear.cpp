@@ -19,14 +19,21 @@ namespace {
 MP_INLINE vf first_of(vu pairs) { return (vf)(pairs << 16); }
 MP_INLINE vf second_of(vu pairs) { return (vf)(pairs & 0xffff0000u); }
 
+// C vectors of pairs. One copy of all goes through the stack, in parts smaller than a vector.
+template <int C>
+MP_INLINE void load_pairs(const bf16* w, vu (&pairs)[C]) {
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++) memcpy(&pairs[c], w + c * 2 * W, sizeof pairs[c]);
+}
+
 template <int R, int C, bool AHEAD>
-MP_INLINE void accumulate_pairs(const float* x, int64_t ldx, const bf16* w, int64_t inputs, vf (&sums)[R][C],
-                                int64_t ahead) {
+MP_INLINE void accumulate_pairs(const float* x, int64_t ldx, const bf16* w, int64_t ldw, int64_t inputs,
+                                vf (&sums)[R][C], int64_t ahead) {
     vu pairs[C];
     int64_t k = 0;
-    for (; k + 2 <= inputs; k += 2, w += C * 2 * W) {
+    for (; k + 2 <= inputs; k += 2, w += 2 * ldw) {
         if constexpr (AHEAD) prefetch_row(w + ahead, C * 2 * W);
-        memcpy(pairs, w, sizeof pairs);
+        load_pairs(w, pairs);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
@@ -37,7 +44,7 @@ MP_INLINE void accumulate_pairs(const float* x, int64_t ldx, const bf16* w, int6
             for (int c = 0; c < C; c++) sums[r][c] += second_of(pairs[c]) * x[r * ldx + k + 1];
     }
     if (k == inputs) return;
-    memcpy(pairs, w, sizeof pairs);
+    load_pairs(w, pairs);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
@@ -47,11 +54,11 @@ MP_INLINE void accumulate_pairs(const float* x, int64_t ldx, const bf16* w, int6
 #if defined(MP_BF16_DOT)
 // inputs: even. No prefetch: measured to be slower here.
 template <int R, int C, bool AHEAD>
-MP_INLINE void accumulate_pairs(const bf16* x, int64_t ldx, const bf16* w, int64_t inputs, vf (&sums)[R][C],
-                                int64_t) {
-    for (int64_t k = 0; k < inputs; k += 2, w += C * 2 * W) {
+MP_INLINE void accumulate_pairs(const bf16* x, int64_t ldx, const bf16* w, int64_t ldw, int64_t inputs,
+                                vf (&sums)[R][C], int64_t) {
+    for (int64_t k = 0; k < inputs; k += 2, w += 2 * ldw) {
         vu pairs[C];
-        memcpy(pairs, w, sizeof pairs);
+        load_pairs(w, pairs);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
             int32_t both;
@@ -88,7 +95,7 @@ __attribute__((noinline)) void pass(const X* x, int64_t ldx, const T* w, int64_t
     vf registers[R][C];
     fetch<R, C>(registers, sums, PANEL, begin);
     if constexpr (std::is_same_v<T, bf16>) {
-        accumulate_pairs<R, C, AHEAD>(x, ldx, w, inputs, registers, ahead);
+        accumulate_pairs<R, C, AHEAD>(x, ldx, w, ldw, inputs, registers, ahead);
     } else {
         accumulate<R, C, AHEAD>(x, ldx, w, ldw, inputs, registers, ahead);
     }
@@ -100,28 +107,20 @@ __attribute__((noinline)) void pass(const X* x, int64_t ldx, const T* w, int64_t
 template <int C, class X, class T>
 void passes(const X* x, int64_t ldx, int64_t rows, const T* w, int64_t inputs, bool begin, float* sums) {
     constexpr bool widens = std::is_same_v<X, float> && sizeof(T) == 2;
+    constexpr bool pairs = std::is_same_v<T, bf16>;
+    // The conversion of bf16 pairs uses the registers that the sums of a sixth row would need.
+    constexpr int most = pairs && std::is_same_v<X, float> ? TALL_ROWS - 1 : TALL_ROWS;
     int64_t group = 0;
-    if constexpr (std::is_same_v<T, bf16>) {
-        // The conversion of bf16 pairs uses the registers that the sums of a sixth row would need.
-        constexpr int most = std::is_same_v<X, float> ? std::min(ROWS, 5) : ROWS;
-        for_row_groups<most>(rows, [&](int64_t row, auto R) {
-            if (widens && group++ == 1) {
-                pass<R, C, widens>(x + row * ldx, ldx, w, C * W, inputs, begin, sums + row * PANEL);
-            } else {
-                pass<R, C, false>(x + row * ldx, ldx, w, C * W, inputs, begin, sums + row * PANEL);
-            }
-        });
-    } else {
-        for_tiles<C>(rows, [&](int64_t row, auto R, int64_t at, auto some) {
-            const X* from = x + row * ldx;
-            float* to = sums + row * PANEL + at * W;
-            if (widens && group++ == 1) {
-                pass<R, some, widens>(from, ldx, w + at * W, C * W, inputs, begin, to);
-            } else {
-                pass<R, some, false>(from, ldx, w + at * W, C * W, inputs, begin, to);
-            }
-        });
-    }
+    for_tiles<C, most>(rows, [&](int64_t row, auto R, int64_t at, auto some) {
+        const X* from = x + row * ldx;
+        const T* weights = w + at * W * (pairs ? 2 : 1);
+        float* to = sums + row * PANEL + at * W;
+        if (widens && group++ == 1) {
+            pass<R, some, widens>(from, ldx, weights, C * W, inputs, begin, to);
+        } else {
+            pass<R, some, false>(from, ldx, weights, C * W, inputs, begin, to);
+        }
+    });
 }
 
 // All rows through one panel of C vectors. sums: [rows, PANEL].

@@ -78,31 +78,31 @@ MP_INLINE void for_columns(F f) {
     if constexpr (AT + some < C) for_columns<C, MOST, AT + some>(f);
 }
 
-// The size of the next tall tile of `rows` rows; 0: what is left is for wide ones. Tall tiles have 5 or 6 rows.
+// The size of the next tall tile, MOST or one less, of `rows` rows; 0: what is left is for wide ones.
+template <int MOST>
 MP_INLINE int64_t tall_rows(int64_t rows) {
-    if (rows < TALL_ROWS - 1) return 0;
-    const int64_t rest = rows % TALL_ROWS;
-    return rows > TALL_ROWS && (rest == 1 || rest == 3 || rest == 4) ? TALL_ROWS - 1 : std::min<int64_t>(rows, TALL_ROWS);
+    if (rows < MOST - 1) return 0;
+    const int64_t rest = rows % MOST;
+    const bool less = rows > MOST && (rest == 1 || rest == 3 || (rest == 4 && MOST == 6));
+    return less ? MOST - 1 : std::min<int64_t>(rows, MOST);
 }
 
-// Splits rows x C vectors into tiles whose sums fill the registers. Calls f(first row, number of rows as a constant,
-// first vector, number of vectors as a constant).
-template <int C, class F>
+// Splits rows x C vectors into tiles of at most MOST rows whose sums fill the registers. Calls f(first row, number of
+// rows as a constant, first vector, number of vectors as a constant).
+template <int C, int MOST = TALL_ROWS, class F>
 MP_INLINE void for_tiles(int64_t rows, F f) {
-    int64_t first = 0;
+    int64_t tall = 0;
     if constexpr (C > TALL_COLUMNS) {
-        for (int64_t size; (size = tall_rows(rows - first)) > 0; first += size) {}
-        const int64_t tall = first;
-        const auto column = [&](auto at, auto some) {
+        for (int64_t size; (size = tall_rows<MOST>(rows - tall)) > 0;) tall += size;
+        for_columns<C, TALL_COLUMNS>([&](auto at, auto some) {
             for (int64_t row = 0, size; row < tall; row += size) {
-                size = tall_rows(rows - row);
-                if (size == TALL_ROWS) f(row, std::integral_constant<int, TALL_ROWS>(), at, some);
-                else f(row, std::integral_constant<int, TALL_ROWS - 1>(), at, some);
+                size = tall_rows<MOST>(rows - row);
+                if (size == MOST) f(row, std::integral_constant<int, MOST>(), at, some);
+                else f(row, std::integral_constant<int, MOST - 1>(), at, some);
             }
-        };
-        for_columns<C, TALL_COLUMNS>(column);
+        });
     }
-    for_row_groups<ROWS>(rows - first, [&](int64_t row, auto R) {
-        f(first + row, R, std::integral_constant<int, 0>(), std::integral_constant<int, C>());
+    for_row_groups<std::min(ROWS, MOST)>(rows - tall, [&](int64_t row, auto R) {
+        f(tall + row, R, std::integral_constant<int, 0>(), std::integral_constant<int, C>());
     });
 }
