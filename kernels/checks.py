@@ -214,6 +214,8 @@ def _check_prefill(a: Arguments) -> None:
     for i, (new, length) in enumerate(zip(counts, a["context_lens"].tolist(), strict=True)):
         fits = a["q_positions"] is not None or new <= length
         _require(new >= 0 and fits, f"sequence {i} has {new} new tokens of {length}")
+    most = a["max_q_len"]
+    _require(not most or max(counts, default=0) <= most, f"max_q_len {most} of {counts} new tokens")
     _check_attention(a, counts)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.batching.sequence import Sequence
-from moonpool.engine.batching.step_plan import ENDS, Chunk, Draft, StepPlan
+from moonpool.engine.batching.step_plan import ENDS, StepPlan
 from moonpool.engine.device.device import Device
 from moonpool.engine.model.inputs import StepInputs
 
@@ -181,25 +182,21 @@ class InputBuilder:
         return StepInputs(token_ids, positions, slots, n, self.table[:n, : self._width(n)], lens)
 
     def _with_drafts(self, plan: StepPlan, n: int) -> StepInputs:
-        """Each proposed token as one more decode, with its sequence's blocks: to a CPU a few rows are cheaper
-        than a prompt's tiles, and have the bits of plain decoding."""
-        numbers = [draft.sequence.row for draft in plan.drafts]
-        counts = [draft.num_tokens for draft in plan.drafts]
-        table = np.concatenate((self._table[:n], np.repeat(self._table[numbers], counts, axis=0)))
-        first = n
-        for draft, number in zip(plan.drafts, numbers, strict=True):
-            end = first + draft.num_tokens
-            self._fill_run(draft, first, end, self._table[number])
-            first = end
-        lens = np.concatenate((self._lens[:n], self._positions[n:first].astype(np.int32) + 1))
-        return StepInputs(
-            token_ids=torch.from_numpy(self._tokens[:first]),
-            positions=torch.from_numpy(self._positions[:first]),
-            slots=torch.from_numpy(self._slots[:first]),
-            num_decodes=first,
-            decode_table=torch.from_numpy(table),
-            decode_lens=torch.from_numpy(lens),
-        )
+        """Each sequence's newest token and what is proposed to follow it as one run: to a CPU that is cheaper
+        than a decode and a run, and has the bits of plain decoding."""
+        proposed = {draft.sequence.row: draft for draft in plan.drafts}
+        newest = self._tokens[:n].tolist()
+        counts = [1 + (proposed[row].num_tokens if row in proposed else 0) for row in range(n)]
+        starts = np.cumsum([0, *counts], dtype=np.int32)
+        for row, (first, end) in enumerate(pairwise(starts.tolist())):
+            tokens = [newest[row], *(proposed[row].proposed if row in proposed else ())]
+            self._fill_run(int(self._lens[row]) - 1, tokens, first, end, self._table[row])
+        lens = self._lens[:n] + np.diff(starts) - 1
+        inputs = self._decode_inputs(int(starts[-1]), 0)
+        inputs.chunk_table = self.table[:n]
+        inputs.chunk_starts, inputs.chunk_lens = torch.from_numpy(starts), torch.from_numpy(lens)
+        inputs.max_chunk_tokens = max(counts)
+        return inputs
 
     def _with_runs(self, plan: StepPlan, n: int) -> StepInputs:
         if plan.drafts and not plan.chunks and not self._device.runs_ahead:
@@ -214,7 +211,7 @@ class InputBuilder:
             end = first + run.num_tokens
             blocks = run.sequence.block_table
             table[i, : len(blocks)] = blocks
-            self._fill_run(run, first, end, table[i])
+            self._fill_run(run.start, run.token_ids, first, end, table[i])
             first = end
             starts[i + 1] = end - n
             lens[i] = run.start + run.num_tokens
@@ -232,13 +229,23 @@ class InputBuilder:
         found = np.unique(numbers[numbers >= 0])
         ids = np.where(numbers >= 0, np.searchsorted(found, numbers), -1).astype(np.int32)
         counts = [1] * len(plan.decodes) + [run.num_tokens for run in plan.runs]
+        if inputs.max_chunk_tokens:
+            assert inputs.chunk_starts is not None
+            ids, counts = ids[: len(plan.decodes)], inputs.chunk_starts.diff().tolist()
         inputs.adapter_ids = self._device.upload(torch.from_numpy(np.repeat(ids, counts)))
         inputs.adapters = tuple(found.tolist())
         return inputs
 
-    def _fill_run(self, run: Draft | Chunk, first: int, end: int, table_row: npt.NDArray[np.int32]) -> None:
-        at = np.arange(run.start, run.start + run.num_tokens)
-        self._tokens[first:end] = run.token_ids
+    def _fill_run(
+        self,
+        start: int,
+        token_ids: npt.ArrayLike,
+        first: int,
+        end: int,
+        table_row: npt.NDArray[np.int32],
+    ) -> None:
+        at = np.arange(start, start + end - first)
+        self._tokens[first:end] = token_ids
         self._positions[first:end] = at
         blocks = table_row[at >> self._shift].astype(np.int64)
         self._slots[first:end] = blocks * self._block_size + (at & (self._block_size - 1))

@@ -178,9 +178,10 @@ class ModelRunner:
             masks()
             token_ids, logprobs = sample(logits, self._decode_sampling(plan))
             return Step(token_ids, self.device.download(token_ids), logprobs, {})
-        hidden = self._forward(plan, self._inputs.prepare(plan))
+        inputs = self._inputs.prepare(plan)
+        hidden = self._forward(plan, inputs)
         masks()
-        return self._finish_with_runs(plan, hidden)
+        return self._finish_with_runs(plan, inputs, hidden)
 
     def _forward(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
         """Return the last hidden states of the step's tokens: [num_tokens, hidden]."""
@@ -190,12 +191,21 @@ class ModelRunner:
         """Return logits [n, vocab] of all rows of ``hidden``, or of ``rows``."""
         return self.model.logits(hidden if rows is None else hidden[rows])
 
-    def _finish_with_runs(self, plan: StepPlan, hidden: Tensor) -> Step:
+    def _finish_with_runs(self, plan: StepPlan, inputs: StepInputs, hidden: Tensor) -> Step:
         """Sample decodes, drafts and last chunks; compute prompt logprobs where requested."""
         drafted = [draft.sequence for draft in plan.drafts for _ in draft.proposed]
         num_decodes = len(plan.decodes)
         end = num_decodes + len(drafted)
         rows = list(range(end))
+        if inputs.max_chunk_tokens:
+            assert inputs.chunk_starts is not None
+            first_rows = inputs.chunk_starts.tolist()
+            rows[:num_decodes] = first_rows[:-1]
+            rows[num_decodes:] = [
+                first_rows[draft.sequence.row] + 1 + i
+                for draft in plan.drafts
+                for i in range(draft.num_tokens)
+            ]
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         last_chunks = []
         for i, chunk in enumerate(plan.chunks):

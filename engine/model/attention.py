@@ -165,7 +165,7 @@ def _attend(
     if n:
         rules |= {"out": out[:n], "lse": None if lse is None else lse[:n]}
         paged_decode_attention(q[:n], pool, layer, inputs.decode_table, inputs.decode_lens, **rules)
-    rules |= {"out": out[n:], "lse": None if lse is None else lse[n:]}
+    rules |= {"out": out[n:], "lse": None if lse is None else lse[n:], "max_q_len": inputs.max_chunk_tokens}
     paged_prefill_attention(
         q[n:], pool, layer, inputs.chunk_table, inputs.chunk_starts, inputs.chunk_lens, **rules
     )

@@ -45,6 +45,7 @@ class StepInputs:
     chunk_table: Tensor | None = None  # int32 [num_chunks, max_blocks]
     chunk_starts: Tensor | None = None  # int32 [num_chunks + 1], cumulative new tokens
     chunk_lens: Tensor | None = None  # int32 [num_chunks], cached and new tokens
+    max_chunk_tokens: int = 0  # of verified proposals, the most of a sequence; 0: prompts
     own_keys: ChunkKeys | None = None
     others: tuple[RemoteTokens, ...] = ()
     cp_token_counts: tuple[int, ...] = ()  # tokens of each cp rank

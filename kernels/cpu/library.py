@@ -60,7 +60,7 @@ _FUNCTIONS: dict[str, tuple[dict[Any, str], list[Any]]] = {
     "group_rows": (_UNTYPED, [_P, _P, _I, _P, _I, _I]),
     "write_kv": (POOL_PAIRS, [_P, _P, _P, _I, _P, _I, _F, _F]),
     "rotate_and_write": (POOL_PAIRS, [_P, _P, _P, _P, _I, _P, _I, _P, _P, _I, _I, _P, _P, _F, _F, _F]),
-    "decode": (POOL_PAIRS, [_P, _I, _P, _P, _P, _P, _I, _P, _P, _I, _I, _I, _F, _F, _I, _F]),
+    "decode": (POOL_PAIRS, [_P, _I, _P, _P, _P, _P, _I, _P, _P, _P, _I, _I, _I, _F, _F, _I, _F]),
     "prefill": (POOL_PAIRS, [_P, _I, _P, _P, _P, _P, _I, _P, _P, _P, _I, _I, _F, _F, _I, _F]),
     "linear": (LINEAR_PAIRS, [_P, _P, _P, _P, _I, _I, _I]),
     "grouped_linear": (LINEAR_PAIRS, [_P, _P, _P, _P, _I, _I, _I, _I]),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moonpool.kernels import reference
 from moonpool.kernels.cpu.library import Library, load, view_of
-from moonpool.kernels.reference import AttentionOptions
+from moonpool.kernels.reference import AttentionOptions, PrefillOptions
 
 _library = load()
 assert _library is not None, "import moonpool.kernels.cpu.operations only where the library loads"
@@ -173,7 +173,7 @@ def paged_decode_attention(
         out = _empty_like(q)
     function(
         view.address, layer, q.data_ptr(), out.data_ptr(), _address(options.get("lse")),
-        block_table.data_ptr(), block_table.stride(0), _address(options.get("q_positions")),
+        block_table.data_ptr(), block_table.stride(0), None, _address(options.get("q_positions")),
         context_lens.data_ptr(), batch, num_queries, num_heads, *_rules(options),
     )  # fmt: skip
     return out
@@ -186,7 +186,7 @@ def paged_prefill_attention(
     block_table: Tensor,
     cu_seqlens_q: Tensor,
     context_lens: Tensor,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[PrefillOptions],
 ) -> Tensor:
     view = view_of(pool)
     function = _prefill.get((q.dtype, view.dtype))
@@ -197,6 +197,15 @@ def paged_prefill_attention(
     out = options.get("out")
     if out is None:
         out = _empty_like(q)
+    num_heads, most = q.shape[1], _MAX_DECODE_ROWS[q.dtype is view.dtype is _BF16] * pool.shape[3]
+    if 0 < options.get("max_q_len", 0) * num_heads <= most:
+        _decode_gil_released[q.dtype, view.dtype](
+            view.address, layer, q.data_ptr(), out.data_ptr(), _address(options.get("lse")),
+            block_table.data_ptr(), block_table.stride(0), cu_seqlens_q.data_ptr(),
+            _address(options.get("q_positions")), context_lens.data_ptr(), block_table.shape[0], 0, num_heads,
+            *_rules(options),
+        )  # fmt: skip
+        return out
     function(
         view.address, layer, q.data_ptr(), out.data_ptr(), _address(options.get("lse")),
         block_table.data_ptr(), block_table.stride(0), cu_seqlens_q.data_ptr(),

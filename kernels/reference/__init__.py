@@ -10,6 +10,7 @@ dimension is K, index 1 is V.
 from moonpool.kernels.reference.adapters import add_lora
 from moonpool.kernels.reference.attention import (
     AttentionOptions,
+    PrefillOptions,
     merge_attention_states,
     paged_decode_attention,
     paged_prefill_attention,
@@ -30,6 +31,7 @@ from moonpool.kernels.reference.rows import argmax_rows, rms_norm, silu_mul
 __all__ = [
     "FP8",
     "AttentionOptions",
+    "PrefillOptions",
     "QuantisedWeight",
     "add_lora",
     "argmax_rows",

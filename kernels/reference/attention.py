@@ -24,6 +24,12 @@ class AttentionOptions(TypedDict, total=False):
     lse: Tensor | None
 
 
+class PrefillOptions(AttentionOptions, total=False):
+    """Those of prefill."""
+
+    max_q_len: int
+
+
 def _sequence_kv(
     pool: Tensor, layer: int, table: Tensor, first_token: int, end_token: int
 ) -> tuple[Tensor, Tensor]:
@@ -89,6 +95,7 @@ def paged_prefill_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     key_only: int = 0,
+    max_q_len: int = 0,
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
@@ -100,6 +107,8 @@ def paged_prefill_attention(
     read and may be -1. q_positions: int32 [batch], the position of a sequence's first query among the tokens
     of its table; by default the last query is the last of them. (A rank with only some of a sequence's keys
     passes positions relative to its first key; a query at context_lens or beyond sees all of them.)
+    max_q_len: most new tokens of a sequence, where that is known to be few (verification of proposed tokens);
+    0: any number. With it a form may compute as in decode, and give its bits.
 
     The pool has the dtype of q, or is float8_e4m3fn, whose values are multiplied by k_scale and v_scale, or
     is int8 with scales in the pool (``codes_and_scales``; only on CPUs). With

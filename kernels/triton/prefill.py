@@ -217,10 +217,11 @@ def paged_prefill_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     key_only: int = 0,
+    max_q_len: int = 0,
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """As ``reference.paged_prefill_attention``."""
+    """As ``reference.paged_prefill_attention``; ``max_q_len`` changes nothing."""
     num_tokens, num_heads, head_dim = q.shape
     batch, num_kv_heads, block_size = block_table.shape[0], pool.shape[3], pool.shape[4]
     out = torch.empty_like(q) if out is None else out

@@ -220,6 +220,42 @@ def test_a_few_queries_of_each_sequence(
     assert_near(lse.flatten(0, 1), expected_lse, dtype, factor=4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (19, 2.0)])
+def test_proposals_of_different_lengths(
+    form: ModuleType, dtype: torch.dtype, window: int, soft_cap: float
+) -> None:
+    lens = ((1, 17), (5, 5), (2, 300), (4, 258), (1, 1))
+    batch = PagedBatch(Shape(lens, 6, 2, dtype=dtype, window=window, soft_cap=soft_cap))
+    lse = torch.empty(batch.q.shape[:2])
+    out = prefill(form, batch, max_q_len=5, lse=lse)
+    expected, expected_lse = batch.expected_states()
+    assert_near(out, expected, dtype)
+    assert_near(lse, expected_lse, dtype, factor=4)
+
+
+@needs_library
+def test_proposals_have_the_bits_of_plain_decoding() -> None:
+    from moonpool.kernels.cpu import operations as ops
+
+    lens = ((1, 17), (5, 40), (2, 300))
+    batch = PagedBatch(Shape(lens))
+    together = prefill(ops, batch, max_q_len=5)
+    row = 0
+    for i, (new, total) in enumerate(lens):
+        for length in range(total - new + 1, total + 1):
+            alone = ops.paged_decode_attention(
+                batch.q[row : row + 1],
+                batch.pool,
+                1,
+                batch.block_table[i : i + 1],
+                torch.tensor([length], dtype=torch.int32),
+                **batch.rules,
+            )
+            assert torch.equal(alone[0], together[row])
+            row += 1
+
+
 def test_queries_before_the_first_token_give_zeros(form: ModuleType) -> None:
     batch = PagedBatch(Shape(((2, 2), (4, 40))))
     q = torch.randn(2, 4, 4, 32)

@@ -176,12 +176,14 @@ void attend(const Blocks<T>& blocks, const Queries<Q>& asked, const Rules& rules
     });
 }
 
+// starts: of each sequence's tokens, and their end; null: each has as many.
 template <class Q, class T>
 void decode(const Pool& pool, int64_t layer, const Q* q, Q* out, float* lse, const int32_t* tables,
-            int64_t table_stride, const int32_t* positions, const int32_t* contexts, int64_t batch, int64_t tokens,
-            int64_t heads, const Rules& rules) {
+            int64_t table_stride, const int32_t* starts, const int32_t* positions, const int32_t* contexts,
+            int64_t batch, int64_t each, int64_t heads, const Rules& rules) {
     const auto asked_by = [=](int64_t i, int64_t head, int64_t num) {
-        const int64_t at = i * tokens * heads + head;
+        const int64_t tokens = starts ? starts[i + 1] - starts[i] : each;
+        const int64_t at = (starts ? starts[i] : i * each) * heads + head;
         const int64_t position = positions ? positions[i] : contexts[i] - tokens;
         return Queries<Q>{q + at * pool.head_dim, out + at * pool.head_dim, lse ? lse + at : nullptr, tokens, num,
                           heads, position, contexts[i]};
@@ -218,11 +220,12 @@ void decode(const Pool& pool, int64_t layer, const Q* q, Q* out, float* lse, con
 
 #define MP_DECODE(Q, T, NAME)                                                                                 \
     MP_EXPORT void decode_##NAME(const Pool* pool, int64_t layer, const Q* q, Q* out, float* lse,             \
-                                 const int32_t* tables, int64_t table_stride, const int32_t* positions,       \
-                                 const int32_t* contexts, int64_t batch, int64_t tokens, int64_t num_heads,   \
-                                 float scale, float v_scale, int64_t window, float soft_cap) {                \
-        decode<Q, T>(*pool, layer, q, out, lse, tables, table_stride, positions, contexts, batch, tokens,     \
-                     num_heads, Rules{scale, soft_cap, v_scale, window});                                     \
+                                 const int32_t* tables, int64_t table_stride, const int32_t* starts,          \
+                                 const int32_t* positions, const int32_t* contexts, int64_t batch,            \
+                                 int64_t tokens, int64_t num_heads, float scale, float v_scale,               \
+                                 int64_t window, float soft_cap) {                                            \
+        decode<Q, T>(*pool, layer, q, out, lse, tables, table_stride, starts, positions, contexts, batch,     \
+                     tokens, num_heads, Rules{scale, soft_cap, v_scale, window});                             \
     }
 
 MP_FOR_POOLS(MP_DECODE)
