@@ -20,9 +20,9 @@ from moonpool.bench.serve.client.workload import Dialect
 from moonpool.bench.serve.peers.contestants import ServerContestant
 from moonpool.runtime.reports.report import Row, versus
 
-METHODS = ("ngram", "suffix")
+METHODS = ("ngram", "suffix", "draft")
 PLAIN = "plain decoding"
-CONCURRENT, PROMPT_TOKENS, OUTPUT_TOKENS = 8, 96, 256
+CONCURRENT, PROMPT_TOKENS, OUTPUT_TOKENS = 8, 256, 256
 _CODE = """def area_of_{0}(width, height):
     if width < 0 or height < 0:
         raise ValueError("{0}: negative")
@@ -34,11 +34,15 @@ _PROSE = (
     "The morning was cold and the road lay empty between the hedges. She had walked since before dawn, and "
     "the letter in her coat was still unopened. A dog barked somewhere behind the mill. When the carrier "
     "came up the hill he stopped his horse without a word, and looked at her shoes, and then at the sky. "
+    "He made room on the board beside him. They went on through the wood, where the frost had not yet gone "
+    "from the ferns, and neither of them asked what the other had in mind. At the bridge a boy was counting "
+    "his fish. The water stood high for the season; it carried branches, straw, and once a chair. Beyond the "
+    "ford the land opened, and she saw the roofs of the town, smaller than in her memory, and heard the bell. "
 )
 TEXTS = {
-    "repetitive": "And the evening and the morning were the {0} day. " * 12,
+    "repetitive": "And the evening and the morning were the {0} day. " * 18,
     "code": "".join(_CODE.replace("{0}", "{0}" + name) for name in ("box", "wall", "field", "page")),
-    "prose": _PROSE * 2,
+    "prose": _PROSE,
 }
 # At least so many times plain decoding.
 GOALS = {("repetitive", 1): 1.5}
