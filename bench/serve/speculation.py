@@ -37,7 +37,7 @@ _PROSE = (
     "He made room on the board beside him. They went on through the wood, where the frost had not yet gone "
     "from the ferns, and neither of them asked what the other had in mind. At the bridge a boy was counting "
     "his fish. The water stood high for the season; it carried branches, straw, and once a chair. Beyond the "
-    "ford the land opened, and she saw the roofs of the town, smaller than in her memory, and heard the bell. "
+    "ford the land opened; she saw the roofs of the town, smaller than in her memory, and heard a bell. "
 )
 TEXTS = {
     "repetitive": "And the evening and the morning were the {0} day. " * 18,
