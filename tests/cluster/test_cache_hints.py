@@ -88,11 +88,13 @@ async def test_dropped_conversations_go_before_older_ones(talk: Talk) -> None:
 
 
 async def test_a_prefetched_prompt_is_cached_for_the_next_turn(talk: Talk) -> None:
+    # With the conversation of the first test, as many blocks as a tenant may keep: a quarter of both tiers.
     messages = [
-        {"role": "user", "content": "And it came to pass in those days. " * 12},
+        {"role": "user", "content": "And it came to pass in those days. " * 8},
         {"role": "assistant", "content": "I look it up."},
     ]
     warmed = await talk.post("/v1/prefetch", messages=messages, cache_hint={"pin_s": 60})
+    assert warmed["prompt_tokens"] // talk.block_size + CONVERSATION_BLOCKS <= (POOL_BLOCKS + HOST_BLOCKS) / 4
     for other in range(40, 52):
         await talk.cached(other)
     messages.append({"role": "user", "content": "It was found."})
