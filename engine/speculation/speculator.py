@@ -36,11 +36,12 @@ _FAILURES = Counter(
 
 _PROPOSERS: dict[str, Callable[[], Proposer]] = {"ngram": NgramProposer, "suffix": SuffixProposer}
 
-# An estimate that each verified token moves by a tenth reacts within a sentence.
+# An estimate that each verified token moves by a tenth reacts within a sentence. New sequences begin with the
+# estimate over all of them, which moves by a hundredth: text without repetitions costs the first ones only.
 _FIRST_ACCEPTANCE = 0.6
-_GAIN = 0.1
-# A sequence with bad proposals tries one again about every thirty tokens.
-_RECOVERY = 0.001
+_GAIN, _GAIN_OF_ALL = 0.1, 0.01
+# A sequence with bad proposals tries one again about every thirty tokens, new ones in about one of twenty steps.
+_RECOVERY, _RECOVERY_OF_ALL = 0.001, 0.0001
 
 
 @dataclass(slots=True)
@@ -66,12 +67,18 @@ class Speculator:
         self._options = options
         self._row_cost = row_cost
         self._model = model
+        self._usual = _FIRST_ACCEPTANCE
         self._make = _PROPOSERS.get(options.method)
         assert (self._make is None) == (model is not None)
 
     def proposing_s(self, decodes: list[Sequence]) -> float:
         """Return the longest time that proposals for these sequences take, prompts apart; 0: next to none."""
-        return 0.0 if self._model is None else self._options.num_tokens * self._model.step_s(decodes)
+        if self._model is None:
+            return 0.0
+        least, found = self._row_cost(decodes), (self._of(sequence) for sequence in decodes)
+        if not any(not each.plain and self._length(each.acceptance, least) for each in found):
+            return 0.0
+        return self._options.num_tokens * self._model.step_s(decodes)
 
     def propose(self, decodes: list[Sequence]) -> list[Draft]:
         """Propose tokens for a step of these sequences.
@@ -88,6 +95,7 @@ class Speculator:
                 wanted.append((sequence, most))
             else:
                 drafting.acceptance += _RECOVERY
+                self._usual += _RECOVERY_OF_ALL * (1 - self._usual)
         groups = [[each] for each in wanted] if self._model is None else [wanted]
         found = [tokens for group in groups for tokens in self._ask(group)]
         drafts = zip(wanted, found, strict=True)
@@ -106,6 +114,7 @@ class Speculator:
             _TOKENS.labels(method, str(position + 1), "accepted" if accepted else "rejected").inc()
             if position <= num_accepted:
                 drafting.acceptance += _GAIN * (accepted - drafting.acceptance)
+                self._usual += _GAIN_OF_ALL * (accepted - self._usual)
 
     def _length(self, acceptance: float, least: float) -> int:
         length, probability = 0, acceptance
@@ -136,7 +145,7 @@ class Speculator:
         if not isinstance(sequence.drafting, _Drafting):
             plain = not _may_speculate(sequence)
             proposer = None if plain or self._make is None else self._make()
-            sequence.drafting = _Drafting(proposer, plain, _FIRST_ACCEPTANCE)
+            sequence.drafting = _Drafting(proposer, plain, self._usual)
         return sequence.drafting
 
 

@@ -77,6 +77,24 @@ def test_bad_proposals_end_and_are_tried_again() -> None:
     assert drafts(speculator, sequence) == [] or drafts(speculator, sequence)[0].num_tokens >= 1
 
 
+def test_new_sequences_begin_as_those_before_ended() -> None:
+    speculator = Speculator(SpeculativeOptions(method="ngram", num_tokens=4), lambda decodes: 0.3)
+
+    def first_length(right: bool) -> int:
+        sequence = sequence_of([1, 2, 3, 4, 5, 6, 7, 1, 2, 3])
+        found = drafts(speculator, sequence)
+        for _ in range(30):
+            for draft in drafts(speculator, sequence):
+                speculator.verified(draft, draft.num_tokens if right else 0)
+        return found[0].num_tokens if found else 0
+
+    lengths = [first_length(right=False) for _ in range(40)]
+    assert lengths[0] > 1
+    assert lengths[-1] == 0
+    lengths = [first_length(right=True) for _ in range(300)]
+    assert lengths[-1] == 4
+
+
 def test_good_proposals_get_longer_and_costly_ones_are_not_made() -> None:
     costs = {1: 0.05, 2: 0.99}
     speculator = Speculator(
