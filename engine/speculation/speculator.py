@@ -40,7 +40,7 @@ _PROPOSERS: dict[str, Callable[[], Proposer]] = {"ngram": NgramProposer, "suffix
 # estimate over all of them, which moves by a hundredth: text without repetitions costs the first ones only.
 _FIRST_ACCEPTANCE = 0.6
 _GAIN, _GAIN_OF_ALL = 0.1, 0.01
-# A sequence with bad proposals tries one again about every thirty tokens, new ones in about one of twenty steps.
+# A sequence with bad proposals tries one again about every thirty tokens; new ones do in one of twenty steps.
 _RECOVERY, _RECOVERY_OF_ALL = 0.001, 0.0001
 
 
