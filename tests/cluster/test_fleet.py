@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 
 from moonpool.client import Client, Reply
+from moonpool.kvstore.index.redis.node_record import JOIN_PHASES
 from moonpool.local.cluster import LocalCluster
 from moonpool.protos import fleet_pb2, fleet_pb2_grpc
 from tests.cluster.conftest import channel_as, eventually, nodes, small_config
@@ -40,6 +41,20 @@ async def answer(client: Client, text: str) -> str:
     return reply.text
 
 
+async def says_how_it_joined(client: Client, name: str) -> None:
+    """A node that serves says how long each phase of its start took."""
+
+    async def knows_all() -> bool:  # its registration ends after its record was written
+        return (await nodes(client))[name]["join"].keys() == set(JOIN_PHASES)
+
+    await eventually(knows_all)
+    node = (await nodes(client))[name]
+    assert node["join"]["process"] > 0
+    until_ready_s = sum(node["join"][phase] for phase in ("weights", "warm_up", "services"))
+    # Each is rounded to a millisecond.
+    assert until_ready_s == pytest.approx(node["join_s"], abs=0.1)
+
+
 async def test_nodes_start_serve_drain_and_stay_away(cluster: LocalCluster) -> None:
     async with cluster.client() as client:
         expected = await answer(client, "In the beginning")
@@ -52,6 +67,7 @@ async def test_nodes_start_serve_drain_and_stay_away(cluster: LocalCluster) -> N
             return bool((await supplied(client))["decode-1"]["state"] == "running")
 
         await eventually(joined)
+        await says_how_it_joined(client, "decode-1")
         streams = [asyncio.create_task(answer(client, "In the beginning")) for _ in range(6)]
         await client.drain("decode-0")
         await client.drain("decode-0")  # idempotent
@@ -63,6 +79,7 @@ async def test_nodes_start_serve_drain_and_stay_away(cluster: LocalCluster) -> N
         await eventually(left)
         assert "decode-0" not in cluster.children  # nothing starts it again
         assert await answer(client, "In the beginning") == expected
+        assert (await nodes(client))["decode-1"]["first_token_s"] > 0
         events = {(one["kind"], one["node"]) for one in (await anext(client.live()))["events"]}
         assert {("started", "decode-1"), ("drained", "decode-0")} <= events
 

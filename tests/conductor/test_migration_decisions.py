@@ -18,6 +18,7 @@ from moonpool.conductor.migration.decisions import (
     plan_hot_spots,
     plan_priority,
 )
+from moonpool.conductor.migration.rounds import PAUSE_S, MoveRounds
 from moonpool.conductor.placing.node_view import NodeView
 
 BLOCK = 16
@@ -190,3 +191,25 @@ def test_no_plan_overfills_a_node_or_moves_a_request_twice(
                 assert not coming or not view.num_waiting
             assert sum(one.num_blocks(BLOCK) for one in coming) <= view.num_free_blocks
         assert all(by_id[move.request_id].node_id == move.source != move.target for move in found)
+
+
+def test_a_storm_of_moves_is_bounded_and_all_of_them_come_in_turn() -> None:
+    """Six nodes drain at once: at most 4 moves from each and 16 in all are in flight."""
+    rounds = MoveRounds(("drain",), tbt_s=1.0, block_size=BLOCK)
+    drained = {f"d{number}" for number in range(6)}
+    running = {f"r{number}": run(f"r{number}", f"d{number % 6}", 4) for number in range(120)}
+    target, now_s, most = node("idle", free=100_000), 0.0, 0
+    while running:
+        rounds.begin(list(running.values()), [], [target], [target], drained, [target], now_s)
+        in_flight = list(rounds.in_flight.values())
+        sources = [move.source for move in in_flight]
+        assert len(in_flight) <= 16 and all(sources.count(name) <= 4 for name in drained)
+        most = max(most, len(in_flight))
+        # The oldest ends, and was moved; another one could not move, and is tried again later.
+        rounds.ended(in_flight[0].request_id, now_s)
+        del running[in_flight[0].request_id]
+        if len(in_flight) > 1:
+            rounds.ended(in_flight[1].request_id, now_s)
+        now_s += PAUSE_S + 0.1
+    assert most == 16
+    assert not rounds.in_flight
