@@ -41,3 +41,32 @@ def plot(result: Path, picture: Path) -> None:
     from moonpool.runtime.reports.report import read
 
     draw(read(result), picture)
+
+
+@bench.command()
+@click.argument(
+    "results", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path)
+)
+@click.option(
+    "--confidence",
+    default=0.95,
+    show_default=True,
+    type=click.FloatRange(0.5, 1, min_open=True, max_open=True),
+    help="Share of such intervals that contain the true change.",
+)
+def compare(results: tuple[Path, ...], confidence: float) -> None:
+    """Compare RESULTS, files of --json: BEFORE AFTER, or BEFORE AFTER BEFORE AFTER … measured in this order.
+
+    Intervals are of AFTER over BEFORE, by bootstrap. A change is real when several pairs of runs agree beyond
+    their noise. One pair is compared round by round and only "differs": the machine may have changed, too.
+    """
+    from moonpool.runtime.reports.comparison import compare_runs, differences, show_changes
+    from moonpool.runtime.reports.report import read
+
+    if len(results) % 2:
+        raise click.UsageError(f"files come in pairs, BEFORE AFTER; got {len(results)}")
+    reports = [read(path) for path in results]
+    changes = compare_runs(reports[::2], reports[1::2], confidence)
+    if not changes:
+        raise click.UsageError("the files have no measurement in common")
+    show_changes(changes, differences(reports), confidence)

@@ -10,7 +10,7 @@ from time import thread_time
 
 from moonpool.bench.conductor.population import Population
 from moonpool.bench.harness.command import Run
-from moonpool.bench.harness.turns import quantile
+from moonpool.bench.harness.turns import percentiles
 from moonpool.runtime.reports.report import Curve, Row
 
 _WARM_UP = 200
@@ -42,10 +42,10 @@ def scale_rows(run: Run, settings: Settings) -> Iterator[Row]:
         seconds = measure(Population(num_nodes, num_blocks, settings.policy), settings.decisions)
         case = f"{settings.policy}, {num_nodes:,} nodes, {num_blocks:,} blocks, prompts of 128 blocks"
         yield Row(case, "decisions", len(seconds) / sum(seconds), "decisions/s")
-        p50, p99 = (1e6 * quantile(seconds, fraction) for fraction in (0.5, 0.99))
-        yield Row(case, "CPU of a decision, p99", p99, "µs", p50=p50, p99=p99)
+        cost = percentiles(seconds, 1e6)
+        yield Row(case, "CPU of a decision, p99", cost["p99"], "µs", **cost)
         medians_s[num_nodes] = median(seconds)
-        for name, value in (("p50", p50), ("p99", p99)):
+        for name, value in (("p50", cost["p50"]), ("p99", cost["p99"])):
             lines.setdefault(f"{num_blocks:,} blocks, {name}", []).append((num_nodes, value))
     for name, points in lines.items():
         title = f"{settings.policy}: prompts of 128 blocks"

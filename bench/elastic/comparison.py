@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 
 import numpy as np
 
 from moonpool.bench.elastic.fleets import HOUR_S, Planned, Result, Simulator, Task
+from moonpool.bench.harness.turns import spread
 from moonpool.conductor.planning.plan import ADD, REMOVE, SWITCH, Bounds
 from moonpool.runtime.reports.report import Curve, Row
 from moonpool.simulator.cluster.elastic_fleet import Change
@@ -155,10 +155,10 @@ def _name(case: Case, prefill: int, decode: int) -> str:
 
 
 def _figures(name: str, result: Result) -> Iterator[Row]:
-    p50_s, p95_s, p99_s = result.ttft_s
+    p50, p90, p95, p99 = (1e3 * value for value in result.ttft_s)
     yield Row(name, "requests within both SLOs", 100 * result.attained, "%")
     yield Row(name, "node-hours", result.node_hours, "h")
-    yield Row(name, "TTFT", 1e3 * p50_s, "ms", p95=1e3 * p95_s, p99=1e3 * p99_s)
+    yield Row(name, "TTFT", p50, "ms", p50=p50, p90=p90, p95=p95, p99=p99)
 
 
 def _behaviour(case: Case, planned: Result) -> Iterator[Row]:
@@ -177,8 +177,7 @@ def _behaviour(case: Case, planned: Result) -> Iterator[Row]:
     yield Row(name, "nodes that serve, most", float(max(served)), "nodes")
     short_s = [one.ended_s - one.began_s for one in planned.shortages]
     if short_s:
-        p95_s, p99_s = (float(np.quantile(short_s, q)) for q in (0.95, 0.99))
-        yield Row(name, "from a burst to enough nodes", median(short_s), "s", p95=p95_s, p99=p99_s)
+        yield spread(name, "from a burst to enough nodes", short_s, "s")
         yield Row(name, "time with too few nodes", 100 * sum(short_s) / planned.span_s, "%")
 
 

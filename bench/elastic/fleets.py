@@ -65,7 +65,7 @@ class Result:
     attained: float
     node_hours: float
     span_s: float
-    ttft_s: Sequence[float]  # p50, p95, p99
+    ttft_s: Sequence[float]  # p50, p90, p95, p99
     num_replaced: int = 0  # prompts that were placed again
     changes: Sequence[Change] = ()
     shortages: Sequence[Shortage] = ()
@@ -133,4 +133,4 @@ def simulate(task: Task, requests: Sequence[TraceRequest]) -> Result | None:
 
 def _ttft_s(outcome: Outcome) -> list[float]:
     ordered = sorted(each.ttft_s for each in outcome.completed) or [0.0]
-    return [ordered[min(int(q * len(ordered)), len(ordered) - 1)] for q in (0.5, 0.95, 0.99)]
+    return [ordered[min(int(q * len(ordered)), len(ordered) - 1)] for q in (0.5, 0.9, 0.95, 0.99)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from moonpool.bench.elastic.fleets import HOUR_S
 from moonpool.bench.harness.command import Run
 from moonpool.bench.harness.services import local_cluster
-from moonpool.bench.harness.turns import quantile
+from moonpool.bench.harness.turns import spread
 from moonpool.bench.serve.client.answer import Answer
 from moonpool.bench.serve.client.http_client import HttpClient
 from moonpool.bench.serve.client.server import Server
@@ -69,8 +69,7 @@ async def live_rows(run: Run, requests: Sequence[TraceRequest], load: LiveLoad) 
         within = sum(one <= load.ttft_s for one in ttft_s) / len(ttft_s)
         yield Row(name, f"requests with a TTFT of {load.ttft_s:g} s or less", 100 * within, "%")
         yield Row(name, "node-hours", node_s / HOUR_S, "h")
-        p50, p95, p99 = (1e3 * quantile(ttft_s, q) for q in (0.5, 0.95, 0.99))
-        yield Row(name, "TTFT", p50, "ms", p95=p95, p99=p99)
+        yield spread(name, "TTFT", ttft_s, "ms", 1e3)
         yield Row(name, "nodes at most", float(most), "nodes")
 
 

@@ -133,10 +133,11 @@ def benchmark(
             run = Run(chosen, peers, rounds, quick, bool(names), say)
             settings = function(run, **options)
             line = shlex.join(["moonpool", "bench", context.command.name or "", *context.meta["arguments"]])
+            recorded = {**options, "rounds": rounds, "quick": quick, "peers": peers, "parts": run.parts}
             found: list[Row] = []
 
             def result() -> Report:
-                environment = report.measure_environment(packages, command=line)
+                environment = report.measure_environment(packages, command=line, options=recorded)
                 if run.machine:
                     environment = replace(environment, machine=f"{run.machine}; {environment.machine}")
                 return Report(environment, with_goals(context.command.name or "", found), run.curves)

@@ -7,13 +7,14 @@ import time
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from itertools import pairwise
 from statistics import median
-from typing import TypeVar
+from typing import TypedDict, TypeVar
 
 from moonpool.runtime.reports.report import Row, versus
 
 K = TypeVar("K", bound=Hashable)
 Sample = float | Sequence[float] | None
 Call = Callable[[], Sample | Awaitable[Sample]]
+_MAX_SAMPLES = 64
 
 
 async def turns(
@@ -77,10 +78,37 @@ def quantile(values: Sequence[float], fraction: float) -> float:
     return min(ordered[high], ordered[low] + (ordered[high] - ordered[low]) * (position - low))
 
 
+class Percentiles(TypedDict):
+    """Fields of a row."""
+
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+
+
+def percentiles(values: Sequence[float], scale: float = 1.0) -> Percentiles:
+    """Those of ``values`` times ``scale``. ``values`` must not be empty."""
+    p50, p90, p95, p99 = (scale * quantile(values, fraction) for fraction in (0.5, 0.9, 0.95, 0.99))
+    return {"p50": p50, "p90": p90, "p95": p95, "p99": p99}
+
+
+def condensed(values: Sequence[float]) -> list[float]:
+    """``values`` in their order; of more than 64, the medians of 64 groups of neighbours.
+
+    Neighbours see the same state of the machine, so they tell less than as many independent samples.
+    """
+    if len(values) <= _MAX_SAMPLES:
+        return list(values)
+    bounds = [len(values) * i // _MAX_SAMPLES for i in range(_MAX_SAMPLES + 1)]
+    return [median(values[begin:end]) for begin, end in pairwise(bounds)]
+
+
 def spread(case: str, metric: str, values: Sequence[float], unit: str, scale: float = 1.0) -> Row:
-    """A row of the median of ``values`` times ``scale``, with the 50th, 95th and 99th percentile."""
-    p50, p95, p99 = (scale * quantile(values, fraction) for fraction in (0.5, 0.95, 0.99))
-    return Row(case, metric, p50, unit, p50=p50, p95=p95, p99=p99)
+    """A row of the median of ``values`` times ``scale``, with percentiles and samples."""
+    found = percentiles(values, scale)
+    samples = condensed([scale * value for value in values])
+    return Row(case, metric, found["p50"], unit, samples=samples, **found)
 
 
 def compared(
@@ -92,7 +120,8 @@ def compared(
     """
     figures = {name: of(median(values)) for name, values in samples.items()}
     (_, ours), *others = figures.items()
-    row = Row(case, metric, ours, unit)
+    own = condensed([of(value) for value in next(iter(samples.values()))])
+    row = Row(case, metric, ours, unit, samples=own)
     return [versus(row, name, value) for name, value in others] or [row]
 
 

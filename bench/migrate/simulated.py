@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from moonpool.bench.harness.command import Run
+from moonpool.bench.harness.turns import spread
 from moonpool.bench.migrate.tail_latency import MOVES, STAYS
 from moonpool.conductor.observing.slo import Slo
 from moonpool.runtime.reports.report import Row, versus
@@ -64,5 +65,4 @@ def _figures(outcome: Outcome) -> dict[str, list[float]]:
 
 
 def _tail(case: str, metric: str, seconds: list[float]) -> Row:
-    p50, p95, p99 = (1e3 * float(np.quantile(seconds, q)) for q in (0.5, 0.95, 0.99))
-    return Row(case, metric, p50, "ms", p95=p95, p99=p99)
+    return spread(case, metric, seconds, "ms", 1e3)

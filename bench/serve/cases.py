@@ -26,7 +26,7 @@ from moonpool.bench.serve.client.http_client import HttpClient
 from moonpool.bench.serve.client.server import RequestFailed, Server, new_request_id
 from moonpool.bench.serve.client.workload import Prompts, Workload
 from moonpool.bench.serve.colocated import colocated_rows
-from moonpool.bench.serve.figures import Slo, latencies, load_rows, output_rate
+from moonpool.bench.serve.figures import Slo, load_rows, output_rate
 from moonpool.bench.serve.path_cost import ModelClock, PathCost, path_cost
 from moonpool.bench.serve.peers.contestants import DTYPES, Contestant, ServerContestant, transformers_peer
 from moonpool.bench.serve.peers.vllm import vllm_server
@@ -199,8 +199,8 @@ async def path_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
             costs.append(cost)
             ttfts.append(ttft_s)
     yield spread(ALONE, "path's own cost a request", [cost.own_s for cost in costs], "ms", 1e3)
-    for row in latencies(ALONE, "TTFT", ttfts) + latencies(ALONE, "E2E", [cost.e2e_s for cost in costs]):
-        yield row
+    yield spread(ALONE, "TTFT", ttfts, "ms", 1e3)
+    yield spread(ALONE, "E2E", [cost.e2e_s for cost in costs], "ms", 1e3)
     for stage in costs[0].stages:
         yield spread(f"stages: {ALONE}", stage, [cost.stages[stage] for cost in costs], "ms", 1e3)
 
@@ -346,7 +346,7 @@ def side_rows(case: str, a: Sequence[float], b: Sequence[float]) -> list[Row]:
     rows = []
     for at, (metric, unit, factor) in enumerate(_AGAINST):
         of_a, of_b = ([factor * value for value in of[at :: len(_AGAINST)]] for of in (a, b))
-        rows.append(versus(Row(case, metric, median(of_b), unit), "A", median(of_a)))
+        rows.append(versus(spread(case, metric, of_b, unit), "A", median(of_a)))
         ratios = [theirs / ours for theirs, ours in zip(of_b, of_a, strict=True)]
         rows.append(spread(case, f"{metric}, B over A", ratios, "times"))
         rows.append(Row(case, f"{metric}, B over A, least round", min(ratios), "times"))

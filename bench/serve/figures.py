@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moonpool.bench.harness.turns import quantile, spread
+from moonpool.bench.harness.turns import spread
 from moonpool.bench.serve.client.answer import Answer
 from moonpool.bench.serve.client.server import Outcome
 from moonpool.runtime.reports.report import Row
@@ -22,12 +21,6 @@ class Slo:
         return (not self.ttft_s or answer.ttft_s <= self.ttft_s) and (
             not self.tpot_s or answer.tpot_s <= self.tpot_s
         )
-
-
-def latencies(case: str, metric: str, seconds: Sequence[float]) -> list[Row]:
-    """Two rows in milliseconds: the median with its spread, and the 90th percentile."""
-    p90 = Row(case, f"{metric} p90", 1e3 * quantile(seconds, 0.9), "ms")
-    return [spread(case, metric, seconds, "ms", 1e3), p90]
 
 
 def output_rate(outcome: Outcome) -> float:
@@ -50,10 +43,10 @@ def load_rows(case: str, outcome: Outcome, slo: Slo) -> list[Row]:
         rows.append(Row(case, "goodput", good / outcome.seconds, "requests/s"))
         rows.append(Row(case, "requests within the SLOs", 100 * good / max(1, len(outcome.answers)), "%"))
     if answers:
-        rows += latencies(case, "TTFT", [answer.ttft_s for answer in answers])
+        rows.append(spread(case, "TTFT", [answer.ttft_s for answer in answers], "ms", 1e3))
         tpots = [answer.tpot_s for answer in answers if answer.output_tokens > 1]
-        rows += latencies(case, "TPOT", tpots or [0.0])
-        rows += latencies(case, "E2E", [answer.e2e_s for answer in answers])
+        rows.append(spread(case, "TPOT", tpots or [0.0], "ms", 1e3))
+        rows.append(spread(case, "E2E", [answer.e2e_s for answer in answers], "ms", 1e3))
         cached = sum(answer.cached_tokens for answer in answers)
         rows.append(Row(case, "prompt tokens from cache", float(cached), "tokens"))
         rows.append(Row(case, "cache hit", 100 * cached / max(1, prompt_tokens), "%"))

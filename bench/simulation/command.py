@@ -148,7 +148,9 @@ def simulate(
 def _finish(
     found: list[Row], json_path: Path | None, plot_path: Path | None = None, lines: Sequence[Curve] = ()
 ) -> None:
-    finish(Report(measure_environment(("numpy",)), found, lines), json_path, plot_path)
+    given = click.get_current_context().params
+    options = {name: value for name, value in given.items() if name not in ("json_path", "plot_path")}
+    finish(Report(measure_environment(("numpy",), options=options), found, lines), json_path, plot_path)
 
 
 def _validation(given: dict[str, Any], sets: Sequence[str]) -> Settings:

@@ -8,7 +8,8 @@
         "versions": {"python": "3.11.2", "torch": "2.13.0+cpu"},   # of what was measured
         "commit":   "57d2b2a",            # "+" behind it: with uncommitted changes; "" outside a checkout
         "date":     "2026-11-21T03:00:00+00:00",
-        "command":  "moonpool bench serve --json FILE"   # optional; older files lack it
+        "command":  "moonpool bench serve --json FILE",  # optional; older files lack it
+        "options":  {"rounds": "7", "seed": "3"}         # optional: every option, with the defaults
       },
       "rows": [
         {
@@ -16,7 +17,8 @@
           "metric": "throughput",                       # what was measured; unique within its case (and peer)
           "value":  4012.5,                             # in "unit"; a median unless the case says otherwise
           "unit":   "tokens/s",
-          "p50": 4012.5, "p95": 4090.0, "p99": 4100.0,  # optional, of the same measurement
+          "p50": 4012.5, "p90": 4080.0, "p95": 4090.0, "p99": 4100.0,  # optional, of the same measurement
+          "samples": [3990.0, 4012.5, 4100.0],          # optional: in the order of the rounds, in "unit"
           "limit": "at least",                          # optional: "at least" or "at most", and
           "limit_value": 4000.0,                        #   its bound for "ratio" or, without one, "value"
           "ratio": 2.1,                                 # optional: value / peer_value, of the same run
@@ -59,6 +61,7 @@ class Environment:
     commit: str
     date: str
     command: str = ""
+    options: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,8 @@ class Row:
     peer: str | None = None
     peer_value: float | None = None
     p95: float | None = None
+    p90: float | None = None
+    samples: Sequence[float] | None = None
 
     @property
     def reached(self) -> bool | None:
@@ -108,6 +113,10 @@ class Report:
         environment["versions"] = dict(self.environment.versions)
         if not self.environment.command:
             del environment["command"]
+        if self.environment.options is None:
+            del environment["options"]
+        else:
+            environment["options"] = dict(self.environment.options)
         rows = [{k: v for k, v in asdict(row).items() if v is not None} for row in self.rows]
         content: dict[str, Any] = {"environment": environment, "rows": rows}
         if self.curves:
@@ -126,12 +135,15 @@ def versus(row: Row, peer: str, peer_value: float) -> Row:
 
 
 def measure_environment(
-    packages: Iterable[str], now: Callable[[], datetime] | None = None, command: str = ""
+    packages: Iterable[str],
+    now: Callable[[], datetime] | None = None,
+    command: str = "",
+    options: Mapping[str, object] | None = None,
 ) -> Environment:
     """Describe this machine and process.
 
     packages: record the versions of these distributions; absent ones are left out. command: the command line,
-    as a user types it; without it the one of this process.
+    as a user types it; without it the one of this process. options: name to value; secrets are hidden.
     """
     date = now() if now is not None else datetime.now(UTC)
     return Environment(
@@ -140,7 +152,16 @@ def measure_environment(
         commit_here(),
         date.isoformat(timespec="seconds"),
         redacted(command or _command_line()),
+        None if options is None else {name: _option(name, value) for name, value in options.items()},
     )
+
+
+def _option(name: str, value: object) -> str:
+    """An option's value as text; several values have spaces between them."""
+    values = value if isinstance(value, tuple | list) else (value,)
+    text = " ".join(str(each) for each in values)
+    # With its name before it, a value is known as a secret's.
+    return redacted(f"{name}={text}").removeprefix(f"{name}=")
 
 
 def _command_line() -> str:
@@ -190,6 +211,7 @@ def show(report: Report, console: Console | None = None) -> None:
         "value": lambda row: number(row.value),
         "unit": lambda row: row.unit,
         "p50": lambda row: number(row.p50) if row.p50 != row.value else "",
+        "p90": lambda row: number(row.p90),
         "p95": lambda row: number(row.p95),
         "p99": lambda row: number(row.p99),
         "against": lambda row: f"{row.peer} {number(row.peer_value)}" if row.peer else "",
@@ -198,8 +220,9 @@ def show(report: Report, console: Console | None = None) -> None:
     }
     shown = {name: cell for name, cell in columns.items() if any(cell(row) for row in report.rows)}
     table = Table(box=None, pad_edge=False, header_style="dim")
+    figures = ("value", "p50", "p90", "p95", "p99", "ratio")
     for name in shown:
-        table.add_column(name, justify="right" if name in ("value", "p50", "p95", "p99", "ratio") else "left")
+        table.add_column(name, justify="right" if name in figures else "left")
     case = None
     for row in report.rows:
         if row.case != case:

@@ -31,9 +31,10 @@ def validate(content: Any) -> None:
     """
     _keys("report", content, {"environment": dict, "rows": list}, {"curves": list})
     environment = {"machine": str, "versions": dict, "commit": str, "date": str}
-    _keys("environment", content["environment"], environment, {"command": str})
-    for name, version in content["environment"]["versions"].items():
-        _require(isinstance(version, str), f"environment.versions.{name}", "must be a text")
+    _keys("environment", content["environment"], environment, {"command": str, "options": dict})
+    for group in ("versions", "options"):
+        for name, text in content["environment"].get(group, {}).items():
+            _require(isinstance(text, str), f"environment.{group}.{name}", "must be a text")
     try:
         datetime.fromisoformat(content["environment"]["date"])
     except ValueError as error:
@@ -55,9 +56,12 @@ def validate(content: Any) -> None:
 
 def _validate_row(where: str, row: Any) -> None:
     needed = {"case": str, "metric": str, "value": float, "unit": str}
-    optional = {"p50": float, "p95": float, "p99": float, "limit": str, "limit_value": float}
-    optional |= {"ratio": float, "peer": str, "peer_value": float}
+    optional = {"p50": float, "p90": float, "p95": float, "p99": float, "samples": list}
+    optional |= {"limit": str, "limit_value": float, "ratio": float, "peer": str, "peer_value": float}
     _keys(where, row, needed, optional)
+    for sample in row.get("samples", ()):
+        _number(f"{where}.samples", sample)
+    _require(row.get("samples") != [], f"{where}.samples", "must not be empty")
     for one, other in (("limit", "limit_value"), ("peer", "peer_value")):
         _require((one in row) == (other in row), where, f"must have both {one} and {other}, or neither")
     _require("ratio" not in row or "peer" in row, f"{where}.ratio", "needs a peer")
@@ -73,12 +77,16 @@ def _keys(where: str, content: Any, needed: Mapping[str, type], optional: Mappin
         place = f"{where}.{key}"
         _require(key in known, place, f"is unknown; known are {', '.join(known)}")
         if known[key] is float:
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            # Compared rather than asked with isfinite, which has no answer for whole numbers beyond a float.
-            finite = number and abs(value) <= sys.float_info.max
-            _require(finite, place, f"must be a finite number, got {value!r}")
+            _number(place, value)
         else:
             _require(isinstance(value, known[key]), place, f"must be a {known[key].__name__}")
+
+
+def _number(where: str, value: Any) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    # Compared rather than asked with isfinite, which has no answer for whole numbers beyond a float.
+    finite = number and abs(value) <= sys.float_info.max
+    _require(finite, where, f"must be a finite number, got {value!r}")
 
 
 def _require(condition: bool, where: str, what: str) -> None:

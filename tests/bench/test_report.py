@@ -70,6 +70,8 @@ def test_written_report_is_read_back(tmp_path: Path) -> None:
         ({"value": True}, "rows[0].value"),
         ({"unit": 3}, "rows[0].unit"),
         ({"p42": 1.0}, "rows[0].p42"),
+        ({"samples": []}, "rows[0].samples"),
+        ({"samples": [1.0, math.inf]}, "rows[0].samples"),
         ({"limit": "at least"}, "rows[0]"),
         ({"limit": "about", "limit_value": 1.0}, "rows[0].limit"),
         ({"ratio": 2.0}, "rows[0].ratio"),
@@ -108,6 +110,16 @@ def test_this_machine_is_described() -> None:
     report.validate(Report(environment, ()).as_json())
     assert "rich" in environment.versions
     assert "no-such-package" not in environment.versions
+
+
+def test_options_are_recorded_without_secrets(tmp_path: Path) -> None:
+    options = {"seed": 3, "sets": ("a=1", "conductor.api_key=hunter2"), "password": "hunter2", "url": None}
+    environment = report.measure_environment((), command="x", options=options)
+    report.write(Report(environment, ()), tmp_path / "report.json")
+    assert report.read(tmp_path / "report.json").environment.options == environment.options
+    assert environment.options is not None
+    assert environment.options["seed"] == "3"
+    assert "hunter2" not in (tmp_path / "report.json").read_text()
 
 
 def test_table_shows_figures_and_verdicts() -> None:

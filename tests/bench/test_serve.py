@@ -144,7 +144,15 @@ async def test_the_command_reports_every_case(fake: FakeServer, tmp_path: Path) 
     report.validate(content)
     metrics = {row["metric"] for row in content["rows"]}
     assert {"output throughput", "TPOT", "path's own cost a request", "tokenize", "goodput"} <= metrics
-    assert {"TTFT, second over first", "TTFT p90", "E2E", "prompt tokens from cache"} <= metrics
+    assert {"TTFT, second over first", "TTFT", "E2E", "prompt tokens from cache"} <= metrics
+    options = content["environment"]["options"]
+    assert (options["rounds"], options["turns"], options["slo_ttft"]) == ("2", "2", "1.0")
+    assert "seed" in options, "defaults are recorded, too"
+    latencies = [row for row in content["rows"] if row["metric"] in ("TTFT", "E2E")]
+    assert latencies
+    for row in latencies:
+        assert row["p50"] <= row["p90"] <= row["p95"] <= row["p99"]
+        assert row["samples"]
     assert picture.read_text().count("<path") > len(content["rows"])
 
 
