@@ -88,21 +88,31 @@ struct Floats {
     Floats from(int64_t row) const { return {x + row * ld, ld}; }
 };
 
-// A chunk of codes as float32 rows of C vectors, without their scale.
+// A chunk of codes as float32 rows of C vectors, without their scale. Integers: the codes of four inputs, or of eight
+// with 4 bits, are one word of an output.
 template <Kind KIND, int C>
 void to_floats(const uint8_t* codes, const int16_t* zeros, const Segment& segment, float* to) {
     constexpr int64_t lanes = C * W;
-    for (int64_t k = 0; k < segment.count; k++, to += lanes)
-        for (int64_t lane = 0; lane < lanes; lane++) {
-            const uint8_t byte = codes[byte_at(KIND, lanes, lane, k)];
-            if constexpr (KIND == FP8) {
-                to[lane] = to_float(fp8{byte});
-            } else {
-                const int code = KIND == INT4 ? byte >> nibble_at(k) & 15 : byte;
-                const int zero = zeros ? zeros[segment.group * lanes + lane] : KIND == INT4 ? 8 : 128;
-                to[lane] = (float)(code - zero);
+    if constexpr (KIND == FP8) {
+        for (int64_t k = 0; k < segment.count; k++, to += lanes)
+            for (int64_t lane = 0; lane < lanes; lane++) to[lane] = to_float(fp8{codes[byte_at(KIND, lanes, lane, k)]});
+    } else {
+        constexpr int bits = KIND == INT4 ? 4 : 8, inputs = 32 / bits;
+        vf zero[C];
+        for (int c = 0; c < C; c++)
+            for (int lane = 0; lane < W; lane++)
+                zero[c][lane] = zeros ? zeros[segment.group * lanes + c * W + lane] : KIND == INT4 ? 8 : 128;
+        for (int64_t k = 0; k < segment.count; k += inputs, to += inputs * lanes, codes += 4 * lanes)
+            for (int c = 0; c < C; c++) {
+                vu words;
+                memcpy(&words, codes + 4 * c * W, sizeof words);
+                for (int i = 0; i < inputs; i++) {
+                    const int shift = 8 * (i % 4) + nibble_at(i);
+                    const vi code = (vi)(words >> shift & ((1u << bits) - 1));
+                    store(to + i * lanes + c * W, __builtin_convertvector(code, vf) - zero[c]);
+                }
             }
-        }
+    }
 }
 
 template <int R, int C>

@@ -114,6 +114,7 @@ async def test_time_in_which_a_waiting_rank_does_not_run_is_its_own() -> None:
     assert took_s - waited_s > 0.4
 
 
+@pytest.mark.alone  # beside others, another rank is slow, too
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [{"tp": 2}, {"pp": 2}], ids=["tp", "pp"])
 async def test_a_rank_that_is_stopped_now_and_then_is_named_within_10_s(plan, make_checkpoint) -> None:
