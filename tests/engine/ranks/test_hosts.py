@@ -110,7 +110,12 @@ class Lost:
 
 
 LOSSES = [
-    Lost("rank", signal.SIGKILL, r"rank 1 is lost: it ended by signal 9 on far-1 \(127\.0\.0\.1\)"),
+    # Its host reports it, and its connection breaks: whichever is noticed first.
+    Lost(
+        "rank",
+        signal.SIGKILL,
+        r"rank 1 is lost: (it ended by signal 9|torch\.distributed: .*) on far-1 \(127\.0\.0\.1\)",
+    ),
     Lost("rank", signal.SIGSTOP, r"rank 1 is lost: it has been silent for \d\.. s on far-1 \(127\.0\.0\.1\)"),
     Lost("host", signal.SIGKILL, r"rank 1 is lost: its rank host is gone: .* on far-1 \(127\.0\.0\.1\)"),
     # Its rank finds out too, by its silent leader, and ends: whichever is noticed first.

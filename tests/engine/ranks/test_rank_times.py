@@ -139,14 +139,14 @@ async def test_a_rank_that_is_stopped_now_and_then_is_named_within_10_s(plan, ma
         load = asyncio.create_task(requests())
         try:
             began_s = time.monotonic()
-            while not causes():
+            # Beside another one that was slow for a moment it is named later.
+            while not causes() or not driver.engine.rank_times().sentence().startswith("rank 1 of 2 is slow"):
                 assert time.monotonic() - began_s < 10, driver.engine.rank_times().paces()
                 os.kill(rank.pid, signal.SIGSTOP)
                 await asyncio.sleep(0.2)
                 os.kill(rank.pid, signal.SIGCONT)
                 await asyncio.sleep(0.8)
             print(f"named after {time.monotonic() - began_s:.1f} s: {driver.engine.rank_times().sentence()}")
-            assert driver.engine.rank_times().sentence().startswith("rank 1 of 2 is slow")
         finally:
             REGISTRY.unregister(collector)
             # Python 3.11's wait_for may lose a cancellation, and then the requests would never end.
