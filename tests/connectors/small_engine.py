@@ -71,7 +71,7 @@ class SmallEngine:
         self.layers = {
             f"layer{i}": torch.zeros(64, PAGE_NBYTES, dtype=torch.uint8) for i in range(_NUM_LAYERS)
         }
-        self.scheduler = SchedulerSide(name, fingerprint, BLOCK, PrefixIndex(config.index))
+        self.scheduler = SchedulerSide(name, fingerprint, BLOCK, PrefixIndex(config.index, _WITHIN_S))
         self.worker = WorkerSide(config, fingerprint, known)
         self.worker.register(self.layers)
         self.answer: dict[str, Any] | None = None  # to the latest request: its kv_transfer_params

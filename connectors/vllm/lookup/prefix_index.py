@@ -38,8 +38,9 @@ class Holder:
 class PrefixIndex:
     """A copy of the index; without Redis it answers from what it has. Close it."""
 
-    def __init__(self, options: IndexOptions) -> None:
+    def __init__(self, options: IndexOptions, answer_s: float = _ANSWER_S) -> None:
         self._options = options
+        self._answer_s = answer_s
         self._mirror: IndexMirror | None = None
         self._warnings = OnceAMinute()
         self._thread = ServiceThread("index", self._live)
@@ -74,7 +75,7 @@ class PrefixIndex:
 
         try:
             self._thread.loop.call_soon_threadsafe(find)
-            return answer.result(_ANSWER_S)
+            return answer.result(self._answer_s)
         except FutureTimeout:
             return unknown
         except Exception as error:
