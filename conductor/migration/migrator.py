@@ -113,7 +113,6 @@ class Migrator:
             self._all_running(),
             self._all_waiting(),
             [member.view for member in members.values() if member.decodes],
-            list(registry.fleet("decode")),
             {node_id for node_id, member in members.items() if member.hands_on},
             # A request that moves brings its cache along: a node that warms up serves it as well.
             registry.serving("decode"),

@@ -41,21 +41,20 @@ class MoveRounds:
         running: Sequence[Running],
         waiting: Sequence[Waiting],
         nodes: Sequence[NodeView],
-        open_nodes: Sequence[NodeView],
         draining: Collection[str],
         targets: Sequence[NodeView],
         now_s: float,
     ) -> list[Move]:
         """Return the moves to begin, which are in flight then.
 
-        ``nodes``: all that decode; ``open_nodes``: those that take requests; ``draining``: those whose
-        requests should leave, for ``targets``.
+        ``nodes``: all that decode; ``draining``: those whose requests should leave; ``targets``: those that
+        requests may move to.
         """
         self._not_before_s = {name: at_s for name, at_s in self._not_before_s.items() if at_s > now_s}
         left_alone = self.in_flight.keys() | self._not_before_s.keys()
         running = [one for one in running if one.request_id not in left_alone]
         begun = []
-        for move in self._decide(running, waiting, nodes, open_nodes, draining, targets, now_s):
+        for move in self._decide(running, waiting, nodes, draining, targets, now_s):
             of_source = sum(other.source == move.source for other in self.in_flight.values())
             if len(self.in_flight) < _MOST and of_source < _MOST_FROM_ONE:
                 self.in_flight[move.request_id] = move
@@ -72,7 +71,6 @@ class MoveRounds:
         running: Sequence[Running],
         waiting: Sequence[Waiting],
         nodes: Sequence[NodeView],
-        open_nodes: Sequence[NodeView],
         draining: Collection[str],
         targets: Sequence[NodeView],
         now_s: float,
@@ -84,7 +82,7 @@ class MoveRounds:
         busy = {move.source for move in (*self.in_flight.values(), *moves)} | set(draining)
         busy |= self._not_before_s.keys()
         settled = [one for one in running if one.node_id not in busy]
-        closed = {view.node_id for view in nodes} - {view.node_id for view in open_nodes}
+        closed = {view.node_id for view in nodes} - {view.node_id for view in targets}
         for plan in self._plans(waiting, closed, now_s):
             if found := plan(settled, nodes):
                 self._not_before_s |= {move.source: now_s + PAUSE_S for move in found}

@@ -126,7 +126,7 @@ class Moves:
                 for job in node.waiting_for_blocks()
             ]
         views = list(cluster.decode)
-        for move in self._rounds.begin(running, waiting, views, views, cluster.handing_on(), views, now_s):
+        for move in self._rounds.begin(running, waiting, views, cluster.handing_on(), views, now_s):
             self._begin(move, jobs[move.request_id])
 
     def _begin(self, move: Move, job: Job) -> None:

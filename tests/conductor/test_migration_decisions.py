@@ -200,7 +200,7 @@ def test_a_storm_of_moves_is_bounded_and_all_of_them_come_in_turn() -> None:
     running = {f"r{number}": run(f"r{number}", f"d{number % 6}", 4) for number in range(120)}
     target, now_s, most = node("idle", free=100_000), 0.0, 0
     while running:
-        rounds.begin(list(running.values()), [], [target], [target], drained, [target], now_s)
+        rounds.begin(list(running.values()), [], [target], drained, [target], now_s)
         in_flight = list(rounds.in_flight.values())
         sources = [move.source for move in in_flight]
         assert len(in_flight) <= 16 and all(sources.count(name) <= 4 for name in drained)
