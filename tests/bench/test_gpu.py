@@ -115,6 +115,7 @@ def test_the_results_of_a_part_are_there_when_it_has_ended(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_the_engine_is_measured_beside_its_floor(tmp_path: Path) -> None:
     path = tmp_path / "engine.json"
     command = [sys.executable, "-m", "moonpool.bench", "engine", "--model", "small", "--device", "cpu"]
