@@ -15,6 +15,7 @@ from moonpool.conductor.access.gate import PRINCIPAL
 from moonpool.conductor.api.context import CONTEXT
 from moonpool.conductor.api.errors import ApiError
 from moonpool.conductor.api.models.lanes import LANES, Lane
+from moonpool.conductor.observing.time_parts import explanation_of, parts_of
 from moonpool.conductor.observing.timeline_spans import spans_of
 from moonpool.protos import node_pb2
 
@@ -119,6 +120,7 @@ async def timeline(http: web.Request) -> web.Response:
     """``GET /v1/requests/{id}/timeline``: by the id of the answer or a choice, or by x-request-id.
 
     With several sequences, their timelines are under ``sequences``. ``api``: times of the API itself.
+    ``parts``: where a sequence's time went; they sum to that of its last event. ``explanation``: the longest.
     """
     context, asked, principal = http.app[CONTEXT], http.match_info["id"], http[PRINCIPAL]
     record = context.recent.find(asked, principal.scope)
@@ -135,6 +137,9 @@ async def timeline(http: web.Request) -> web.Response:
     api = record.to_dict() if record is not None else None
     for one in found:
         one["spans"] = [asdict(span) for span in spans_of(one)]
+        parts = parts_of(one)
+        one["parts"] = [asdict(part) | {"sentence": part.sentence} for part in parts]
+        one["explanation"] = explanation_of(parts)
     if len(names) == 1 and found:
         return reply(found[0] | {"api": api})
     return reply({"request_id": asked, "sequences": found, "api": api})

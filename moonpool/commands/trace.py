@@ -20,14 +20,23 @@ API = "api"  # the conductor's HTTP side
 @click.argument("request_id")
 @output_option(help="File to write (default: trace-REQUEST_ID.json).")
 def trace_command(url: str, request_id: str, output: Path | None) -> None:
-    """Write a request's timeline for Perfetto (ui.perfetto.dev) or chrome://tracing.
+    """Say where a request's time went; write its timeline for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
     REQUEST_ID is the answer's id, or the x-request-id the client sent; the conductor keeps the latest ones.
     """
-    trace = chrome_trace(run_with_client(url, lambda client: client.timeline(request_id)))
+    timeline = run_with_client(url, lambda client: client.timeline(request_id))
+    for sequence in timeline.get("sequences") or [timeline]:
+        _print_parts(sequence)
+    trace = chrome_trace(timeline)
     file = output or Path(f"trace-{request_id}.json")
     file.write_text(json.dumps(trace))
     console.print(f"{len(trace['traceEvents'])} events in {file}: open it at ui.perfetto.dev")
+
+
+def _print_parts(sequence: Mapping[str, Any]) -> None:
+    console.print(f"{sequence['request_id']}: {sequence['explanation'] or 'nothing has happened yet'}")
+    for part in sorted(sequence["parts"], key=lambda part: -part["seconds"]):
+        console.print(f"  {1e3 * part['seconds']:9.1f} ms  {part['sentence']}")
 
 
 def chrome_trace(timeline: Mapping[str, Any]) -> dict[str, Any]:

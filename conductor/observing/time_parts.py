@@ -1,0 +1,132 @@
+"""Where the time of a request went: parts that sum to the whole, and the longest as a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# Names of parts, with their sentences.
+SENTENCES = {
+    "conductor": "the conductor had it until it was placed",
+    "no node": "it waited for a node that takes requests",
+    "asked": "{node} had its prompt and had not answered",
+    "queue": "its prompt waited in the queue of {node}",
+    "load": "{node} loaded cached blocks from its own memory or disk",
+    "fetch": "{node} fetched cached blocks from {other}",
+    "prefill": "{node} computed its prompt",
+    "batch": "its prompt waited between its chunks while {node} computed other work",
+    "messages": "messages between the conductor and {node} were on their way",
+    "room": "it waited until {node} had room for its blocks and began to decode",
+    "transfer": "{node} read its blocks from {other}",
+    "decode": "{node} produced its tokens",
+    "recompute": "{node} had taken its blocks away, computed them again, and produced its tokens",
+    "migration": "it moved from {other} to {node}, without tokens meanwhile",
+    "failed": "an attempt ran that failed",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TimePart:
+    """``name``: one of ``SENTENCES``. ``node``: where; ``other``: the node that blocks came from."""
+
+    name: str
+    seconds: float
+    node: str = ""
+    other: str = ""
+
+    @property
+    def sentence(self) -> str:
+        return SENTENCES[self.name].format(node=self.node or "a node", other=self.other or "another node")
+
+
+def parts_of(timeline: Mapping[str, Any]) -> list[TimePart]:
+    """The parts of one sequence in the order of their begin; those of equal name and nodes are one.
+    ``timeline``: from ``RequestTimeline.to_dict``.
+
+    They sum to the time of its last event, since each stretch between two events is divided and nothing is
+    counted twice. What nodes say of a stretch may be longer than it, by their clocks: it is cut then.
+    """
+    whole: dict[tuple[str, str, str], float] = {}
+    for part in _parts(timeline["events"]):
+        if part.seconds > 0:
+            key = part.name, part.node, part.other
+            whole[key] = whole.get(key, 0.0) + part.seconds
+    return [TimePart(name, seconds, node, other) for (name, node, other), seconds in whole.items()]
+
+
+def explanation_of(parts: list[TimePart]) -> str:
+    """What took longest, as a sentence; empty without parts."""
+    if not parts:
+        return ""
+    longest, total_s = max(parts, key=lambda part: part.seconds), sum(part.seconds for part in parts)
+    return f"{longest.seconds:.3g} of {total_s:.3g} s: {longest.sentence}"
+
+
+def _parts(events: list[Mapping[str, Any]]) -> Iterator[TimePart]:
+    since_s = 0.0
+    last, loaded = "", {}  # the event before; what the prefill node said of the prefix
+    prefill, decode, is_decoding, is_again = "", "", False, False
+    for event in events:
+        name, seconds = event["event"], max(event["at_s"] - since_s, 0.0)
+        match name:
+            case "prefix_loaded":
+                loaded = dict(event)
+                continue  # its time is inside that of the prefill
+            case "cached" | "stayed":
+                continue
+            case "placed":
+                yield TimePart("no node" if last == "waits_for_node" else "conductor", seconds)
+                prefill, decode = event["placement"]["prefill"], event["placement"]["decode"] or ""
+                loaded, is_decoding, is_again = {}, False, False
+            case "prefilled":
+                yield from _prefill(event, loaded, seconds)
+            case "transferred":
+                decode, is_decoding = event["node"] or decode, True
+                read_s = min(event["transfer_s"], seconds)
+                yield TimePart("room", seconds - read_s, decode)
+                yield TimePart("transfer", read_s, decode, prefill)
+            case "migrated":
+                gap_s = min(max(event["downtime_s"], 0.0), seconds)
+                yield TimePart("recompute" if is_again else "decode", seconds - gap_s, event["source"])
+                yield TimePart("migration", gap_s, event["node"], event["source"])
+                decode, is_decoding, is_again = event["node"], True, False
+            case _:
+                yield _until(name, seconds, prefill, decode, is_decoding, is_again, last)
+                is_again = is_again or name == "preempted"
+        since_s, last = max(event["at_s"], since_s), name
+
+
+def _until(
+    name: str, seconds: float, prefill: str, decode: str, is_decoding: bool, is_again: bool, last: str
+) -> TimePart:
+    """The stretch before an event that says nothing of it."""
+    if is_decoding:
+        return TimePart("recompute" if is_again else "decode", seconds, decode)
+    if name == "retry":
+        return TimePart("failed", seconds)
+    if last == "placed":
+        # An engine of another kind says no more.
+        return TimePart("prefill" if name == "first_token" else "asked", seconds, prefill)
+    if name == "first_token":
+        return TimePart("messages", seconds, prefill)
+    if last in ("prefilled", "first_token"):
+        return TimePart("decode" if decode in ("", prefill) else "room", seconds, decode or prefill)
+    return TimePart("no node" if last == "waits_for_node" else "conductor", seconds)
+
+
+def _prefill(event: Mapping[str, Any], loaded: Mapping[str, Any], seconds: float) -> Iterator[TimePart]:
+    node, compute_s = event["node"], event["compute_s"]
+    chunks_s = sum(chunk["seconds"] for chunk in event["chunks"])
+    own_s = min(chunks_s, compute_s) if event["chunks"] else compute_s
+    for name, part_s, other in (
+        ("prefill", own_s, ""),
+        ("batch", compute_s - own_s, ""),
+        ("queue", event["queued_s"], ""),
+        ("load", loaded.get("load_s", 0.0), ""),
+        ("fetch", loaded.get("fetch_s", 0.0), loaded.get("fetch_from", "")),
+    ):
+        part_s = min(part_s, seconds)
+        seconds -= part_s
+        yield TimePart(name, part_s, node, other)
+    yield TimePart("messages", seconds, node)

@@ -1,0 +1,110 @@
+"""The time of a request adds up: parts of a timeline, and the longest as a sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moonpool.conductor.observing.time_parts import SENTENCES, TimePart, explanation_of, parts_of
+
+PLACED = {"placement": {"prefill": "p0", "decode": "d0"}}
+PREFILLED = {"node": "p0", "queued_s": 0.0, "compute_s": 0.0, "chunks": ()}
+TRANSFERRED = {"node": "d0", "transfer_s": 0.0}
+
+
+def timeline(*events: tuple[str, float, dict[str, Any]]) -> dict[str, Any]:
+    return {"events": [{"event": name, "at_s": at_s, **facts} for name, at_s, facts in events]}
+
+
+def found(*events: tuple[str, float, dict[str, Any]]) -> dict[tuple[str, str], float]:
+    return {(part.name, part.node): pytest.approx(part.seconds) for part in parts_of(timeline(*events))}
+
+
+def test_each_stretch_has_its_cause() -> None:
+    chunks = [{"seconds": 0.2}, {"seconds": 0.3}]
+    prefilled = PREFILLED | {"queued_s": 0.5, "compute_s": 0.7, "chunks": chunks}
+    loaded = {"load_s": 0.1, "fetch_s": 0.4, "fetch_from": "p1"}
+    moved = {"source": "d0", "node": "d1", "downtime_s": 0.05}
+    events = (
+        ("queued", 0.0, {}),
+        ("waits_for_node", 1.0, {}),
+        ("placed", 3.0, PLACED),
+        ("prefix_loaded", 3.6, loaded),
+        ("prefilled", 5.0, prefilled),
+        ("first_token", 5.1, {}),
+        ("transferred", 7.1, TRANSFERRED | {"transfer_s": 0.5}),
+        ("migrated", 8.1, moved),
+        ("preempted", 9.1, {}),
+        ("done", 10.0, {}),
+    )
+    assert found(*events) == {
+        ("conductor", ""): 1.0,
+        ("no node", ""): 2.0,
+        ("prefill", "p0"): 0.5,
+        ("batch", "p0"): 0.2,
+        ("queue", "p0"): 0.5,
+        ("load", "p0"): 0.1,
+        ("fetch", "p0"): 0.4,
+        ("messages", "p0"): 0.4,
+        ("room", "d0"): 1.5,
+        ("transfer", "d0"): 0.5,
+        ("decode", "d0"): 0.95,
+        ("migration", "d1"): 0.05,
+        ("decode", "d1"): 1.0,
+        ("recompute", "d1"): 0.9,
+    }
+    sentence = "2 of 10 s: it waited for a node that takes requests"
+    assert explanation_of(parts_of(timeline(*events))) == sentence
+
+
+def test_an_attempt_that_failed_and_an_engine_that_says_little() -> None:
+    attempt = ("queued", 0.0, {}), ("placed", 0.1, PLACED), ("retry", 2.1, {})
+    again = ("placed", 2.2, PLACED), ("first_token", 3.0, {}), ("done", 3.5, {})
+    assert found(*attempt, *again) == {
+        ("conductor", ""): 0.2,
+        ("failed", ""): 2.0,
+        ("prefill", "p0"): 0.8,
+        ("room", "d0"): 0.5,
+    }
+    assert found(*attempt[:2], ("done", 1.0, {})) == {("conductor", ""): 0.1, ("asked", "p0"): 0.9}
+
+
+def test_what_has_not_begun_has_no_longest_part() -> None:
+    assert explanation_of(parts_of(timeline(("queued", 0.0, {})))) == ""
+
+
+seconds = st.floats(0, 10)
+facts = st.fixed_dictionaries(
+    {
+        "placement": st.sampled_from([{"prefill": "p0", "decode": name} for name in ("d0", "p0", None)]),
+        "node": st.sampled_from(["p0", "d0", "d1"]),
+        "source": st.sampled_from(["d0", "d1"]),
+        "queued_s": seconds,
+        "compute_s": seconds,
+        "load_s": seconds,
+        "fetch_s": seconds,
+        "transfer_s": seconds,
+        "downtime_s": st.floats(-1, 10),
+        "chunks": st.lists(st.fixed_dictionaries({"seconds": seconds}), max_size=3),
+    }
+)
+NAMES = (
+    *("waits_for_node", "placed", "prefix_loaded", "prefilled", "first_token", "transferred"),
+    *("migrated", "preempted", "stayed", "cached", "retry"),
+)
+
+
+@given(st.lists(st.tuples(st.sampled_from(NAMES), seconds, facts), max_size=12), seconds)
+def test_the_parts_are_the_whole(events: list[tuple[str, float, dict[str, Any]]], more_s: float) -> None:
+    at_s, known = 0.0, [("queued", 0.0, dict[str, Any]())]
+    for name, after_s, said in events:
+        # The prefix was loaded before its node said so.
+        at_s += 0.0 if name == "prefix_loaded" else after_s
+        known.append((name, at_s, said))
+    known.append(("done", at_s + more_s, {}))
+    parts: list[TimePart] = parts_of(timeline(*known))
+    assert sum(part.seconds for part in parts) == pytest.approx(at_s + more_s)
+    assert all(part.seconds > 0 and part.name in SENTENCES and part.sentence for part in parts)
