@@ -45,9 +45,9 @@ async def test_the_dashboard_keeps_the_rules(browser: Browser, cluster: LocalClu
     await row.get_by_role("button").focus()
     await page.keyboard.press("Enter")
     await expect(page.get_by_role("dialog")).to_be_visible()
-    await page.locator("#timeline summary").focus()
+    await page.locator("#timeline .candidates summary").focus()
     await page.keyboard.press("Enter")
-    await expect(page.locator("#timeline table").first).to_be_visible()
+    await expect(page.locator("#timeline .candidates table").first).to_be_visible()
     assert await violations(page) == []
     await page.keyboard.press("Escape")
     assert await page.evaluate("document.activeElement.dataset.request") == request

@@ -79,6 +79,17 @@ function candidates(events) {
   return made;
 }
 
+// Where a sequence's time went: its longest part as a sentence, all of them in a table.
+function timeSpent({ parts, explanation }) {
+  if (!parts?.length) return [];
+  const whole = parts.reduce((sum, part) => sum + part.seconds, 0);
+  const rows = [...parts].sort((one, other) => other.seconds - one.seconds).map((part) =>
+    row(part.sentence, time(part.seconds), cell(`${(100 * part.seconds / whole).toFixed(1)} %`, "number")));
+  const box = scrolling("Where the time went", table(["part", "time", "share"], rows));
+  return [element("p", explanation, "longest"),
+    within("details", "parts", element("summary", "Where the time went"), box)];
+}
+
 // The whole timeline as elements. ``timeline``: the JSON of /v1/requests/ID/timeline.
 export function timelineView(timeline) {
   const several = timeline.sequences ?? [timeline];
@@ -89,6 +100,6 @@ export function timelineView(timeline) {
   const list = within("ol", "what", ...events.map(({ event, at_s, unix_s, ...rest }) => within("li", "",
     element("b", event.replaceAll("_", " ")), element("span", at_s ? seconds(at_s) : "0 ms"), element("small", facts(rest)))));
   const box = scrolling("Candidates", ...tables);
-  return [element("p", why, "why"), ...(spans.length ? [spansPicture(spans)] : []),
-    ...(tables.length ? [within("details", "", element("summary", "Candidates"), box)] : []), list];
+  return [element("p", why, "why"), ...several.flatMap(timeSpent), ...(spans.length ? [spansPicture(spans)] : []),
+    ...(tables.length ? [within("details", "candidates", element("summary", "Candidates"), box)] : []), list];
 }
