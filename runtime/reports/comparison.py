@@ -29,6 +29,8 @@ class Verdict(StrEnum):
     NO_SAMPLES = "no samples"
 
 
+# Units of which less is better; those that end in "/s" are rates. Of others it is not known.
+_COSTS = ("s", "ms", "µs", "ns", "s/GB", "µs/block", "s a request", "node-ms")
 _BEYOND = (Verdict.REAL, Verdict.DIFFERS)
 
 
@@ -53,6 +55,15 @@ class Change:
     def ratio(self) -> float | None:
         """``after / before``; None of 0."""
         return self.after / self.before if self.before else None
+
+    def is_worse(self, percent: float) -> bool:
+        """A real change for the worse by more than ``percent`` of the figure before, with its whole interval.
+        A rate that is halved is worse by 50, a time that doubles by 100."""
+        if self.verdict is not Verdict.REAL or self.low is None or self.high is None:
+            return False
+        if self.unit in _COSTS:
+            return self.low > 1 + percent / 100
+        return self.unit.endswith("/s") and self.high < 1 - percent / 100
 
 
 def compare_runs(before: Sequence[Report], after: Sequence[Report], confidence: float = 0.95) -> list[Change]:

@@ -93,6 +93,30 @@ def test_many_samples_become_medians_of_neighbours() -> None:
     assert len(condensed([1.0] * 65)) == 64
 
 
+@pytest.mark.parametrize(
+    ("unit", "ratio", "is_worse"),
+    [
+        ("ms", 1.2, True),
+        ("ms", 0.8, False),
+        ("ms", 1.05, False),
+        ("GB/s", 0.8, True),
+        ("GB/s", 1.2, False),
+        ("ratio", 0.5, False),
+    ],
+)
+def test_a_bound_fails_what_became_worse(tmp_path: Path, unit: str, ratio: float, is_worse: bool) -> None:
+    rng, files = np.random.default_rng(2), []
+    for number in range(12):
+        value = float((ratio if number % 2 else 1.0) * rng.lognormal(0, 0.01))
+        files.append(tmp_path / f"{number}.json")
+        report.write(run_of(Row("c", "figure", value, unit)), files[-1])
+    arguments = ["compare", *map(str, files), "--worse", "10"]
+    result = CliRunner().invoke(bench, arguments)
+    assert result.exit_code == is_worse, result.output
+    assert ("worse by more than 10 %: figure of 'c'" in result.output) == is_worse
+    assert "needs 6 pairs" in CliRunner().invoke(bench, ["compare", *arguments[1:3], "--worse", "10"]).output
+
+
 def test_conditions_that_differ_are_told() -> None:
     with_seed = Report(replace(ENVIRONMENT, options={"seed": "3"}), ())
     other = Report(replace(ENVIRONMENT, machine="another", options={"seed": "4"}), ())
