@@ -39,7 +39,7 @@ from moonpool.conductor.observing.prefix_outcomes import PrefixWatch
 from moonpool.conductor.observing.replica_groups import grouped, missing_replicas
 from moonpool.conductor.observing.request_metrics import ClusterCounts
 from moonpool.conductor.observing.slo import Slo
-from moonpool.conductor.observing.timeline import RequestTimeline, TimelineRing
+from moonpool.conductor.observing.timelines.timeline import RequestTimeline, TimelineRing
 from moonpool.conductor.observing.transfer_paths import paths_of
 from moonpool.conductor.placing.policies import POLICIES
 from moonpool.conductor.planning.lease import PlannerLease

@@ -15,8 +15,8 @@ from moonpool.conductor.access.gate import PRINCIPAL
 from moonpool.conductor.api.context import CONTEXT
 from moonpool.conductor.api.errors import ApiError
 from moonpool.conductor.api.models.lanes import LANES, Lane
-from moonpool.conductor.observing.time_parts import explanation_of, parts_of
-from moonpool.conductor.observing.timeline_spans import spans_of
+from moonpool.conductor.observing.timelines.parts import explanation_of, parts_of
+from moonpool.conductor.observing.timelines.spans import spans_of
 from moonpool.protos import node_pb2
 
 MAX_LISTED = 200

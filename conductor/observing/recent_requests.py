@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
 
-from moonpool.conductor.observing.timeline import RequestTimeline
+from moonpool.conductor.observing.timelines.timeline import RequestTimeline
 
 
 @dataclass(slots=True)

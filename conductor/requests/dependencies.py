@@ -20,7 +20,7 @@ from moonpool.conductor.fleet.served_model import ServedModel
 from moonpool.conductor.observing.activity import Activity
 from moonpool.conductor.observing.prefix_outcomes import PrefixWatch
 from moonpool.conductor.observing.slo import Slo
-from moonpool.conductor.observing.timeline import TimelineRing
+from moonpool.conductor.observing.timelines.timeline import TimelineRing
 from moonpool.conductor.placing.policies import Policy
 from moonpool.conductor.replication.copier import Replicator
 from moonpool.conductor.requests.cache_hints import CacheHints

@@ -18,7 +18,7 @@ from moonpool.conductor.errors import (
     RequestRejected,
 )
 from moonpool.conductor.fleet.member import Member
-from moonpool.conductor.observing.timeline import RequestTimeline
+from moonpool.conductor.observing.timelines.timeline import RequestTimeline
 from moonpool.conductor.placing.placement import Placement, Rejection
 from moonpool.conductor.request import GenerateRequest, TokenEvent, TokenLogprobs
 from moonpool.conductor.requests.attempt import Attempt, AttemptFailed, AttemptInvalid

@@ -10,7 +10,7 @@ from contextlib import aclosing
 import numpy as np
 
 from moonpool.conductor.errors import RequestFailed
-from moonpool.conductor.observing.timeline import RequestTimeline
+from moonpool.conductor.observing.timelines.timeline import RequestTimeline
 from moonpool.conductor.request import GenerateRequest, SamplingParams, TokenEvent
 
 # Its prompt and its output, and its limit.

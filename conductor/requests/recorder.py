@@ -12,8 +12,8 @@ from moonpool.conductor.observing import scheduling_metrics as core_metrics
 from moonpool.conductor.observing.activity import Activity
 from moonpool.conductor.observing.prefix_outcomes import PrefixOutcome
 from moonpool.conductor.observing.slo import Slo
-from moonpool.conductor.observing.timeline import RequestTimeline
-from moonpool.conductor.observing.timeline_spans import CONDUCTOR, spans_of
+from moonpool.conductor.observing.timelines.spans import CONDUCTOR, spans_of
+from moonpool.conductor.observing.timelines.timeline import RequestTimeline
 from moonpool.conductor.placing.placement import Placement
 from moonpool.conductor.requests.attempt import AttemptFailed, AttemptPlan
 from moonpool.conductor.requests.migration import Migrated, MigrationPlan

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from moonpool.commands.options import console, output_option, run_with_client, url_option
-from moonpool.conductor.observing.timeline_spans import CONDUCTOR, TimelineSpan, spans_of
+from moonpool.conductor.observing.timelines.spans import CONDUCTOR, TimelineSpan, spans_of
 
 API = "api"  # the conductor's HTTP side
 

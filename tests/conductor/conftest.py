@@ -21,7 +21,7 @@ from moonpool.conductor.api.context import ApiContext
 from moonpool.conductor.api.sampling_defaults import SamplingDefaults
 from moonpool.conductor.fleet.served_model import ServedModel
 from moonpool.conductor.observing.request_metrics import ClusterCounts, RequestMetrics
-from moonpool.conductor.observing.timeline import RequestTimeline
+from moonpool.conductor.observing.timelines.timeline import RequestTimeline
 from moonpool.conductor.request import GenerateRequest, TokenEvent, TokenLogprobs
 from moonpool.conductor.server import ApiServer
 from moonpool.conductor.text.chat_template import load_chat_template

@@ -14,7 +14,7 @@ from moonpool.conductor.api.context import ApiContext
 from moonpool.conductor.api.errors import ApiError
 from moonpool.conductor.core import Conductor
 from moonpool.conductor.observing.request_metrics import ClusterCounts
-from moonpool.conductor.observing.timeline import RequestTimeline
+from moonpool.conductor.observing.timelines.timeline import RequestTimeline
 from moonpool.protos import node_pb2
 from moonpool.runtime.config.routes import Route
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.conductor.observing.time_parts import SENTENCES, TimePart, explanation_of, parts_of
+from moonpool.conductor.observing.timelines.parts import SENTENCES, TimePart, explanation_of, parts_of
 
 PLACED = {"placement": {"prefill": "p0", "decode": "d0"}}
 PREFILLED = {"node": "p0", "queued_s": 0.0, "compute_s": 0.0, "chunks": ()}

@@ -1,0 +1,1 @@
+"""What happened to one request: its events, their spans, and where the time went."""
