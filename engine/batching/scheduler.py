@@ -70,6 +70,7 @@ class Scheduler:
         self._in_flight = False
         self._unused: list[list[int]] = []
         self.num_preemptions = 0
+        pool.num_growing = lambda: self.num_running
 
     @property
     def num_running(self) -> int:

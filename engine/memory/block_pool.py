@@ -44,6 +44,8 @@ class BlockPool:
         self.surplus: SurplusCopies[BlockKey] = SurplusCopies()
         self.kept: KeptBlocks[BlockKey] = KeptBlocks()
         self.when_read: Callable[[], Awaitable[None]] | None = None
+        # Blocks that running sequences may need for their next tokens.
+        self.num_growing: Callable[[], int] = lambda: 0
         self._free = list(range(num_blocks - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._refs = [0] * num_blocks
@@ -58,6 +60,11 @@ class BlockPool:
     def num_free(self) -> int:
         """Blocks that can be allocated: free and idle ones."""
         return len(self._free) + len(self._idle)
+
+    @property
+    def num_spare(self) -> int:
+        """Free blocks that may be taken ahead of need, without a running sequence losing its own for it."""
+        return max(self.num_free - self.num_growing(), 0)
 
     @property
     def num_used(self) -> int:

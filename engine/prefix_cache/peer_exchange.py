@@ -134,12 +134,14 @@ class PeerExchange:
     async def fetch(self, source: node_pb2.KvAddress, chain: Sequence[BlockKey]) -> Fetched:
         """Read the blocks of ``chain`` that are missing here from ``source`` and seal them.
 
-        The caller releases ``block_ids``. Reads less if the source has fewer blocks, nothing without room
-        here. Raises NodeUnavailable, RemoteError, TransferError or PeerIncompatible; no block is acquired
-        then.
+        The caller releases ``block_ids``. Reads less if the source has fewer blocks, and nothing without
+        room here beside what runs. Raises NodeUnavailable, RemoteError, TransferError or PeerIncompatible; no
+        block is acquired then.
         """
         pool = self._memory.pool
         blocks = pool.match(chain)
+        if pool.num_idle(blocks) > pool.num_spare:
+            return Fetched()
         pool.acquire(blocks)
         started_s = time.monotonic()
         num_local = len(blocks)
@@ -149,7 +151,7 @@ class PeerExchange:
             async with self.leases.hold(source, chain[num_local:]) as (spans, held):
                 num_wanted = len(spans.offset)
                 num_missing = len(chain) - num_local - num_wanted
-                if 0 < num_wanted <= pool.num_free:
+                if 0 < num_wanted <= pool.num_spare:
                     blocks += pool.allocate(num_wanted)
                     with held.within(self._deadline_s) as limit_s:
                         report = await self.read(peer, spans, 0, blocks[num_local:], deadline_s=limit_s)

@@ -62,7 +62,7 @@ class TierLoader:
         if not num_wanted:
             return Loaded()
         blocks = pool.match(chain[:num_local])
-        num_wanted = min(num_wanted, pool.num_free - pool.num_idle(blocks))
+        num_wanted = min(num_wanted, pool.num_spare - pool.num_idle(blocks))
         if len(blocks) < num_local or num_wanted <= 0:
             return Loaded()
         began_s = time.monotonic()
@@ -85,7 +85,7 @@ class TierLoader:
         """Return whether the pool has too little room now for the blocks worth loading."""
         pool = self._memory.pool
         num_local, num_wanted = self._wanted(tiers, Tier.SSD)
-        return num_wanted > pool.num_free - pool.num_idle(pool.match(chain[:num_local]))
+        return num_wanted > pool.num_spare - pool.num_idle(pool.match(chain[:num_local]))
 
     async def fill(self, chain: Sequence[BlockKey], sequence: QueuedSequence) -> Loaded:
         """Load into blocks that the sequence has reserved, without sealing them. After an error or a

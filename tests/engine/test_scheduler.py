@@ -219,6 +219,19 @@ def test_nothing_is_dropped_repeated_or_leaked(requests, num_blocks, max_batch_s
         assert [event.index for event in events if event.token_id >= 0] == list(range(len(tokens)))
 
 
+def test_room_for_what_runs_is_not_spare() -> None:
+    cluster = Cluster(num_blocks=8, max_batch_size=2)
+    assert cluster.pool.num_spare == 8
+    for i in range(2):
+        cluster.scheduler.add(sequence(f"r{i}", [i] * 6, 8, 1, float(i)))
+    cluster.step()
+    assert cluster.scheduler.num_running == 2
+    assert cluster.pool.num_spare == cluster.pool.num_free - 2
+    # Nothing less than none.
+    cluster.pool.allocate(cluster.pool.num_free - 1)
+    assert cluster.pool.num_spare == 0
+
+
 def test_admission_is_by_priority_then_arrival() -> None:
     cluster = Cluster(num_blocks=32, max_batch_size=1)
     for i, priority in enumerate([1, 1, 0, 1]):

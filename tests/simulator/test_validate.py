@@ -55,6 +55,7 @@ def test_the_fit_finds_how_much_slower_the_real_nodes_are() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(300)
 def test_a_real_cluster_and_a_simulated_one_hit_the_same_blocks(tmp_path: Path) -> None:
     out = tmp_path / "report.json"

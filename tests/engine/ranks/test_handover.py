@@ -229,6 +229,20 @@ async def test_blocks_of_the_pool_and_of_host_memory_come_in_one_read(make_check
         assert await target.decode(ours, first) == reference.greedy(tokens, NUM_TOKENS)
 
 
+async def test_a_fetch_takes_no_block_that_running_sequences_grow_into(make_checkpoint) -> None:
+    reference = make_checkpoint("llama", **SHAPE)
+    async with side(reference.path, "source", 1, 1) as source, side(reference.path, "target", 1, 1) as target:
+        theirs, _ = await target.prefill(prompt(6))
+        target.memory.engine.release(theirs)
+        pool = target.memory.blocks.pool
+        whole = theirs.keys[: pool.num_free]
+        assert pool.num_idle(pool.match(whole)) > 0
+        pool.num_growing = lambda: pool.num_free
+        num_free = pool.num_free
+        assert (await target.exchange.fetch(source.address, whole)).block_ids == []
+        assert pool.num_free == num_free
+
+
 async def test_replicated_kv_heads_reach_all_their_ranks(make_checkpoint) -> None:
     reference = make_checkpoint("llama", **SHAPE | {"num_key_value_heads": 1})
     async with side(reference.path, "two", 2, 1) as two, side(reference.path, "one", 1, 1) as one:
