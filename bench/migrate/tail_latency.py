@@ -23,21 +23,23 @@ from moonpool.runtime.reports.report import Row, versus
 
 STAYS, MOVES = "requests stay", "requests move"
 _CAUSES = "drain,defragment,hot-spot,priority"
-_CLUSTER = ("cluster.prefill=1", "cluster.decode=2", "conductor.rejection=none", "engine.pool_nbytes=64MiB")
+_CLUSTER = ("cluster.prefill=1", "cluster.decode=2", "conductor.rejection=none", "engine.pool_nbytes=16MiB")
 _FORMS = {STAYS: "drain", MOVES: _CAUSES}
 _MOVED = re.compile(r'^moonpool_migrations_total\{cause="([^"]+)",outcome="moved"\} (\S+)$', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Streams at once, and long prompts one after the other in between. Lengths in tokens; outputs of streams
-    differ, so that nodes that were loaded alike are not alike for long."""
+    """``streams`` at once, each as many answers one after the other; long prompts in between, one after the
+    other, until the streams have ended. Lengths in tokens; outputs of streams differ, so that nodes that were
+    loaded alike are not alike for long. Pools have room for 2,700 tokens: with half of the streams on either
+    node a long prompt often has no room on one, and has on both together."""
 
-    streams: int = 12
-    stream_prompt: int = 1024
-    stream_output: tuple[int, int] = (64, 1024)
-    longs: int = 4
-    long_prompt: int = 5000
+    streams: int = 7
+    answers: int = 4
+    stream_prompt: int = 192
+    stream_output: tuple[int, int] = (256, 1024)
+    long_prompt: int = 1250
     long_output: int = 32
 
     @property
@@ -45,11 +47,11 @@ class Shape:
         least, most = self.stream_output
         return (
             f"{self.streams} streams of {self.stream_prompt} + {least} to {most} tokens, "
-            f"{self.longs} prompts of {self.long_prompt} + {self.long_output} in between"
+            f"prompts of {self.long_prompt} + {self.long_output} in between"
         )
 
 
-QUICK = Shape(streams=3, stream_prompt=64, stream_output=(16, 32), longs=1, long_prompt=256, long_output=8)
+QUICK = Shape(streams=3, answers=1, stream_prompt=64, stream_output=(16, 32), long_prompt=256, long_output=8)
 
 
 @dataclass
@@ -65,13 +67,17 @@ async def run_load(server: Server, shape: Shape, number: int) -> Load:
     done, rng = Load(), random.Random(0)
     prompts = Prompts(0, f"tail {number}")
 
-    async def in_between() -> None:
-        for _ in range(shape.longs):
-            done.longs.append(await server.ask(prompts.draw(shape.long_prompt), shape.long_output))
+    async def stream(lengths: Sequence[int]) -> None:
+        for length in lengths:
+            done.streams.append(await server.ask(prompts.draw(shape.stream_prompt), length))
 
-    lengths = [rng.randint(*shape.stream_output) for _ in range(shape.streams)]
-    streams = [server.ask(prompts.draw(shape.stream_prompt), length) for length in lengths]
-    *done.streams, _ = await asyncio.gather(*streams, in_between())  # type: ignore[assignment]
+    lengths = [
+        [rng.randint(*shape.stream_output) for _ in range(shape.answers)] for _ in range(shape.streams)
+    ]
+    async with asyncio.TaskGroup() as group:
+        streams = [group.create_task(stream(some)) for some in lengths]
+        while not all(one.done() for one in streams):
+            done.longs.append(await server.ask(prompts.draw(shape.long_prompt), shape.long_output))
     return done
 
 
