@@ -19,7 +19,7 @@ GREEDY_TEMPERATURE = 1e-5
 class Sampling:
     """One request's sampling parameters, validated by the conductor; fields as in ``protos.Sampling``.
 
-    Sampling is stateless: the random number of output token ``i`` is a hash of (seed, i), and penalties are
+    Sampling is stateless: the random numbers of output token ``i`` are a hash of (seed, i), and penalties are
     counted from the tokens. So any node continues a request exactly.
     """
 

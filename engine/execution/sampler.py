@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -71,11 +72,12 @@ class _Group:
         if self._penalized:
             self._count_tokens(vocab_size)
 
-    def uniforms(self) -> Tensor:
-        """Return a number in [0, 1) for each drawn row: float64 [num_drawn, 1], a hash of (seed, output
-        index)."""
+    def waits(self, vocab_size: int) -> Tensor:
+        """Return random numbers of an exponential distribution, one for each drawn row and token: float32
+        [num_drawn, vocab], a hash of (seed, output index, token)."""
         index = np.array([self._index(i) for i in self._drawn], np.uint64)
-        return self._device.upload(torch.from_numpy(uniform(self._seeds, index)[:, None]))
+        keys = torch.from_numpy(stream_keys(self._seeds, index)[:, None])
+        return exponential(self._device.upload(keys), vocab_size)
 
     def _index(self, row: int) -> int:
         """Return the index of the output token that is sampled next."""
@@ -204,7 +206,9 @@ def draw(scores: Tensor, group: _Group) -> Tensor:
     """scores: float32 [num_drawn, vocab]. Returns int64 [num_drawn].
 
     Applies temperature, min_p, top_k, top_p, in that order. A row's token depends only on its own parameters
-    and its logits, not on the other rows: tokens are drawn in the order of their ids.
+    and its logits, not on the other rows. The token is the first of an exponential race (Gumbel): only the
+    two foremost tokens decide, so that a change of the logits by rounding seldom changes the token. A
+    search in the cumulative distribution has as many borders as tokens, and each of them moves.
     """
     scores = scores / group.temperature
     weights = scores.softmax(-1)
@@ -214,9 +218,7 @@ def draw(scores: Tensor, group: _Group) -> Tensor:
             rows = group.cut_rows
             least[rows] = _least_kept(scores[rows], least[rows], group.top_k, group.top_p)
         weights *= scores >= least
-    cumulative = weights.cumsum(-1, dtype=torch.float64)
-    target = group.uniforms() * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True).clamp_(max=scores.shape[-1] - 1)[:, 0]
+    return argmax_rows(weights.div_(group.waits(scores.shape[-1])))
 
 
 def _least_kept(scores: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -248,13 +250,34 @@ def describe(raw: Tensor, tokens: Tensor, num_top: Rows[int]) -> list[TokenLogpr
     ]
 
 
-def uniform(seeds: npt.NDArray[np.uint64], index: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """Return a number in [0, 1) for each pair of uint64 seeds and index, by SplitMix64's finisher."""
+def stream_keys(seeds: npt.NDArray[np.uint64], index: npt.NDArray[np.uint64]) -> npt.NDArray[np.int32]:
+    """Return 32 random bits for each pair of uint64 seeds and index, by SplitMix64's finisher."""
     x = _mix(_mix(seeds + np.uint64(0x9E3779B97F4A7C15)) ^ _mix(index + np.uint64(0xD1B54A32D192ED03)))
-    return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (x >> np.uint64(32)).astype(np.uint32).view(np.int32)
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
+
+
+def exponential(keys: Tensor, vocab_size: int) -> Tensor:
+    """Return exponential random numbers of mean 1, a function of key and token: float32 [n, vocab].
+
+    keys: int32 [n, 1]. The smallest is 2^-32: tokens of a smaller probability are practically never drawn.
+    """
+    x = _token_hashes(vocab_size, keys.device) ^ keys
+    # MurmurHash3's 32-bit finisher; torch has no logical shift.
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x85EBCA6B - 2**32)
+    x.bitwise_xor_((x >> 13).bitwise_and_(0x7FFFF)).mul_(0xC2B2AE35 - 2**32)
+    # The upper 31 bits to (0, 1): below 1 in float32, too.
+    bits = x.bitwise_right_shift_(1).bitwise_and_(0x7FFFFFFF)
+    return bits.float().mul_((2**-23 - 1) * 2**-31).sub_(2**-32).log1p_().neg_()
+
+
+@lru_cache(maxsize=8)
+def _token_hashes(vocab_size: int, device: torch.device) -> Tensor:
+    """int32 [vocab]"""
+    x = np.arange(1, vocab_size + 1, dtype=np.uint64)
+    return torch.from_numpy((_mix(x) >> np.uint64(32)).astype(np.uint32).view(np.int32)).to(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -213,9 +214,18 @@ async def test_a_node_that_failed_it_is_left_for_one_that_warms_up(url: str) -> 
 
 async def test_where_only_prefills_succeed_each_brings_a_token(url: str) -> None:
     async with running(url, "p0", "d0", namespace="barren", max_attempts=2, lease_ttl_s=60.0) as cluster:
-        cluster.nodes["d0"].script = breaks
+        tokens: list[int] = []
+
+        async def breaks_after_the_prefill(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
+            await cluster.until(lambda: len(tokens) >= index)
+            await breaks(node, work, index)
+
+        cluster.nodes["d0"].script = breaks_after_the_prefill
         began_s = asyncio.get_running_loop().time()
-        assert await cluster.generate(request(max_tokens=5)) == continuation(PROMPT, 5)
+        async with contextlib.aclosing(cluster.conductor.generate(request(max_tokens=5))) as stream:
+            async for event in stream:
+                tokens.append(event.token_id)
+        assert tokens == continuation(PROMPT, 5)
         assert cluster.names("r").count("retry") == 4
         # Not as fast as prefills can be made, for each token is one.
         assert asyncio.get_running_loop().time() - began_s > 0.2

@@ -11,7 +11,7 @@ import torch
 from moonpool.engine.batching.sampling import Sampling
 from moonpool.engine.batching.sequence import FinishReason, Sequence
 from moonpool.engine.device.device import CpuDevice
-from moonpool.engine.execution.sampler import SamplingBatch, describe, sample, uniform
+from moonpool.engine.execution.sampler import SamplingBatch, describe, exponential, sample, stream_keys
 from moonpool.protos import node_pb2
 from tests.lazily import Lazily
 
@@ -87,16 +87,33 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
         assert sample(logits[i : i + 1], SamplingBatch([one], VOCAB, CPU))[0].tolist() == [together[i]]
 
 
-def test_the_uniform_numbers_are_a_function_of_seed_and_index() -> None:
-    seeds = np.arange(300, dtype=np.uint64)
-    grid = np.stack([uniform(seeds, np.full(300, i, np.uint64)) for i in range(300)])
-    assert grid.min() >= 0
-    assert grid.max() < 1
-    assert len(np.unique(grid)) == grid.size
-    assert abs(grid.mean() - 0.5) < 0.005
-    assert abs(np.corrcoef(grid[:-1].ravel(), grid[1:].ravel())[0, 1]) < 0.02
-    # Fixed for ever: requests continue on nodes of another version.
-    assert uniform(np.array([7], np.uint64), np.array([3], np.uint64))[0] == pytest.approx(0.70887690716)
+def test_random_numbers_are_a_function_of_seed_index_and_token() -> None:
+    index = np.arange(1000, dtype=np.uint64)
+    keys = np.stack([stream_keys(np.full(1000, seed, np.uint64), index) for seed in range(100)])
+    assert len(np.unique(keys)) > 0.9999 * keys.size
+    waits = exponential(torch.from_numpy(keys[:5].reshape(-1, 1)), 1000).double().numpy()
+    assert waits.min() > 0
+    assert waits.max() < 17
+    assert abs(waits.mean() - 1) < 0.003
+    assert abs(waits.var() - 1) < 0.01
+    # Neither of neighbouring indices nor of neighbouring tokens.
+    for one, other in ((waits[:-1], waits[1:]), (waits[:, :-1], waits[:, 1:])):
+        assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 0.003
+    # Requests continue on nodes of another version: they change with a reason only.
+    seven = torch.from_numpy(stream_keys(np.array([7], np.uint64), np.array([3], np.uint64))[:, None])
+    assert exponential(seven, 3)[0].tolist() == pytest.approx([0.54373, 1.25605, 0.37883], abs=1e-5)
+
+
+def test_rounding_seldom_changes_a_draw() -> None:
+    rows, words = 1000, 2048
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(rows, words, generator=random) * 3
+    batch = SamplingBatch([request([1], seed=seed, temperature=1.0) for seed in range(rows)], words, CPU)
+    drawn, _ = sample(logits, batch)
+    again, _ = sample(logits + torch.randn(rows, words, generator=random) * 1e-3, batch)
+    assert (drawn != logits.argmax(-1)).sum() > rows / 2
+    # A search in the cumulative distribution changes 39 of them.
+    assert (drawn != again).sum() <= 5
 
 
 def test_penalties_count_what_openai_and_transformers_count() -> None:
