@@ -38,8 +38,8 @@ async def _tail(run: Run, settings: Settings) -> AsyncIterator[Row]:
         yield row
 
 
-def _simulated(run: Run, settings: Settings) -> Iterator[Row]:
-    yield from simulated_rows(run, settings.tbt_s)
+def _simulated(run: Run, _: Settings) -> Iterator[Row]:
+    yield from simulated_rows(run)
 
 
 @benchmark(

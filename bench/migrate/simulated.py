@@ -22,16 +22,15 @@ _CAUSES = {STAYS: ("drain",), MOVES: ("drain", "defragment", "hot-spot", "priori
 # Prompts and answers of very different lengths, and decode nodes that are often full: without that placement
 # by cost leaves nothing to move (tried: no move at all with eight times the room).
 _WORK = Workload(
-    sessions=4000, rate=1.0, bursty=True, turns=1, prompt_tokens=4096, output_tokens=600, spread=1.3
+    sessions=4000, rate=1.2, bursty=True, turns=1, prompt_tokens=4096, output_tokens=600, spread=1.0
 )
 _PREFILL, _DECODE, _POOL_TOKENS = 8, 4, 60_000
 _TTFT_S, _TBT_S = 10.0, 0.1
 
 
-def simulated_rows(run: Run, tbt_s: float) -> Iterator[Row]:
-    """``tbt_s``: as for the live load; 0: 100 ms."""
+def simulated_rows(run: Run) -> Iterator[Row]:
     work = replace(_WORK, sessions=100) if run.quick else _WORK
-    slo = Slo(_TTFT_S, tbt_s or _TBT_S)
+    slo = Slo(_TTFT_S, _TBT_S)
     hardware = tensor_parallel(A800, LLAMA3_70B, 4)
     run.machine = f"simulated {hardware.name}"
     outcomes: dict[str, Outcome] = {}

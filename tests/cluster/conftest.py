@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -108,3 +109,30 @@ def cluster(shared_cluster: LocalCluster) -> LocalCluster:
 async def client(cluster: LocalCluster) -> AsyncIterator[Client]:
     async with Client(cluster.url) as connected:
         yield connected
+
+
+# A cluster in a process of its own: what it started ends with it, and this one is only a driver.
+_RAY_CLUSTER = """
+import sys
+from ray.cluster_utils import Cluster
+small = dict(num_cpus=2, object_store_memory=80 << 20)
+cluster = Cluster(initialize_head=True, head_node_args=dict(small, include_dashboard=False, num_cpus=0))
+raylets = [cluster.add_node(**small) for _ in range(2)]
+print(cluster.address, *(one.all_processes["raylet"][0].process.pid for one in raylets), flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+
+
+@pytest.fixture(scope="module")
+def raylets() -> Iterator[tuple[str, list[int]]]:
+    """Its address, and the processes of the two raylets that have room for nodes."""
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
+    command = [sys.executable, "-c", _RAY_CLUSTER]
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        address, *pids = process.stdout.readline().split()
+        yield address, [int(pid) for pid in pids]
+        process.communicate(timeout=120)

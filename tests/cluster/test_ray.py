@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,32 +23,6 @@ from moonpool.runtime.config.options import FleetOptions
 from tests.cluster.conftest import eventually, nodes, small_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
-
-# A cluster in a process of its own: what it started ends with it, and this one is only a driver.
-_CLUSTER = """
-import sys
-from ray.cluster_utils import Cluster
-small = dict(num_cpus=2, object_store_memory=80 << 20)
-cluster = Cluster(initialize_head=True, head_node_args=dict(small, include_dashboard=False, num_cpus=0))
-raylets = [cluster.add_node(**small) for _ in range(2)]
-print(cluster.address, *(one.all_processes["raylet"][0].process.pid for one in raylets), flush=True)
-sys.stdin.read()
-cluster.shutdown()
-"""
-
-
-@pytest.fixture(scope="module")
-def raylets() -> Iterator[tuple[str, list[int]]]:
-    """Its address, and the processes of the two raylets that have room for nodes."""
-    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
-    command = [sys.executable, "-c", _CLUSTER]
-    with subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        address, *pids = process.stdout.readline().split()
-        yield address, [int(pid) for pid in pids]
-        process.communicate(timeout=120)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

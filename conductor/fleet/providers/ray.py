@@ -33,7 +33,8 @@ _ROLES = ("prefill", "decode", "both")
 
 
 class RayProvider:
-    """Starts nodes with the options of ``config``: a core for each thread, a GPU for each rank.
+    """Starts nodes with the options of ``config``: a core for each thread, a GPU for each rank, on as many
+    machines as ``engine.parallel.hosts``.
 
     Nodes of equal ``index.*`` options are one fleet, whichever process asks. They outlive it.
     """
@@ -41,13 +42,14 @@ class RayProvider:
     name = "ray"
 
     def __init__(self, config: Config) -> None:
-        """Raises ``ConfigError``: Ray is not installed, or a node needs several machines."""
+        """Raises ``ConfigError``: Ray is not installed, or replicas need several machines each."""
         if find_spec("ray") is None:
             raise ConfigError("fleet.provider=ray needs Ray: pip install 'moonpool[ray]'", "fleet.provider")
-        if config.engine.parallel.hosts > 1:
+        if config.engine.parallel.hosts > 1 and config.engine.parallel.dp > 1:
             raise ConfigError(
-                "fleet.provider=ray runs each node on one machine (engine.parallel.hosts=1)",
-                "engine.parallel.hosts",
+                "fleet.provider=ray runs no replicas on several machines: start as many nodes instead "
+                "(engine.parallel.dp=1)",
+                "engine.parallel.dp",
             )
         self._config = config
         same = f"{config.index.redis_url} {config.index.namespace}".encode()
@@ -72,7 +74,7 @@ class RayProvider:
             engine = self._config.engine
             ranks, threads = engine.parallel.dp * engine.parallel.ranks_per_host, engine.threads or 1
             on_gpus = self._config.model.device != "cpu" and cluster.has_gpus()
-            resources = module.Resources(ranks * threads, ranks if on_gpus else 0)
+            resources = module.Resources(ranks * threads, ranks if on_gpus else 0, engine.parallel.hosts)
             own = {
                 "prefill": self._config.cluster.prefill_options,
                 "decode": self._config.cluster.decode_options,

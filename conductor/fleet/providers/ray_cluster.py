@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moonpool.conductor.fleet.errors import ProviderFailed
 from moonpool.conductor.fleet.providers.provider import FAILED, STARTING
-from moonpool.conductor.fleet.providers.ray_node import ENDED, RayNode
+from moonpool.conductor.fleet.providers.ray_node import ENDED, RayNode, RayRankHost
 
 __all__ = ["RayCluster", "RayError", "Resources", "is_here"]
 
@@ -57,10 +57,11 @@ class RayFence:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Of one node: all its ranks run on one machine."""
+    """Of one node, on each of its ``hosts``: the machines of its ranks."""
 
     cpus: int
     gpus: int
+    hosts: int = 1
 
 
 class RayCluster:
@@ -115,26 +116,37 @@ class RayCluster:
                 "changed"
             )
 
-    def start(self, node_id: str, resources: Resources, *args: object) -> None:
-        """Ask for an actor with ``args``; it starts as soon as a machine has room."""
+    def start(
+        self, node_id: str, resources: Resources, role: str, toml: str, options: Sequence[str], drain_s: float
+    ) -> None:
+        """Ask for a node, see ``RayNode``; it starts as soon as machines have room."""
         bundle = {"CPU": resources.cpus, **({"GPU": resources.gpus} if resources.gpus else {})}
+        hosts = resources.hosts
         group = placement_group(
-            [bundle], strategy="STRICT_PACK", name=self._named(node_id), lifetime="detached"
+            [bundle] * hosts,
+            strategy="STRICT_PACK" if hosts == 1 else "STRICT_SPREAD",
+            name=self._named(node_id),
+            lifetime="detached",
         )
-        try:
-            self._actors[node_id] = (
-                ray.remote(RayNode)
-                .options(
-                    name=self._named(node_id),
-                    namespace=_NAMESPACE,
-                    lifetime="detached",
-                    num_cpus=resources.cpus,
-                    num_gpus=resources.gpus,
-                    max_restarts=_MAX_RESTARTS,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
-                )
-                .remote(node_id, *args)
+
+        def placed(actor: type, name: str, index: int) -> Any:
+            return ray.remote(actor).options(
+                name=name,
+                namespace=_NAMESPACE,
+                lifetime="detached",
+                num_cpus=resources.cpus,
+                num_gpus=resources.gpus,
+                max_restarts=_MAX_RESTARTS,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
             )
+
+        try:
+            node = placed(RayNode, self._named(node_id), 0)
+            self._actors[node_id] = node.remote(node_id, role, toml, options, drain_s, hosts)
+            for index in range(1, hosts):
+                name = f"{node_id}-{index}"
+                host = placed(RayRankHost, f"{self._fleet}-ranks/{name}", index)
+                host.remote(self._named(node_id), _NAMESPACE, name, toml)
         except BaseException:
             remove_placement_group(group)
             raise
@@ -150,7 +162,10 @@ class RayCluster:
             self.end(node_id)
 
     def end(self, *node_ids: str) -> None:
-        """Kill the actors, if they live, and give their resources back. Idempotent."""
+        """Kill the actors, if they live, and give their resources back. Idempotent.
+
+        Ray kills those of a node's other machines with their placement group.
+        """
         for node_id in node_ids:
             actor = self._actor(node_id)
             if actor is not None:

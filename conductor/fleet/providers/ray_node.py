@@ -1,18 +1,22 @@
-"""The actor that runs one node's process on a machine of a Ray cluster. Imported by Ray's workers."""
+"""The actors that run one node's processes on machines of a Ray cluster. Imported by Ray's workers."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import shutil
+import socket
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Final
 
+import ray
+from ray.exceptions import RayError
 from ray.util import get_node_ip_address
 
 from moonpool.conductor.fleet.providers.provider import FAILED, RUNNING, STARTING, STOPPING
@@ -23,6 +27,9 @@ ENDED: Final = "ended"
 """Its process was stopped. The actor waits for its end: it cannot end itself without being made again."""
 _READY_TIMEOUT_S = 120.0  # a large checkpoint takes a while to load
 _STOP_TIMEOUT_S = 5.0  # beyond its drain
+_LOOK_S = 1.0  # of a rank host, for its node
+_ANSWER_S = 5.0
+_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 class RayNode:
@@ -32,9 +39,14 @@ class RayNode:
     served does not: the actor stays and tells why.
     """
 
-    def __init__(self, node_id: str, role: str, toml: str, options: Sequence[str], drain_s: float) -> None:
-        """``toml``: the options of the cluster; ``options``: those of this node, as ``key=value``."""
+    def __init__(
+        self, node_id: str, role: str, toml: str, options: Sequence[str], drain_s: float, hosts: int
+    ) -> None:
+        """``toml``: the options of the cluster; ``options``: those of this node, as ``key=value``. ``hosts``:
+        machines of its ranks; a ``RayRankHost`` is on each of the others."""
         self._node_id = node_id
+        self._hosts = hosts
+        self._listen = ""
         self._role = role
         self._toml = toml
         self._options = options
@@ -49,6 +61,10 @@ class RayNode:
     def status(self) -> tuple[str, str, str]:
         """Return role, state, and why it failed."""
         return self._role, self._state, self._reason
+
+    def rank_address(self) -> str:
+        """Return where it listens for the machines of its ranks; empty: not yet."""
+        return self._listen
 
     def stop(self) -> None:
         """Drain and end the node; the state is ``ENDED`` then. Returns at once. Idempotent."""
@@ -77,13 +93,14 @@ class RayNode:
             *("node.port=0", "node.metrics_port=0"),
         )
         command = [sys.executable, "-m", "moonpool.node", "--role", self._role, "--config", str(file)]
-        for option in (*self._options, *own):
+        listen = f"{host}:{_free_port(host)}" if self._hosts > 1 else ""
+        for option in (*self._options, *own, f"engine.parallel.listen={listen}"):
             command += ["--set", option]
-        environment = {"OMP_WAIT_POLICY": "PASSIVE"}
         # Its log is Ray's of this actor: `ray logs`.
-        child = Child(self._node_id, command, directory / "log", environment=environment, sends_json=True)
+        child = Child(self._node_id, command, directory / "log", environment=_ENVIRONMENT, sends_json=True)
         stop = asyncio.wrap_future(self._stopping)
         await child.start()
+        self._listen = listen
         ready = asyncio.ensure_future(child.wait_ready(_READY_TIMEOUT_S))
         await asyncio.wait((ready, stop), return_when=asyncio.FIRST_COMPLETED)
         if stop.done():
@@ -105,3 +122,68 @@ class RayNode:
         else:
             print(f"{child.failure(f'ended with code {child.returncode}')}", file=sys.stderr, flush=True)
         return True
+
+
+class RayRankHost:
+    """Runs ``moonpool ranks`` on another machine than its node. It follows the node to where that is started
+    again, and is made again by Ray when its process ends."""
+
+    def __init__(self, node_actor: str, namespace: str, name: str, toml: str) -> None:
+        """``node_actor``: the name of the ``RayNode``; ``name``: of this rank host in logs."""
+        self._node_actor, self._namespace = node_actor, namespace
+        self._name = name
+        self._toml = toml
+        # See ``RayNode``.
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self._thread.start()
+
+    async def _run(self) -> None:
+        directory = Path(tempfile.mkdtemp(prefix="moonpool-"))  # only this user reads it: it has the key
+        file = directory / "cluster.toml"
+        file.write_text(self._toml, encoding="utf-8")
+        leader = ""
+        try:
+            while True:
+                while not (leader := await asyncio.to_thread(self._leader) or leader):  # noqa: ASYNC110
+                    await asyncio.sleep(_LOOK_S)
+                await self._follow(leader, directory, file)
+        except Exception:
+            traceback.print_exc()
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+            os._exit(1)  # Ray makes a new one
+
+    async def _follow(self, leader: str, directory: Path, file: Path) -> None:
+        """Run ranks for the node at ``leader`` until it listens elsewhere.
+
+        Raises ChildFailed: the process ended.
+        """
+        module = "moonpool.engine.ranks.hosts.daemon"
+        command = [sys.executable, "-m", module, "--leader", leader, "--config", str(file)]
+        for option in (f"node.id={self._name}", f"transfer.tcp.host={get_node_ip_address()}"):
+            command += ["--set", option]
+        child = Child(self._name, command, directory / "log", environment=_ENVIRONMENT, sends_json=True)
+        await child.start()
+        ended = asyncio.ensure_future(child.wait())
+        try:
+            while await asyncio.to_thread(self._leader) in ("", leader):
+                await asyncio.wait((ended,), timeout=_LOOK_S)
+                if ended.done():
+                    raise child.failure(f"ended with code {child.returncode}")
+        finally:
+            await child.stop(_STOP_TIMEOUT_S)
+
+    def _leader(self) -> str:
+        """Return where the node listens; empty: it does not, or does not answer."""
+        try:
+            actor = ray.get_actor(self._node_actor, namespace=self._namespace)
+            address: str = ray.get(actor.rank_address.remote(), timeout=_ANSWER_S)
+        except (RayError, ValueError):
+            return ""
+        return address
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        listener.bind((host, 0))
+        return int(listener.getsockname()[1])
