@@ -235,11 +235,13 @@ def test_proposals_of_different_lengths(
 
 
 @needs_library
-def test_proposals_have_the_bits_of_plain_decoding() -> None:
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (2, 2), (3, 1)])
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 128])
+def test_proposals_have_the_bits_of_plain_decoding(heads: int, kv_heads: int, head_dim: int) -> None:
     from moonpool.kernels.cpu import operations as ops
 
     lens = ((1, 17), (5, 40), (2, 300))
-    batch = PagedBatch(Shape(lens))
+    batch = PagedBatch(Shape(lens, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim))
     together = prefill(ops, batch, max_q_len=5)
     row = 0
     for i, (new, total) in enumerate(lens):

@@ -3,11 +3,12 @@
 
 #include "run.h"
 
-// sums[g] += weights[g] · v for G heads and C vectors of dimensions. With few sums, even and odd tokens have
-// separate ones, which hides the latency of the additions.
+// sums[g] += weights[g] · v for G heads and C vectors of dimensions. With few vectors, even and odd tokens have
+// separate sums, which hides the latency of the additions. G does not decide: a head would be rounded otherwise
+// among others than alone.
 template <class T, int G, int C>
 MP_INLINE void gather_part(const float* weights, Run<T> values, int64_t dim, float* sums) {
-    constexpr int COPIES = G * C <= 4 ? 2 : 1;
+    constexpr int COPIES = C <= 2 ? 2 : 1;
     const T* v = values.rows;
     vf registers[COPIES][G][C];
 #pragma GCC unroll 8
@@ -59,6 +60,8 @@ MP_INLINE void gather_columns(const float* weights, int64_t group, Run<T>& value
 template <class T>
 void gather(const float* weights, int64_t group, Run<T> values, int64_t dim, float* sums) {
     int64_t at = 0;
+    if (group == 1)
+        for (; at + 8 * W <= dim; at += 8 * W) gather_columns<T, 8>(weights, group, values, dim, sums + at);
     for (; at + 4 * W <= dim; at += 4 * W) gather_columns<T, 4>(weights, group, values, dim, sums + at);
     for (; at + 2 * W <= dim; at += 2 * W) gather_columns<T, 2>(weights, group, values, dim, sums + at);
     for (; at + W <= dim; at += W) gather_columns<T, 1>(weights, group, values, dim, sums + at);
