@@ -21,8 +21,9 @@ from moonpool.local.preflight import available_nbytes, check_memory, check_model
 from moonpool.local.redis_server import find_redis
 from moonpool.runtime.config.model_directory import ModelMissing
 from moonpool.runtime.config.options import Config
-from moonpool.runtime.health.gpu import nvml_report
+from moonpool.runtime.health.gpu import nvml_report, readings_of_this_machine
 from moonpool.runtime.health.monitor import HealthMonitor
+from moonpool.runtime.health.readings import HARDWARE_THROTTLES, GpuReading
 from moonpool.runtime.machine.processor import usable_cores
 from moonpool.runtime.redaction import redacted
 from moonpool.runtime.service.tied_command import tied_command
@@ -41,6 +42,28 @@ def check_machine(config: Config) -> Iterator[Finding]:
         yield Finding("engine", "ok", fact, str(ExtraMissing("`moonpool up`", "serve")))
     for check in _CHECKS:
         yield check(config)
+    for gpu in readings_of_this_machine():
+        yield gpu_health(gpu)
+
+
+def gpu_health(gpu: GpuReading) -> Finding:
+    name = f"GPU {gpu.gpu}"
+    if gpu.lost:
+        return Finding(name, "wrong", f"lost: {gpu.lost}", "see dmesg (Xid); nvidia-smi --gpu-reset")
+    used, total = gpu.memory_used_nbytes, gpu.memory_nbytes
+    facts = [
+        f"{(total - used) / 2**30:.1f} of {total / 2**30:.1f} GiB free" if total and used is not None else "",
+        f"{gpu.temperature_celsius:.0f} °C" if gpu.temperature_celsius is not None else "",
+        f"{gpu.power_watts:.0f} W" if gpu.power_watts is not None else "",
+        f"{gpu.uncorrected_errors} uncorrectable memory errors" if gpu.uncorrected_errors is not None else "",
+        f"slowed down ({', '.join(gpu.throttles)})" if gpu.throttles else "",
+    ]
+    fact = ", ".join(filter(None, facts)) or "no figures from its driver"
+    if gpu.uncorrected_errors:
+        return Finding(name, "wrong", fact, "nvidia-smi -q -d ECC,ROW_REMAPPER; reset it before serving")
+    if not set(HARDWARE_THROTTLES).isdisjoint(gpu.throttles):
+        return Finding(name, "slow", fact, "check cooling and power supply")
+    return Finding(name, "ok", fact)
 
 
 def compiler(config: Config) -> Finding:

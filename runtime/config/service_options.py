@@ -168,6 +168,9 @@ class HealthOptions(Section, name="health"):
         "uncorrectable GPU memory errors since the start at which the node drains and ends; 0: no limit",
         least=0,
     )
+    gpu_xid: bool = option(
+        True, "flag", "drain and end the node when the driver reports an Xid that is no error of a program"
+    )
     gpu_temperature_margin: float = option(
         2.0, "celsius", "least distance to the temperature where a GPU slows down; 0: no limit", least=0
     )
@@ -180,6 +183,18 @@ class HealthOptions(Section, name="health"):
     host_memory_free: float = option(
         0.02, "fraction", "least part of the host's memory that must be available; 0: no limit", least=0
     )
+    memory_pressure: float = option(
+        0.3,
+        "fraction",
+        "most of the time that all processes of the host may wait for memory; 0: no limit",
+        least=0,
+    )
+    open_files_free: float = option(
+        0.05,
+        "fraction",
+        "least part of a process's file descriptors that must be unused; 0: no limit",
+        least=0,
+    )
     disk_free_nbytes: int = option(
         256 << 20, "bytes", "least free space at store.ssd.path; 0: no limit", least=0
     )
@@ -191,7 +206,9 @@ class HealthOptions(Section, name="health"):
     )
 
     def _check(self) -> None:
-        require(self.host_memory_free < 1, "health.host_memory_free", "less than 1", self.host_memory_free)
+        for name in ("host_memory_free", "memory_pressure", "open_files_free"):
+            value = getattr(self, name)
+            require(value < 1, f"health.{name}", "less than 1", value)
 
 
 @dataclass(frozen=True, slots=True)

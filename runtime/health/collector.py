@@ -52,6 +52,10 @@ def _host(now: Readings) -> Iterator[Metric]:
     available = host.memory_available_nbytes
     memory = [(("available",), available), (("used",), host.memory_nbytes - available)]
     yield _gauge("moonpool_host_memory_bytes", "Memory of the machine or container", memory, ["state"])
+    text = "Time in which all processes of the host waited for memory"
+    yield _counter("moonpool_host_memory_stalled_seconds", text, [((), host.memory_stalled_s)])
+    files = [(("open",), host.open_files), (("unused",), max(host.max_files - host.open_files, 0))]
+    yield _gauge("moonpool_process_files", "File descriptors of this process", files, ["state"])
     yield _gauge("moonpool_host_cpu_ratio", "Utilization of all cores", [((), host.cpu_ratio)])
     text = "Bytes sent and received on all interfaces except the loopback"
     yield _counter("moonpool_host_network_bytes", text, [((), host.network_nbytes)])
@@ -82,6 +86,9 @@ def _gpus(gpus: tuple[GpuReading, ...]) -> Iterator[Metric]:
     errors += [((gpu.gpu, "uncorrected"), gpu.uncorrected_errors) for gpu in gpus]
     text = "ECC errors since the driver started"
     yield _counter("moonpool_gpu_memory_errors", text, errors, ["gpu", "kind"])
+    xids = [((gpu.gpu, str(xid)), 1.0) for gpu in gpus for xid in gpu.xids]
+    text = "1: the driver reported this error (Xid) since the node started"
+    yield _gauge("moonpool_gpu_xid", text, xids, ["gpu", "xid"])
     throttled = [
         ((gpu.gpu, reason), float(reason in gpu.throttles))
         for gpu in gpus

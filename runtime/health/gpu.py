@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from moonpool.runtime.health.readings import GpuReading
@@ -22,6 +23,7 @@ _THROTTLES = {
     "sw_thermal": "nvmlClocksEventReasonSwThermalSlowdown",
     "sw_power_cap": "nvmlClocksEventReasonSwPowerCap",
 }
+_MAX_XIDS = 16  # of a GPU: after the first, more only repeat that it is broken
 
 
 class GpuWatch:
@@ -33,6 +35,8 @@ class GpuWatch:
     def __init__(self, uuids: Sequence[str]) -> None:
         self.missing = ""
         self._gpus: list[tuple[str, Any]] = []  # number, NVML's handle
+        self._events: Any = None  # NVML's set of events, where the driver has events
+        self._xids: dict[str, list[int]] = {}
         if not uuids:
             return
         if pynvml is None:
@@ -49,10 +53,44 @@ class GpuWatch:
                 self._gpus.append((str(pynvml.nvmlDeviceGetIndex(handle)), handle))
             except pynvml.NVMLError as error:
                 self.missing = f"the health of GPU {uuid} is unknown: NVML reports {error}"
+        try:
+            self._events = pynvml.nvmlEventSetCreate()
+            for _, handle in self._gpus:
+                pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, self._events)
+        except pynvml.NVMLError as error:
+            self.missing = self.missing or f"Xid errors of GPUs are unknown: NVML reports {error}"
 
     def read(self) -> tuple[GpuReading, ...]:
         """Take a reading, about a millisecond a GPU. Never raises for errors of a GPU or its driver."""
-        return tuple(_read(number, handle) for number, handle in self._gpus)
+        self._take_xids()
+        return tuple(
+            replace(_read(number, handle), xids=tuple(self._xids.get(number, ())))
+            for number, handle in self._gpus
+        )
+
+    def _take_xids(self) -> None:
+        while self._events is not None:
+            try:
+                event = pynvml.nvmlEventSetWait_v2(self._events, 0)  # does not wait
+                number = str(pynvml.nvmlDeviceGetIndex(event.device))
+            except pynvml.NVMLError:  # none is left, or the GPU does not answer
+                return
+            known = self._xids.setdefault(number, [])
+            if event.eventData not in known and len(known) < _MAX_XIDS:
+                known.append(int(event.eventData))
+
+
+def readings_of_this_machine() -> tuple[GpuReading, ...]:
+    """One reading of every GPU; empty where NVML reports none, see ``nvml_report``."""
+    if pynvml is None:
+        return ()
+    try:
+        pynvml.nvmlInit()
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
+    except pynvml.NVMLError:
+        return ()
+    return GpuWatch(uuids).read()
 
 
 def nvml_report() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import psutil
 from moonpool.runtime.health.readings import HostReading
 
 _CGROUPS = Path("/sys/fs/cgroup")
+_MEMORY_PRESSURE = Path("/proc/pressure/memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +65,23 @@ def _limits_of(cgroups: Path, controllers: str, path: str) -> Iterator[MemoryLim
             yield MemoryLimit(directory, *names)
 
 
+def memory_stalled_s(pressure: Path = _MEMORY_PRESSURE) -> float | None:
+    """Seconds since the start of the machine in which all processes with work waited for memory; None: the
+    kernel does not count them. Source: the kernel's documentation of PSI, ``full``.
+    """
+    try:
+        full = pressure.read_text().splitlines()[1].split()
+        return int(full[-1].removeprefix("total=")) / 1e6
+    except (OSError, IndexError, ValueError):
+        return None
+
+
 class HostWatch:
     """Reads the host; a reading takes some hundred microseconds."""
 
     def __init__(self) -> None:
         self._limits = memory_limits()
+        self._process = psutil.Process()
         psutil.cpu_percent(None)  # the first call only starts the measurement
 
     def read(self) -> HostReading:
@@ -87,4 +101,7 @@ class HostWatch:
             network_errors=sum(
                 counts.errin + counts.errout + counts.dropin + counts.dropout for counts in interfaces
             ),
+            open_files=self._process.num_fds(),
+            max_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            memory_stalled_s=memory_stalled_s(),
         )

@@ -11,15 +11,20 @@ from moonpool.runtime.health.readings import HARDWARE_THROTTLES, GpuReading, Rea
 CHECKS = (
     "gpu_lost",
     "gpu_memory_errors",
+    "gpu_xid",
     "gpu_temperature",
     "gpu_throttled",
     "host_memory",
+    "memory_pressure",
+    "open_files",
     "disk_space",
     "disk_latency",
     "network_errors",
 )
 # Results may be wrong and waiting does not help: the GPU must be reset.
-FATAL = frozenset({"gpu_lost", "gpu_memory_errors"})
+FATAL = frozenset({"gpu_lost", "gpu_memory_errors", "gpu_xid"})
+# Errors of programs, after which a GPU is sound. Source: the list of NVIDIA's device plugin for Kubernetes.
+XIDS_OF_PROGRAMS = frozenset({13, 31, 43, 45, 68, 109})
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +94,22 @@ def _beyond(
             f"host memory: {_gib(host.memory_available_nbytes)} of {_gib(host.memory_nbytes)} are available "
             f"({fraction:.1%}, less than {limits.host_memory_free:.1%})",
         )
+    if limits.open_files_free and host.open_files > (1 - limits.open_files_free) * host.max_files:
+        yield "open_files", f"this process has {host.open_files} of at most {host.max_files} files open"
     yield from _disk(now, limits)
-    if before.latest is not None and limits.network_errors_per_s:
-        span_s = max(now.now_s - before.latest.now_s, 1e-3)
+    if before.latest is None:
+        return
+    span_s = max(now.now_s - before.latest.now_s, 1e-3)
+    stalled_s, was_s = host.memory_stalled_s, before.latest.host.memory_stalled_s
+    if limits.memory_pressure and stalled_s is not None and was_s is not None:
+        part = (stalled_s - was_s) / span_s
+        if part > limits.memory_pressure:
+            yield (
+                "memory_pressure",
+                f"host memory: for {part:.0%} of the time all processes waited for memory "
+                f"(more than {limits.memory_pressure:.0%})",
+            )
+    if limits.network_errors_per_s:
         rate = (host.network_errors - before.latest.host.network_errors) / span_s
         if rate > limits.network_errors_per_s:
             yield (
@@ -111,6 +129,9 @@ def _gpu(
     errors = (gpu.uncorrected_errors or 0) - first_errors
     if limits.gpu_memory_errors and errors >= limits.gpu_memory_errors:
         yield "gpu_memory_errors", f"{name}: {errors} uncorrectable memory errors since the node started"
+    xids = [xid for xid in gpu.xids if xid not in XIDS_OF_PROGRAMS]
+    if limits.gpu_xid and xids:
+        yield "gpu_xid", f"{name}: the driver reports Xid {', '.join(map(str, xids))} since the node started"
     temperature, slowdown = gpu.temperature_celsius, gpu.slowdown_celsius
     if limits.gpu_temperature_margin and temperature is not None and slowdown is not None:
         most = slowdown - limits.gpu_temperature_margin

@@ -24,6 +24,7 @@ class GpuReading:
     corrected_errors: int | None = None
     uncorrected_errors: int | None = None
     throttles: tuple[str, ...] = ()  # those of THROTTLES that are active
+    xids: tuple[int, ...] = ()  # numbers of the driver's error reports since the node started, each once
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,9 @@ class HostReading:
     cpu_ratio: float  # of all cores, since the previous reading
     network_nbytes: int  # sent and received, all interfaces but the loopback
     network_errors: int  # errors and dropped packets
+    open_files: int  # file descriptors of this process
+    max_files: int
+    memory_stalled_s: float | None = None  # in which all processes waited for memory; None: not reported
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,19 @@
 // What NVML answers about one GPU, as the test has set it: a stand-in for libnvidia-ml.so.1.
 #include <string.h>
 
-enum { OK = 0, NOT_SUPPORTED = 3, NOT_FOUND = 6, GPU_IS_LOST = 15 };
+enum { OK = 0, NOT_SUPPORTED = 3, NOT_FOUND = 6, TIMEOUT = 10, GPU_IS_LOST = 15 };
 
 struct state {
     int lost, no_slowdown;
     unsigned busy, celsius, slowdown, margin, milliwatts, megahertz;
-    unsigned long long used, total, corrected, uncorrected, reasons;
+    unsigned long long used, total, corrected, uncorrected, reasons, xid;
 };
-struct state stand_in = {0, 0, 40, 50, 90, 0, 300000, 1980, 8ULL << 30, 80ULL << 30, 0, 0, 0};
+struct state stand_in = {0, 0, 40, 50, 90, 0, 300000, 1980, 8ULL << 30, 80ULL << 30, 0, 0, 0, 0};
 
 struct rates { unsigned gpu, memory; };
 struct memory { unsigned long long total, free, used; };
 struct margin { unsigned version; int celsius; };
+struct event { void *device; unsigned long long type, data; unsigned gpu_instance, compute_instance; };
 
 #define ANSWER(into, value) \
     do { \
@@ -46,4 +47,19 @@ int nvmlDeviceGetMarginTemperature(void *device, struct margin *margin) {
 }
 int nvmlDeviceGetTotalEccErrors(void *device, int kind, int counter, unsigned long long *count) {
     ANSWER(count, kind ? stand_in.uncorrected : stand_in.corrected);
+}
+int nvmlEventSetCreate(void **set) { *set = &stand_in; return OK; }
+int nvmlDeviceRegisterEvents(void *device, unsigned long long types, void *set) { return OK; }
+int nvmlEventSetWait_v2(void *set, struct event *event, unsigned timeout_ms) {
+    if (!stand_in.xid) return TIMEOUT;
+    *event = (struct event){&stand_in, 8, stand_in.xid, 0, 0};
+    stand_in.xid = 0;
+    return OK;
+}
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = 1; return OK; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) { *device = &stand_in; return OK; }
+int nvmlDeviceGetUUID(void *device, char *uuid, unsigned length) {
+    if (stand_in.lost) return GPU_IS_LOST;
+    strncpy(uuid, "GPU-stand-in", length);
+    return OK;
 }

@@ -24,7 +24,10 @@ class GpuState(ctypes.Structure):
             (name, ctypes.c_uint)
             for name in ("busy", "celsius", "slowdown", "margin", "milliwatts", "megahertz")
         ),
-        *((name, ctypes.c_ulonglong) for name in ("used", "total", "corrected", "uncorrected", "reasons")),
+        *(
+            (name, ctypes.c_ulonglong)
+            for name in ("used", "total", "corrected", "uncorrected", "reasons", "xid")
+        ),
     ]
 
 
@@ -50,7 +53,7 @@ def gpu_stand_in(monkeypatch: pytest.MonkeyPatch) -> GpuState:
     for name, value in {
         "lost": 0, "no_slowdown": 0, "busy": 40, "celsius": 50, "slowdown": 90, "margin": 0,
         "milliwatts": 300_000, "megahertz": 1980, "used": 8 << 30, "total": 80 << 30,
-        "corrected": 0, "uncorrected": 0, "reasons": 0,
+        "corrected": 0, "uncorrected": 0, "reasons": 0, "xid": 0,
     }.items():  # fmt: skip
         setattr(state, name, value)
     return state

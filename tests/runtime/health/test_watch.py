@@ -14,10 +14,12 @@ import pynvml
 import pytest
 from prometheus_client import REGISTRY
 
+from moonpool.doctor.machine import gpu_health
 from moonpool.runtime.config.options import HealthOptions
-from moonpool.runtime.health.gpu import GpuWatch
-from moonpool.runtime.health.host import HostWatch, memory_limits
+from moonpool.runtime.health.gpu import GpuWatch, readings_of_this_machine
+from moonpool.runtime.health.host import HostWatch, memory_limits, memory_stalled_s
 from moonpool.runtime.health.monitor import HealthMonitor
+from moonpool.runtime.health.readings import GpuReading
 from tests.runtime.health.stand_in import UUID, gpu_stand_in
 
 
@@ -42,6 +44,24 @@ def test_host_reading_equals_psutil() -> None:
     memory = psutil.virtual_memory()
     assert 0 < reading.memory_available_nbytes <= reading.memory_nbytes <= memory.total
     assert 0 <= reading.cpu_ratio <= 1
+    assert 0 < reading.open_files < reading.max_files
+
+
+def test_open_files_are_those_of_this_process(tmp_path: Path) -> None:
+    watch = HostWatch()
+    before = watch.read().open_files
+    with (tmp_path / "one").open("w"), (tmp_path / "two").open("w"):
+        assert watch.read().open_files == before + 2
+
+
+def test_stalls_of_the_kernel(tmp_path: Path) -> None:
+    path = tmp_path / "memory"
+    assert memory_stalled_s(path) is None
+    path.write_text(
+        "some avg10=0.00 avg60=0.74 avg300=2.13 total=13629083\n"
+        "full avg10=0.00 avg60=0.09 avg300=0.27 total=1993238\n"
+    )
+    assert memory_stalled_s(path) == 1.993238
 
 
 @pytest.mark.parametrize(
@@ -129,6 +149,33 @@ def test_a_gpu_that_falls_off_the_bus_is_lost(monkeypatch: pytest.MonkeyPatch) -
     monitor.read()
     assert monitor.judgement.fatal
     assert monitor.judgement.reasons == ("GPU 3 is lost: GPU is lost",)
+
+
+def test_the_doctor_says_a_line_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = gpu_stand_in(monkeypatch)
+    (gpu,) = readings_of_this_machine()
+    well = gpu_health(gpu)
+    assert (well.what, well.state) == ("GPU 3", "ok")
+    assert well.fact == "72.0 of 80.0 GiB free, 50 °C, 300 W, 0 uncorrectable memory errors"
+    state.reasons, state.uncorrected = 0x40, 0
+    assert gpu_health(readings_of_this_machine()[0]).state == "slow"
+    state.uncorrected = 2
+    assert "2 uncorrectable" in gpu_health(readings_of_this_machine()[0]).fact
+    assert gpu_health(readings_of_this_machine()[0]).state == "wrong"
+    assert gpu_health(GpuReading("3", lost="GPU is lost")).state == "wrong"
+
+
+def test_xids_end_a_node_that_no_program_caused(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = gpu_stand_in(monkeypatch)
+    monitor = HealthMonitor(fast(), gpus=[UUID])
+    for xid in (31, 31, 79):
+        state.xid = xid
+        monitor.read()
+        assert monitor.judgement.fatal == (xid == 79)
+    monitor.read()
+    assert monitor.judgement.reasons == ("GPU 3: the driver reports Xid 79 since the node started",)
+    assert monitor.judgement.latest is not None
+    assert monitor.judgement.latest.gpus[0].xids == (31, 79)
 
 
 def test_readings_on_the_metrics_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
