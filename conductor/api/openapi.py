@@ -18,7 +18,7 @@ from moonpool.conductor.api.schemas import (
     CompletionBody,
     GenerationBody,
 )
-from moonpool.conductor.api.status_routes import MAX_LISTED
+from moonpool.conductor.api.status_routes import MAX_LISTED, TIMELINE_FORMATS
 
 Schema = dict[str, Any]
 
@@ -184,7 +184,14 @@ def _paths() -> dict[str, Any]:
             "Nodes, as the index and their provider know them", _object(nodes=_list_of(anything))
         ),
         "/v1/requests": _page("The latest requests, newest first", _listed(anything), 400, limit=limit),
-        "/v1/requests/{id}/timeline": _page("The timeline of a request", anything, 404, id="path"),
+        "/v1/requests/{id}/timeline": _page(
+            "The timeline of a request",
+            anything,
+            400,
+            404,
+            id="path",
+            format={"enum": list(TIMELINE_FORMATS), "default": "json"},
+        ),
         "/v1/about": _page("Code, machine and options of this conductor, without secrets", about),
         "/v1/benchmarks": _page("Results of benchmarks, newest first", _listed(_object(name=_STRING))),
         "/v1/benchmarks/{name}": _page(

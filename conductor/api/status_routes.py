@@ -15,11 +15,13 @@ from moonpool.conductor.access.gate import PRINCIPAL
 from moonpool.conductor.api.context import CONTEXT
 from moonpool.conductor.api.errors import ApiError
 from moonpool.conductor.api.models.lanes import LANES, Lane
+from moonpool.conductor.observing.timelines.chrome import chrome_trace
 from moonpool.conductor.observing.timelines.parts import explanation_of, parts_of
 from moonpool.conductor.observing.timelines.spans import spans_of
 from moonpool.protos import node_pb2
 
 MAX_LISTED = 200
+TIMELINE_FORMATS = ("json", "chrome")
 _MOST_TARGET_CHARS = 256
 
 
@@ -121,7 +123,11 @@ async def timeline(http: web.Request) -> web.Response:
 
     With several sequences, their timelines are under ``sequences``. ``api``: times of the API itself.
     ``parts``: where a sequence's time went; they sum to that of its last event. ``explanation``: the longest.
+    ``?format=chrome``: a trace for Perfetto (ui.perfetto.dev) or chrome://tracing instead.
     """
+    form = http.query.get("format", "json")
+    if form not in TIMELINE_FORMATS:
+        raise ApiError(400, f"format: must be json or chrome, got {form[:32]!r}", param="format")
     context, asked, principal = http.app[CONTEXT], http.match_info["id"], http[PRINCIPAL]
     record = context.recent.find(asked, principal.scope)
     names = record.sequences if record is not None else [asked]
@@ -140,9 +146,9 @@ async def timeline(http: web.Request) -> web.Response:
         parts = parts_of(one)
         one["parts"] = [asdict(part) | {"sentence": part.sentence} for part in parts]
         one["explanation"] = explanation_of(parts)
-    if len(names) == 1 and found:
-        return reply(found[0] | {"api": api})
-    return reply({"request_id": asked, "sequences": found, "api": api})
+    alone = len(names) == 1 and found
+    told = (found[0] if alone else {"request_id": asked, "sequences": found}) | {"api": api}
+    return reply(chrome_trace(told) if form == "chrome" else told)
 
 
 async def migrate(http: web.Request) -> web.Response:

@@ -9,6 +9,7 @@ import pytest
 
 from moonpool.conductor.api.models.lanes import Lanes
 from moonpool.conductor.dashboard import routes
+from moonpool.conductor.observing.timelines.chrome import chrome_trace
 
 TEXT = "Hello, world."
 PROMPT = "In the"
@@ -285,6 +286,9 @@ async def test_each_answer_has_a_request_id(api: Any) -> None:
         timeline = await response.json()
     assert timeline["request_id"] == api.core.requests[-1].request_id
     assert timeline["api"]["output_tokens"] > 0
+    address = f"{api.url}/v1/requests/mine-1/timeline?format=chrome"
+    async with api.client.get(address) as response:
+        assert await response.json() == chrome_trace(timeline)
 
 
 async def test_a_snapshot_that_fails_ends_its_viewers_and_no_later_ones(
