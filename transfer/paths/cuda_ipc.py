@@ -159,6 +159,7 @@ class CudaIpcPath(ShmPath):
     """
 
     name = "cuda-ipc"
+    for_devices = True
 
     def __init__(
         self,
