@@ -93,6 +93,7 @@ class ProcessMemory:
         self._peer = peer
         # None: the region has no memfd, or it cannot be mapped.
         self._maps: dict[int, npt.NDArray[np.uint8] | None] = {}
+        self._witness: Witness | None = None
 
     async def reach(self, region: RegionInfo) -> bool:
         if region.on_device:
@@ -152,8 +153,10 @@ class ProcessMemory:
         return self._maps.get(region_id)
 
     def witness(self) -> Witness | None:
-        lifeline = self._process.map_lifeline(self._peer.lifeline, self._peer.incarnation)
-        return None if lifeline is None else Witness(lifeline, self._process.pidfd)
+        if self._witness is None:
+            lifeline = self._process.map_lifeline(self._peer.lifeline, self._peer.incarnation)
+            self._witness = None if lifeline is None else Witness(lifeline, self._process.pidfd)
+        return self._witness
 
     def forget(self, region_id: int) -> None:
         # A running copy keeps the array, and so the map.
@@ -161,6 +164,7 @@ class ProcessMemory:
 
     def close(self) -> None:
         self._maps.clear()
+        self._witness = None
         self._process.close()
 
 
