@@ -13,7 +13,7 @@ from moonpool.bench.harness.sizes import MIB, SIZE, size_name
 from moonpool.bench.transfer.peers.contestants import PEERS
 from moonpool.bench.transfer.perimeter import perimeter_rows
 from moonpool.bench.transfer.session import Settings, transport_rows
-from moonpool.bench.transfer.shapes import POOL_NBYTES, Shape, default_shapes
+from moonpool.bench.transfer.shapes import POOL_NBYTES, Shape, default_shapes, small_shapes
 from moonpool.runtime.config.options import TcpOptions
 from moonpool.runtime.reports.report import Row
 from moonpool.transfer.native.cuda import CudaUnavailable, load_cuda
@@ -42,6 +42,7 @@ _PARTS["perimeter"] = perimeter_rows
     show_default=True,
     help="Without --transport: all transports of this memory. cuda needs a GPU.",
 )
+@click.option("--small", is_flag=True, help="Only small batches: 4 KiB x 1 and 64 KiB x 16.")
 @click.option("--block", "blocks", multiple=True, type=SIZE, help="Block size such as 64KiB; repeatable.")
 @click.option(
     "--batch",
@@ -71,6 +72,7 @@ _PARTS["perimeter"] = perimeter_rows
 def transfer(
     run: Run,
     memory: str,
+    small: bool,
     blocks: tuple[int, ...],
     batches: tuple[int, ...],
     directions: tuple[str, ...],
@@ -88,12 +90,15 @@ def transfer(
     """
     if not blocks and (batches or contiguous or parallel > 1):
         raise click.UsageError("--batch, --parallel and --contiguous need --block")
+    if blocks and small:
+        raise click.UsageError("--small has blocks of its own: drop --block")
     shapes = [
         Shape(size, batch, way, not contiguous, parallel)
         for size, batch, way in product(blocks, batches or (1, 64), directions or _WAYS)
     ]
     if not blocks:
         usual = [Shape(MIB, 64, way) for way in _WAYS] if run.quick else default_shapes()
+        usual = small_shapes() if small else usual
         shapes = [shape for shape in usual if shape.direction in (directions or _WAYS)]
     if not run.named:
         run.parts = [name for name in _TRANSPORTS if not name.startswith("ucx") or load_ucx()]

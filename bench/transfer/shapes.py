@@ -58,6 +58,11 @@ class Shape:
         ]
 
 
+def small_shapes() -> list[Shape]:
+    """Batches of which the steps around the copy take a large part of the time."""
+    return [Shape(block, batch, way) for block, batch in ((4 * KIB, 1), (64 * KIB, 16)) for way in _WAYS]
+
+
 def default_shapes() -> list[Shape]:
     """The shapes that the goals are about."""
     shapes = [

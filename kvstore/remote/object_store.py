@@ -53,6 +53,7 @@ class RemoteStore:
         self._stub = store_pb2_grpc.StoreStub(self._channel)
         self._node = node_pb2_grpc.NodeStub(self._channel)
         self._kv: node_pb2.KvAddress | None = None
+        self._peer: Peer | None = None
         self._done: list[int] = []  # leases to end
         self._closing: asyncio.Task[None] | None = None
 
@@ -87,11 +88,13 @@ class RemoteStore:
         return self._kv
 
     async def peer(self) -> Peer:
-        return await self._agent.connect(AgentDescriptor.unpack((await self.kv_address()).agent))
+        if self._peer is None or self._peer.lost:
+            self._peer = await self._agent.connect(AgentDescriptor.unpack((await self.kv_address()).agent))
+        return self._peer
 
     def forget_peer(self) -> None:
         """The node may have restarted: ask for its address again."""
-        self._kv = None
+        self._kv = self._peer = None
 
     async def open(
         self, owner: bytes, wanted: Sequence[store_pb2.OpenObject]

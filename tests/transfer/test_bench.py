@@ -62,6 +62,18 @@ def test_a_run_writes_its_figures(transport: str, tmp_path: Path, monkeypatch: p
     assert (f"{transport}/note/64B" in {case for case, _ in rows}) == (transport != "local")
 
 
+def test_small_batches_are_measured_beside_memcpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_a_moment(monkeypatch)
+    path = tmp_path / "report.json"
+    arguments = ["--small", "--transport", "local", "--rounds", "1", "--pool", "4MiB", "--json", str(path)]
+    result = CliRunner().invoke(transfer, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    rows = [row for row in json.loads(path.read_text())["rows"] if row["metric"] == "bandwidth"]
+    assert {row["peer"] for row in rows} == {"memcpy"}
+    found = {row["case"].removesuffix("/checksum-on").removesuffix("/checksum-off") for row in rows}
+    assert found == {f"local/{shape}/{way}" for shape in ("4KiB/1", "64KiB/16") for way in ("read", "write")}
+
+
 @pytest.mark.parametrize("transport", ["cuda-ipc", "cuda-shm"])
 def test_device_memory_is_measured_beside_copies_of_the_device(
     transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -108,6 +120,7 @@ def test_sizes_have_names() -> None:
         ["--rounds", "0"],
         ["--batch", "5"],
         ["--contiguous"],
+        ["--small", "--block", "4KiB"],
         ["--peer", "nobody"],
         ["--block", "1MiB", "--batch", "64", "--pool", "1MiB"],
     ],

@@ -53,6 +53,15 @@ class CopySource:
     keep: list[object]
 
 
+@dataclass(frozen=True, slots=True)
+class Witness:
+    """Where native code sees that a peer has a region open: its lifeline, mapped here. pidfd: of its process,
+    to see that it lives, or -1."""
+
+    lifeline: npt.NDArray[np.uint8]
+    pidfd: int
+
+
 class PeerMemory(Protocol):
     async def reach(self, region: RegionInfo) -> bool:
         """Prepare to read ``region``. False: it cannot be read this way."""
@@ -62,6 +71,12 @@ class PeerMemory(Protocol):
 
     def lifeline(self, region_ids: Sequence[int]) -> bytes:
         """The current ``lifeline_parts`` of the peer. Raises OSError when its process has ended."""
+
+    def mapping(self, region_id: int) -> npt.NDArray[np.uint8] | None:
+        """The map of a reached region, uint8; None: it is not mapped."""
+
+    def witness(self) -> Witness | None:
+        """Valid until ``close``. None: the lifeline cannot be mapped."""
 
     def forget(self, region_id: int) -> None:
         """The peer closed the region. From any thread."""
@@ -78,6 +93,7 @@ class ProcessMemory:
         self._peer = peer
         # None: the region has no memfd, or it cannot be mapped.
         self._maps: dict[int, npt.NDArray[np.uint8] | None] = {}
+        self._witness: Witness | None = None
 
     async def reach(self, region: RegionInfo) -> bool:
         if region.on_device:
@@ -133,12 +149,22 @@ class ProcessMemory:
             raise ProcessLookupError("the process has ended")
         return parts
 
+    def mapping(self, region_id: int) -> npt.NDArray[np.uint8] | None:
+        return self._maps.get(region_id)
+
+    def witness(self) -> Witness | None:
+        if self._witness is None:
+            lifeline = self._process.map_lifeline(self._peer.lifeline, self._peer.incarnation)
+            self._witness = None if lifeline is None else Witness(lifeline, self._process.pidfd)
+        return self._witness
+
     def forget(self, region_id: int) -> None:
         # A running copy keeps the array, and so the map.
         self._maps.pop(region_id, None)
 
     def close(self) -> None:
         self._maps.clear()
+        self._witness = None
         self._process.close()
 
 
@@ -174,6 +200,12 @@ class MappedMemory:
             raise ProcessLookupError("the process has ended")
         parts = lifeline_parts(region_ids)
         return b"".join(self._lifeline[offset : offset + size].tobytes() for offset, size in parts)
+
+    def mapping(self, region_id: int) -> npt.NDArray[np.uint8] | None:
+        return self._maps.get(region_id)
+
+    def witness(self) -> Witness:
+        return Witness(self._lifeline, -1 if self._process is None else self._process.pidfd)
 
     def forget(self, region_id: int) -> None:
         self._maps.pop(region_id, None)

@@ -19,8 +19,8 @@ _CLEARLY_FASTER = 1.15
 # A smaller batch is done before a second thread has started.
 _MIN_SHARED_NBYTES = 8 << 20
 # Handing a smaller batch to a thread takes longer than the copy on the event loop's thread: 0.1 ms.
-_INLINE_NBYTES = 1 << 20
-_INLINE_ROWS = 256
+INLINE_NBYTES = 1 << 20
+INLINE_ROWS = 256
 # Without the compiled copy verifying is a second pass. Small chunks are still in the cache then.
 _VERIFIED_CHUNK_NBYTES = 2 << 20
 _VERIFIED_CHUNK_ROWS = 1024
@@ -30,7 +30,7 @@ _MAX_CHUNK_ROWS = 16 * 1024
 
 def is_small(nbytes: int, num_rows: int) -> bool:
     """Whether the event loop's thread copies the batch itself."""
-    return nbytes <= _INLINE_NBYTES and num_rows <= _INLINE_ROWS
+    return nbytes <= INLINE_NBYTES and num_rows <= INLINE_ROWS
 
 
 def copy_chunking(nbytes: int, verified: bool) -> Chunking:

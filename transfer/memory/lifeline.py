@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
-from moonpool.transfer.memory.allocation import allocate
+from moonpool.transfer.memory.allocation import allocate, map_shared
 from moonpool.transfer.memory.chunks import vectors
 from moonpool.transfer.memory.region import MAX_OPEN_REGIONS, Region
 from moonpool.transfer.native import libc
@@ -28,7 +29,8 @@ LIFELINE_NBYTES = _LOCATIONS_OFFSET + _LOCATION.size * MAX_OPEN_REGIONS
 class Lifeline:
     """The agent's incarnation, then by slot (see ``RegionTable``) the ids and the locations of open regions.
 
-    ids: uint32 [MAX_OPEN_REGIONS]. Locations: address, bytes, descriptor of the memfd or -1, 64 bits each.
+    ids: uint32 [MAX_OPEN_REGIONS]. Locations: address, bytes, descriptor of the memfd or -1, 64 bits each; in
+    slot 0, which no region has, the lifeline's own.
     A peer that has copied from our memory looks for the region's id afterwards. Ids are never reused, so a
     region that is open then was open during the copy.
     """
@@ -39,6 +41,7 @@ class Lifeline:
         self.address = address_of(self._memory.array)
         self.open_ids: U32 = self._memory.array[INCARNATION_NBYTES:_LOCATIONS_OFFSET].view(np.uint32)
         self._locations = self._memory.array[_LOCATIONS_OFFSET:]
+        _LOCATION.pack_into(self._locations.data, 0, self.address, LIFELINE_NBYTES, self.fd)
 
     def publish(self, region: Region) -> None:
         """Write a region's location. Call before its id is written to ``open_ids``."""
@@ -74,15 +77,16 @@ class Process:
     def __init__(self, pid: int) -> None:
         """Raises OSError when there is no such process."""
         self.pid = pid
-        self._fd = os.pidfd_open(pid)
+        self.pidfd = os.pidfd_open(pid)
+        """-1 once it is closed."""
 
     @property
     def alive(self) -> bool:
-        if self._fd < 0:
+        if self.pidfd < 0:
             return False
         # A poll object of its own: one cannot be used by several threads.
         poll = select.poll()
-        poll.register(self._fd, select.POLLIN)
+        poll.register(self.pidfd, select.POLLIN)
         return not poll.poll(0)
 
     def read(self, address: int, parts: Sequence[tuple[int, int]]) -> bytes:
@@ -107,13 +111,27 @@ class Process:
             return None
         return RegionLocation(*_LOCATION.unpack(location[4:]))
 
+    def map_lifeline(self, lifeline: int, incarnation: bytes) -> npt.NDArray[np.uint8] | None:
+        """Map the ``lifeline`` of the agent with that ``incarnation`` read-only. None: that fails."""
+        with contextlib.suppress(OSError):
+            _, _, own = _LOCATION.unpack(self.read(lifeline, [(_LOCATIONS_OFFSET, _LOCATION.size)]))
+            fd = self.descriptor(own)
+            try:
+                page = map_shared(fd, LIFELINE_NBYTES)
+            finally:
+                os.close(fd)
+            # Otherwise the descriptor has become another file's.
+            if page[:INCARNATION_NBYTES].tobytes() == incarnation:
+                return page
+        return None
+
     def descriptor(self, fd: int) -> int:
         """Duplicate its file descriptor ``fd``. Raises OSError."""
-        return libc.pidfd_getfd(self._fd, fd)
+        return libc.pidfd_getfd(self.pidfd, fd)
 
     def close(self) -> None:
         """Idempotent."""
-        fd, self._fd = self._fd, -1
+        fd, self.pidfd = self.pidfd, -1
         if fd >= 0:
             os.close(fd)
 

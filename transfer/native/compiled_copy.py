@@ -10,6 +10,7 @@ import ctypes
 import functools
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -55,10 +56,20 @@ def forms() -> list[str]:
 
 
 class CompiledCopy:
-    """The library's one function."""
+    """The library's functions."""
 
     def __init__(self, path: Path) -> None:
-        self._call, self._quick = (_declare(ctypes.CDLL(str(path))), _declare(ctypes.PyDLL(str(path))))
+        # Keeps the GIL: winning it back from a busy thread may take longer than the call.
+        quick = ctypes.PyDLL(str(path))
+        self._call, self._quick = _declare(ctypes.CDLL(str(path))), _declare(quick)
+        self.read_now: Callable[[bytes, int, int, int, int, bytes, bool, int], int] = quick.moonpool_read_now
+        """``moonpool_read_now`` of ``read_now.cpp``."""
+        quick.moonpool_read_now.restype = ctypes.c_int64
+        size, bytes_ = ctypes.c_uint64, ctypes.c_char_p
+        quick.moonpool_read_now.argtypes = (
+            *(bytes_, ctypes.c_uint32, size, size),
+            *(ctypes.c_int64, bytes_, ctypes.c_int, size),
+        )
 
     def move(
         self,

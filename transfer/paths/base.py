@@ -11,6 +11,7 @@ from moonpool.transfer.copying.batch_request import Direction
 from moonpool.transfer.errors import RegionError
 from moonpool.transfer.memory.chunks import Chunking
 from moonpool.transfer.memory.region import Region
+from moonpool.transfer.memory.span import Spans
 
 
 class Path(ABC):
@@ -22,6 +23,8 @@ class Path(ABC):
 
     name: str
     networked = False
+    for_devices = False
+    """Only device memory goes this way."""
 
     def carries(self, direction: Direction, ours: Sequence[Region], theirs: Sequence[RegionInfo]) -> bool:
         """Whether it can move bytes between these regions, by their kinds of memory."""
@@ -41,6 +44,15 @@ class Path(ABC):
     @abstractmethod
     def start(self, attempt: Attempt) -> None:
         """Start moving, without waiting. Errors go to ``attempt.stop`` or ``attempt.leave``."""
+
+    def read_now(self, region: Region, local: Spans, remote: Spans, checksums: bytes) -> int:
+        """Read before this returns, if that takes no longer than posting a batch: the number of bytes.
+
+        region: of all of ``local``, which nothing else has checked; writable host memory. checksums: uint64
+        [n], to verify, or empty. 0: post a batch, which also finds what is wrong with these arguments or the
+        peer. The local bytes are undefined then.
+        """
+        return 0
 
     def progress(self, attempt: Attempt) -> Mapping[object, int]:
         """Per carrier of the attempt a number that changes while bytes move. Empty: it cannot stall."""

@@ -15,7 +15,7 @@ from moonpool.transfer.connections.handshake import Identity
 from moonpool.transfer.connections.wire import Op, RegionInfo
 from moonpool.transfer.copying.batch_request import Direction
 from moonpool.transfer.copying.device import direct_copy
-from moonpool.transfer.copying.peer_memory import CopySource, PeerMemory
+from moonpool.transfer.copying.peer_memory import CopySource, PeerMemory, Witness
 from moonpool.transfer.copying.pool import CopyPool
 from moonpool.transfer.errors import PathFailed
 from moonpool.transfer.memory.chunks import Chunking
@@ -125,6 +125,12 @@ class IpcMemory:
     def lifeline(self, region_ids: Sequence[int]) -> bytes:
         return self._host.lifeline(region_ids)
 
+    def mapping(self, region_id: int) -> None:
+        """Nothing that the processor can read."""
+
+    def witness(self) -> Witness | None:
+        return self._host.witness()
+
     def forget(self, region_id: int) -> None:
         # A running copy keeps the mapping.
         self._mappings.pop(region_id, None)
@@ -159,6 +165,7 @@ class CudaIpcPath(ShmPath):
     """
 
     name = "cuda-ipc"
+    for_devices = True
 
     def __init__(
         self,

@@ -11,11 +11,14 @@ from moonpool.transfer.connections.wire import RegionInfo
 from moonpool.transfer.copying.attempt import Attempt
 from moonpool.transfer.copying.batch_request import Direction
 from moonpool.transfer.copying.job import CopyJob
+from moonpool.transfer.copying.mapped_region import MappedRegion
 from moonpool.transfer.copying.peer_memory import PeerMemory, check_lifeline
 from moonpool.transfer.copying.pool import CopyPool, copy_chunking
 from moonpool.transfer.errors import PathFailed, PeerLost
 from moonpool.transfer.memory.chunks import Chunking
-from moonpool.transfer.memory.span import region_ids
+from moonpool.transfer.memory.region import Region
+from moonpool.transfer.memory.span import Spans, region_ids
+from moonpool.transfer.native.compiled_copy import compiled_copy
 from moonpool.transfer.paths.base import Path, known_regions
 from moonpool.transfer.paths.tcp.stream_path import StreamPath
 
@@ -44,6 +47,7 @@ class ShmPath(Path):
         self._region = region
         self._streams = streams
         self._unreachable: set[int] = set()
+        self._mapped: dict[int, MappedRegion] = {}
 
     def chunking(self, direction: Direction, nbytes: int, verified: bool) -> Chunking:
         if self._streams is not None and (direction == "write" or self._unreachable):
@@ -81,6 +85,21 @@ class ShmPath(Path):
             waits=attempt.hold.device is not None or any(info.on_device for info in infos),
         ).start(self._pool)
 
+    def read_now(self, region: Region, local: Spans, remote: Spans, checksums: bytes) -> int:
+        region_id = remote.region.item(0)
+        mapped = self._mapped.get(region_id) or self._find_mapped(region_id)
+        return 0 if mapped is None else mapped.read(region, local, remote, checksums)
+
+    def _find_mapped(self, region_id: int) -> MappedRegion | None:
+        """The region, if an earlier batch has mapped it."""
+        compiled, info = compiled_copy(), self._region(region_id)
+        array = self._memory.mapping(region_id)
+        if compiled is None or info is None or array is None or (witness := self._memory.witness()) is None:
+            return None
+        mapped = MappedRegion(compiled, region_id, array, info.nbytes, self._peer, witness)
+        self._mapped[region_id] = mapped
+        return mapped
+
     def _conclude(self, region_ids: list[int], failure: OSError | None) -> None:
         """Check that the regions were open, at the same process, until after the copy."""
         try:
@@ -95,10 +114,12 @@ class ShmPath(Path):
 
     def forget(self, region_id: int) -> None:
         """The peer closed the region."""
+        self._mapped.pop(region_id, None)
         self._memory.forget(region_id)
         self._unreachable.discard(region_id)
 
     async def close(self) -> None:
         if self._streams is not None:
             await self._streams.close()
+        self._mapped.clear()
         self._memory.close()

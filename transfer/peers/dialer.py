@@ -36,6 +36,7 @@ from moonpool.transfer.paths.local import LocalPath
 from moonpool.transfer.paths.shm import ShmPath
 from moonpool.transfer.paths.tcp.stream_path import StreamPath
 from moonpool.transfer.paths.ucx.rma_path import UcxPath
+from moonpool.transfer.peers.batch import LoopTurn
 from moonpool.transfer.peers.peer import Peer
 
 # Time limit of connecting to one of several addresses; the others need time too.
@@ -64,6 +65,7 @@ class Dialer:
         self._memory = memory
         self._local = local
         self._owner = owner
+        self._turn = LoopTurn()
 
     async def connect(self, target: AgentDescriptor, on_lost: Callable[[Link, str], None]) -> Peer:
         """Connect to ``target``. on_lost: called when an agent of this process is closed.
@@ -121,12 +123,13 @@ class Dialer:
             paths=paths,
             regions=self._memory.regions,
             verify=False,
+            turn=self._turn,
             owns_link=False,
         )
 
     def _peer(self, target: AgentDescriptor, link: Link, paths: Sequence[Path]) -> Peer:
         regions, verify = self._memory.regions, self._options.checksum
-        return Peer(target.agent_id, target.epoch, link, paths, regions, verify=verify)
+        return Peer(target.agent_id, target.epoch, link, paths, regions, verify=verify, turn=self._turn)
 
     # ------------------------------------------------------------------ paths
 

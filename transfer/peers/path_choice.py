@@ -32,6 +32,8 @@ class PathChoice:
 
     def __init__(self, paths: Sequence[Path], clock: Callable[[], float] = time.monotonic) -> None:
         self._records = {path.name: _Record(path, Backoff(clock)) for path in paths}
+        # Of ``first``; None: to be found out.
+        self._first: Path | None = None
 
     def __iter__(self) -> Iterator[Path]:
         return (record.path for record in self._records.values())
@@ -50,14 +52,22 @@ class PathChoice:
                 ready[index - 1], ready[index] = below, above
         return [record.path for record in ready + paused]
 
+    def first(self) -> Path | None:
+        """The path that batches between host memories try first; None while a path is paused."""
+        if self._first is None and all(record.backoff.ready for record in self._records.values()):
+            self._first = next((path for path in self.ranked() if not path.for_devices), None)
+        return self._first
+
     def succeeded(self, path: Path, nbytes: int, seconds: float, kinds: MemoryKinds = _HOST_ONLY) -> None:
         record = self._records[path.name]
         record.backoff.succeeded()
         if nbytes >= MIN_SAMPLE_NBYTES and seconds > 0:
+            self._first = None
             record.bandwidth[kinds] = moving_average(record.bandwidth.pop(kinds, 0.0), nbytes / seconds)
 
     def failed(self, path: Path) -> None:
         """Pause the path, longer each time. The next batch after the pause tries it again."""
+        self._first = None
         self._records[path.name].backoff.failed()
 
     @property

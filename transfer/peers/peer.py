@@ -16,14 +16,16 @@ from moonpool.transfer.connections.link import Link
 from moonpool.transfer.connections.wire import MAX_FRAME_NBYTES
 from moonpool.transfer.copying.batch_request import BatchRequest, Direction
 from moonpool.transfer.copying.joint_read import JointRead
+from moonpool.transfer.copying.pool import INLINE_ROWS
 from moonpool.transfer.errors import RegionError, SpanError, TransferError
 from moonpool.transfer.memory.region import RegionTable
 from moonpool.transfer.memory.span import Span, Spans, check_disjoint, check_pairs, region_ids
 from moonpool.transfer.memory.write_grants import STANDING
 from moonpool.transfer.native.arrays import U64
 from moonpool.transfer.paths.base import Path
-from moonpool.transfer.peers.batch import Batch
+from moonpool.transfer.peers.batch import Batch, LoopTurn
 from moonpool.transfer.peers.failover import PeerRoute
+from moonpool.transfer.peers.inline_reads import InlineReads
 from moonpool.transfer.peers.path_choice import PathChoice
 
 
@@ -42,15 +44,18 @@ class Peer:
         regions: RegionTable,
         *,
         verify: bool,
+        turn: LoopTurn,
         owns_link: bool = True,
     ) -> None:
-        """owns_link: close the link with this object; False if the other side made the connection."""
+        """turn: of the agent. owns_link: close the link with this object; False if the other side made the
+        connection."""
         self.agent_id = agent_id
         self.epoch = epoch
         self.link = link
         self.route = PeerRoute(agent_id, link, PathChoice(paths), regions)
         self.owns_link = owns_link
         self._verify = verify
+        self._inline = InlineReads(self.route, turn, verify=verify)
         self._batches: set[Batch] = set()
         self._releasing: set[asyncio.Task[None]] = set()
         self._lost: TransferError | None = None
@@ -96,6 +101,12 @@ class Peer:
             ChecksumMismatch, PeerLost, StaleEpoch, DeadlineExceeded, RegionError: the bytes of the local
             spans are undefined, and nothing touches them any more.
         """
+        if joint is None and self._lost is None and 0 < deadline_s < math.inf and len(local) <= INLINE_ROWS:
+            local = local if isinstance(local, Spans) else Spans.of(local)
+            remote = remote if isinstance(remote, Spans) else Spans.of(remote)
+            done = self._inline.read(local, remote, deadline_s, checksums)
+            if done is not None:
+                return done
         return self._post("read", local, remote, deadline_s, checksums, joint=joint)
 
     def write(
