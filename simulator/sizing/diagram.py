@@ -17,7 +17,7 @@ _BLUE, _GREEN, _GREY, _INK = "#4c7bd9", "#3f9b6b", "#c9ced6", "#1d2430"
 def draw(question: Question, plan: Plan, traffic: Traffic) -> str:
     """Return the plan as an SVG."""
     used = budget(plan, traffic, question.gpu, question.model)
-    parts = [_text(20, 28, headline(question, traffic), 13, "bold")]
+    parts = [_text(20, 28, headline(question, traffic), 11, "bold")]
     decode = plan.decode or plan.prefill
     batch = f"{plan.decodes.batch:.0f} sequences a batch"
     kv = f"KV in flight {used.kv_nbytes / 1e9:,.3g} GB"
@@ -80,6 +80,6 @@ def _times(plan: Plan) -> list[str]:
         width = 820 * seconds / whole_s
         parts.append(f'<rect x="{x:.1f}" y="250" width="{width:.1f}" height="22" fill="{colour}"/>')
         parts.append(f'<rect x="{20 + 205 * i}" y="290" width="12" height="12" fill="{colour}"/>')
-        parts.append(_text(38 + 205 * i, 301, f"{name} {1e3 * seconds:,.3g} ms"))
+        parts.append(_text(38 + 205 * i, 301, f"{name} {1e3 * seconds:,.{0 if seconds > 0.1 else 1}f} ms"))
         x += width
     return parts

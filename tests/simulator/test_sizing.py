@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -165,6 +167,27 @@ def test_a_light_load_is_simulated_as_the_formulas_say_and_alike_each_time() -> 
     once, again = (check(found, traffic, limits, 3, lambda line: None) for _ in range(2))
     assert once == again
     assert once.simulated.e2e_mean_s == pytest.approx(once.part.plan.e2e.mean_s, rel=0.1)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "capacity.md"
+EXAMPLES = re.findall(r"^```text\n\$ moonpool plan (.*)\n((?:.*\n)*?)```", PAGE.read_text(), re.MULTILINE)
+MAPS = [example for example in EXAMPLES if "--vary" in example[0]]
+
+
+def prints(options: str, shown: str) -> bool:
+    result = CliRunner().invoke(plan, shlex.split(options))
+    return [line.rstrip() for line in result.output.splitlines()] == shown.splitlines()
+
+
+@pytest.mark.parametrize(("options", "shown"), MAPS)
+def test_the_maps_of_the_documentation_are_what_the_commands_print(options: str, shown: str) -> None:
+    assert prints(options, shown)
+
+
+@pytest.mark.slow
+def test_the_simulated_example_of_the_documentation_is_what_the_command_prints() -> None:
+    ((options, shown),) = [example for example in EXAMPLES if example not in MAPS]
+    assert prints(options, shown)
 
 
 SHORT = {"--rate": "20", "--prompt": "500", "--output": "40", "--e2e-p99": "1", "--parallel": "1,2"}
