@@ -153,6 +153,7 @@ def replicas(stage: Stage, traffic: Traffic) -> tuple[Prefills, Decodes] | None:
     if traffic.in_blocks(traffic.prompt_tokens + traffic.output_tokens) > lane.pool_tokens:
         return None
     rate, chunks, chunk_tokens = traffic.rate / lanes, 0, stage.chunk_tokens
+    found, compute_s = None, 0.0
     while chunk_tokens >= 1:
         needed = -(-traffic.computed_tokens // chunk_tokens)
         if needed == chunks:
@@ -164,7 +165,7 @@ def replicas(stage: Stage, traffic: Traffic) -> tuple[Prefills, Decodes] | None:
         if found is None:
             return None
         chunk_tokens = min(chunk_tokens, stage.chunk_tokens - math.ceil(found.batch))
-    else:
+    if found is None or chunk_tokens < 1:
         return None
     service_s = compute_s + chunks * found.step_s
     wait = queue(lanes, service_s, traffic.rate)

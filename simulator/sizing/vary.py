@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from rich.table import Table
 
@@ -12,8 +13,11 @@ from moonpool.simulator.sizing.answer import Question, Sized, size
 
 
 def _traffic(name: str) -> Callable[[Question, float], Question]:
-    kind = float if name in ("rate", "hit") else int
-    return lambda question, value: replace(question, traffic=replace(question.traffic, **{name: kind(value)}))
+    def vary(question: Question, value: float) -> Question:
+        field: dict[str, Any] = {name: value if name in ("rate", "hit") else int(value)}
+        return replace(question, traffic=replace(question.traffic, **field))
+
+    return vary
 
 
 def _limit(name: str) -> Callable[[Question, float], Question]:
