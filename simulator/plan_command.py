@@ -69,7 +69,7 @@ def plan(**given: Any) -> None:
     if len(sources) != 1:
         named = " and ".join(f"--{name}" for name in sources) or "none"
         raise ConfigError(
-            f"a plan is for one of --users, --rate and --trace, but {named} was given; try --users 1000 "
+            f"a plan is for one of --users, --rate and --trace; given: {named}; try --users 1000 "
             "--prompt 500 --output 200 --e2e-p99 5",
             key="rate",
         )
