@@ -35,7 +35,7 @@ _COMMANDS = {
     "fleet": _Entry("moonpool.commands.fleet:fleet", "List nodes, change their number, drain one."),
     "index": _Entry("moonpool.commands.index:index", "Verify the index of KV blocks; follow other engines."),
     "node": _Entry("moonpool.node", "Run a node that prefills, decodes, or both (--role).", "serve"),
-    "plan": _Entry("moonpool.simulator.plan_command:plan", "Find the best cluster for a trace."),
+    "plan": _Entry("moonpool.simulator.plan_command:plan", "Size a cluster for a workload or a trace."),
     "prefill-node": _Entry("moonpool.node --role prefill", "Run a prefill node.", "serve"),
     "ranks": _Entry(
         "moonpool.engine.ranks.hosts.daemon", "Run ranks of a node that leads from another machine.", "serve"

@@ -21,9 +21,10 @@ EFFECTIVE = 0.9
 _GROWTH, _HALVINGS, _MAX_GROWTHS = 1.5, 3, 10
 # Candidates are skipped if the stages' work differs by more than this factor.
 _MAX_IMBALANCE = 2.0
-_MAX_RATIOS = 5
-# Chunk sizes of replicas: small ones keep decode steps short, large ones make prefills fast.
-_REPLICA_CHUNKS = (256, 512, 1024)
+_MAX_RATIOS = 4
+# Chunk sizes, of replicas and of prefill nodes alike: small ones keep decode steps short, large ones make
+# prefills fast.
+_CHUNKS = (512, 2048, 8192)
 # Disaggregation is recommended from this gain on.
 MIN_GAIN = 1.05
 
@@ -44,9 +45,10 @@ class Candidate:
 
     @property
     def name(self) -> str:
+        nodes = f"{self.num_prefill} prefill + {self.num_decode} decode"
         if self.num_both:
-            return f"{self.num_both} replicas, chunks of {self.hardware.chunk_tokens}"
-        return f"{self.num_prefill} prefill + {self.num_decode} decode"
+            nodes = f"{self.num_both} replicas"
+        return f"{nodes}, chunks of {self.hardware.chunk_tokens}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +110,13 @@ def candidates(
     for hardware in _kinds(gpu, model, parallel):
         size = hardware.num_gpus
         num_nodes = num_gpus // size
-        for chunk in _REPLICA_CHUNKS if num_nodes else ():
-            found.append(Candidate(size, 0, 0, num_nodes, replace(hardware, chunk_tokens=chunk)))
-        found += [
-            Candidate(size, prefill, num_nodes - prefill, 0, replace(hardware, chunk_tokens=8192))
-            for prefill in _balanced(hardware, num_nodes, requests)
-        ]
+        for chunk in _CHUNKS if num_nodes else ():
+            chunked = replace(hardware, chunk_tokens=chunk)
+            found.append(Candidate(size, 0, 0, num_nodes, chunked))
+            found += [
+                Candidate(size, prefill, num_nodes - prefill, 0, chunked)
+                for prefill in _balanced(hardware, num_nodes, requests)
+            ]
     if not found:
         raise ConfigError(f"{num_gpus} GPUs are too few for {model.name} on {gpu.name}", key="gpus")
     return found
@@ -188,7 +191,6 @@ def _scenario(candidate: Candidate, slo: Slo) -> Scenario:
         num_prefill=candidate.num_prefill,
         num_decode=candidate.num_decode,
         num_both=candidate.num_both,
-        # Replicas behind a router that knows their caches; nothing moves between them.
-        policy="local-cache" if candidate.num_both else "goodput",
+        policy="goodput",
         slo=slo,
     )

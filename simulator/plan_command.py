@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -16,53 +19,166 @@ from moonpool.runtime.reports import report
 from moonpool.simulator.capacity import EFFECTIVE, MIN_GAIN, Verdict, candidates, check_slo, judge
 from moonpool.simulator.inputs.hardware import A800, H200, LLAMA3_8B, LLAMA3_70B, Accelerator, ModelShape
 from moonpool.simulator.inputs.trace import at_speed, load_trace
+from moonpool.simulator.sizing import answer, diagram, page, vary
+from moonpool.simulator.sizing.traffic import Limits, Traffic
 
 GPUS: Mapping[str, Accelerator] = {"a800": A800, "h200": H200}
 MODELS: Mapping[str, ModelShape] = {"llama3-8b": LLAMA3_8B, "llama3-70b": LLAMA3_70B}
 
 _FILE = click.Path(path_type=Path)
+_SECONDS = "SECONDS"
 
 
 @click.command()
-@click.option("--trace", type=_FILE, required=True, metavar="FILE", help="Requests in Mooncake's format.")
-@click.option("--slo-ttft", type=float, required=True, metavar="SECONDS", help="Limit: time to first token.")
-@click.option(
-    "--slo-tbt",
-    type=float,
-    required=True,
-    metavar="SECONDS",
-    help="Limit: longest tenth of gaps, mean.",
-)
-@click.option("--gpus", "num_gpus", type=click.IntRange(min=1), required=True, metavar="N", help="All GPUs.")
+@click.option("--users", type=click.IntRange(min=1), metavar="N", help="People who ask, read and ask again.")
+@click.option("--think", type=float, metavar=_SECONDS, help="With --users: from an answer to the next [0].")
+@click.option("--rate", type=float, metavar="N", help="Instead: requests a second.")
+@click.option("--trace", type=_FILE, metavar="FILE", help="Instead: requests in Mooncake's format.")
+@click.option("--prompt", type=click.IntRange(min=1), metavar="TOKENS", help="Of each request.")
+@click.option("--output", type=click.IntRange(min=2), metavar="TOKENS", help="Of each request.")
+@click.option("--hit", type=float, metavar="FRACTION", help="Of the prompt, cached: a prefix of all [0].")
+@click.option("--e2e-p99", type=float, metavar=_SECONDS, help="Limit: the whole answer.")
+@click.option("--slo-ttft", type=float, metavar=_SECONDS, help="Limit: time to first token.")
+@click.option("--slo-tbt", type=float, metavar=_SECONDS, help="Limit: longest tenth of gaps, mean.")
+@click.option("--gpus", "num_gpus", type=click.IntRange(min=1), metavar="N", help="With --trace: all GPUs.")
 @click.option("--gpu", default="a800", show_default=True, type=click.Choice(list(GPUS)))
 @click.option("--model", default="llama3-70b", show_default=True, type=click.Choice(list(MODELS)))
 @click.option("--parallel", default="1,2,4,8", show_default=True, metavar="N,…", help="GPUs a node may have.")
+@click.option("--link", type=float, metavar="GB/S", help="Network of a GPU [its data sheet's].")
+@click.option("--price", type=float, metavar="MONEY", help="Of a GPU for an hour.")
+@click.option("--vary", multiple=True, metavar="NAME=V,…", help="Print a map by formula; once or twice.")
+@click.option("--svg", type=_FILE, metavar="FILE", help="Draw the smaller cluster there.")
+@click.option("--seed", default=1, show_default=True, help="Of the simulated arrivals.")
 @click.option(
     "--limit",
     default=1500,
     show_default=True,
     type=click.IntRange(min=0),
     metavar="N",
-    help="Only the first N requests; 0: all.",
+    help="Of a trace only the first N requests; 0: all.",
 )
 @click.option("--json", "json_path", type=_FILE, metavar="FILE", help="Write the report there.")
-def plan(
+def plan(**given: Any) -> None:
+    """Size a cluster for a workload, or rank clusters of N GPUs on a trace.
+
+    For a workload (--users or --rate): the fewest GPUs with which 99 of 100 requests keep the limits, as
+    prefill and decode nodes and as replicas, by formulas that a simulation checks. On a trace, clusters of
+    --gpus are simulated, and ranked by the load a GPU under which nine of ten requests keep both limits.
+    """
+    sources = [name for name in ("users", "rate", "trace") if given[name] is not None]
+    if len(sources) != 1:
+        named = " and ".join(f"--{name}" for name in sources) or "none"
+        raise ConfigError(
+            f"a plan is for one of --users, --rate and --trace; given: {named}; try --users 1000 "
+            "--prompt 500 --output 200 --e2e-p99 5",
+            key="rate",
+        )
+    (source,) = sources
+    _check_options(source, given)
+    gpu = GPUS[given["gpu"]]
+    if given["link"] is not None:
+        gpu = replace(gpu, network_nbytes_per_s=_positive("link", given["link"]) * 1e9)
+    shape, sizes = MODELS[given["model"]], _sizes(given["parallel"])
+    if source == "trace":
+        _rank(gpu, shape, sizes, **{name: given[name] for name in _RANKING})
+    else:
+        _size(gpu, shape, sizes, given)
+
+
+# The options of a trace, and those of a workload, besides the ones of both.
+_RANKING = ("trace", "slo_ttft", "slo_tbt", "num_gpus", "limit", "json_path")
+_WORKLOAD = ("prompt", "output", "hit", "e2e_p99", "think", "price", "vary", "svg")
+
+
+def _option(name: str) -> str:
+    return "--gpus" if name == "num_gpus" else "--" + name.replace("_", "-")
+
+
+def _check_options(source: str, given: Mapping[str, Any]) -> None:
+    """Refuse what is missing for this source, and what contradicts it."""
+    needed = ("slo_ttft", "slo_tbt", "num_gpus") if source == "trace" else ("prompt", "output")
+    for name in needed:
+        if given[name] is None:
+            raise ConfigError(f"--{source} needs {_option(name)}", key=name)
+    for name in _WORKLOAD if source == "trace" else ("num_gpus",):
+        if given[name] not in (None, ()):
+            other = "--users or --rate" if source == "trace" else "--trace"
+            raise ConfigError(
+                f"{_option(name)} is for {other} and contradicts --{source}: leave one of them out", key=name
+            )
+    if given["think"] is not None and source != "users":
+        raise ConfigError("--think is for --users: --rate already is what the users ask", key="think")
+
+
+def _positive(name: str, value: float) -> float:
+    if not 0 < value < math.inf:
+        raise ConfigError(f"--{name} must be above 0, got {value:g}", key=name)
+    return value
+
+
+def _size(gpu: Accelerator, shape: ModelShape, sizes: Sequence[int], given: Mapping[str, Any]) -> None:
+    """Answer for a workload: by formulas, then by simulation."""
+    unlimited = {name: math.inf if given[name] is None else given[name] for name in _LIMITS}
+    limits = Limits(unlimited["slo_ttft"], unlimited["slo_tbt"], unlimited["e2e_p99"])
+    if limits.answer_s(1) == math.inf:
+        raise ConfigError(
+            "a workload needs a limit of the whole answer: --e2e-p99, or --slo-ttft and --slo-tbt",
+            key="e2e_p99",
+        )
+    users, think_s = given["users"] or 0, given["think"] or 0.0
+    if think_s < 0:
+        raise ConfigError(f"--think must be 0 s or more, got {think_s:g}", key="think")
+    traffic = Traffic(given["rate"] or float(users), given["prompt"], given["output"], given["hit"] or 0.0)
+    if given["price"] is not None:
+        _positive("price", given["price"])
+    question = answer.Question(gpu, shape, sizes, traffic, limits, users, think_s)
+    console = Console(stderr=True, highlight=False)
+    out = Console(highlight=False, width=None if console.is_terminal else 160)
+    if given["vary"]:
+        _map(out, question, given["vary"])
+        return
+    sized = answer.size(question)
+    with console.status("simulating") as status:
+        found = answer.checks(question, sized, given["seed"], status.update)
+    page.show(out, question, sized, found, answer.sensitivity(question, sized), given["price"])
+    if given["svg"] is not None:
+        given["svg"].write_text(diagram.draw(question, sized.plans[0], sized.traffic))
+    if given["json_path"] is not None:
+        _write(page.rows(sized, found, given["price"]), given["json_path"])
+
+
+_LIMITS = ("slo_ttft", "slo_tbt", "e2e_p99")
+
+
+def _map(out: Console, question: answer.Question, texts: Sequence[str]) -> None:
+    axes = [vary.axis(text) for text in texts]
+    if len(axes) > 2 or len({name for name, _ in axes}) != len(axes):
+        raise ConfigError("--vary is given once or twice, for different values", key="vary")
+    if question.users and any(name == "rate" for name, _ in axes):
+        raise ConfigError("--vary rate=… contradicts --users: give --rate instead", key="vary")
+    out.print(page.headline(question, question.traffic))
+    out.print("GPUs by formula: prefill and decode nodes | replicas; –: no number keeps the limits")
+    out.print(vary.table(question, axes))
+
+
+def _write(rows: Sequence[report.Row], path: Path) -> None:
+    report.write(report.Report(report.measure_environment(("numpy",)), rows), path)
+
+
+def _rank(
+    accelerator: Accelerator,
+    shape: ModelShape,
+    sizes: Sequence[int],
+    *,
     trace: Path,
     slo_ttft: float,
     slo_tbt: float,
     num_gpus: int,
-    gpu: str,
-    model: str,
-    parallel: str,
     limit: int,
     json_path: Path | None,
 ) -> None:
-    """Simulate clusters of N GPUs on a trace, and rank them by the requests a GPU within both limits.
-
-    It also says whether prefill and decode nodes are worth it, against plain replicas.
-    """
-    slo, sizes = Slo(slo_ttft, slo_tbt), _sizes(parallel)
-    accelerator, shape = GPUS[gpu], MODELS[model]
+    """Simulate clusters of so many GPUs on a trace."""
+    slo = Slo(slo_ttft, slo_tbt)
     requests = at_speed(load_trace(trace), 1.0, limit)
     check_slo(accelerator, shape, sizes, requests, slo)
     found = candidates(accelerator, shape, num_gpus, sizes, requests)
@@ -82,7 +198,7 @@ def plan(
     out.print(_table(verdicts))
     out.print(_advice(verdicts))
     if json_path is not None:
-        report.write(report.Report(report.measure_environment(("numpy",)), _rows(verdicts)), json_path)
+        _write(_rows(verdicts), json_path)
 
 
 def _sizes(text: str) -> list[int]:

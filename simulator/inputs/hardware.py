@@ -82,8 +82,12 @@ class Hardware:
         return replace(self, profile=profile)
 
 
-def tensor_parallel(gpu: Accelerator, model: ModelShape, num_gpus: int) -> Hardware:
+def tensor_parallel(gpu: Accelerator, model: ModelShape, num_gpus: int, stages: int = 1) -> Hardware:
     """Estimate a node of ``num_gpus`` with tensor parallelism. ``reached``: fraction of the peak.
+
+    With pipeline ``stages`` of ``num_gpus`` each, this is one lane of the pipeline: it takes the time of all
+    layers, there are as many lanes as stages, and the KV room is divided among them. Between two stages a
+    token's hidden state crosses a link of the node, and a step has one more latency.
 
     A prefilled token: 2 × params / (GPUs × flops × reached) + two all-reduces a layer of its hidden state;
     plus for each earlier token: 4 × layers × hidden / (GPUs × flops × reached).
@@ -100,11 +104,14 @@ def tensor_parallel(gpu: Accelerator, model: ModelShape, num_gpus: int) -> Hardw
     ring = 2 * (num_gpus - 1) / num_gpus
     reduced_nbytes = 2 * model.num_layers * model.hidden_size * 2
     token_s = 2 * model.num_params / flops + ring * reduced_nbytes / gpu.peer_nbytes_per_s
+    token_s += (stages - 1) * model.hidden_size * 2 / gpu.peer_nbytes_per_s
     latency_s = 2 * model.num_layers * _ALL_REDUCE_S if num_gpus > 1 else 0.0
-    room = num_gpus * gpu.memory_nbytes * _MEMORY_FRACTION - model.weight_nbytes
+    latency_s += (stages - 1) * _ALL_REDUCE_S
+    room = num_gpus * gpu.memory_nbytes * _MEMORY_FRACTION - model.weight_nbytes / stages
     if room < model.kv_token_nbytes:
         raise ConfigError(
-            f"{model.name} ({model.weight_nbytes / 1e9:.0f} GB) does not fit {num_gpus} × {gpu.name}",
+            f"{model.name} ({model.weight_nbytes / 1e9:.0f} GB) does not fit {num_gpus * stages} × "
+            f"{gpu.name}",
             key="gpus",
         )
     return Hardware(

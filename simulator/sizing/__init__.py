@@ -1,0 +1,1 @@
+"""The size of a cluster for a described workload: by formulas, checked by the simulator."""
