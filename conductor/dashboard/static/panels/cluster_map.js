@@ -1,5 +1,6 @@
 // The cluster map: nodes in columns by role, the fill of their tiers, current transfers between them.
-import { byId, bytes, element, svg } from "./elements.js";
+import { bytes, svg } from "../elements.js";
+import { heldBy, holders, stateClass, stateOf } from "../nodes.js";
 
 const ROLES = ["prefill", "decode", "store"];
 const compact = new Intl.NumberFormat("en", { notation: "compact" });
@@ -7,22 +8,10 @@ const compact = new Intl.NumberFormat("en", { notation: "compact" });
 const ROOMY = { width: 225, height: 74, gap: 18, between: 190, column: Infinity, bar: { x: 44, height: 6, step: 10 }, first: 43, letters: 29 };
 const DENSE = { width: 128, height: 44, gap: 8, between: 170, column: 580, bar: { x: 8, height: 3, step: 5 }, first: 27, letters: 15 };
 const MANY = 8;
-const TOP = 26, BESIDE = 12;
+const TOP = 26, BESIDE = 12, MARGIN = 16, MOST_BETWEEN = 420;
 const FRAME = 26, INSET = 8; // frame around the replicas of a node: its name above, a margin on the other sides
 // Draw at most this many links, the busiest first, and label fewer, so that lines stay readable.
 const LINKS = 120, LABELS = 10;
-
-export function stateClass(node) {
-  return { ready: "good", partial: "warn", draining: "warn", gated: "warn", starting: "warn" }[node.state] ?? "bad";
-}
-
-// Text: how many replicas of a node serve.
-export function stateOf(node) {
-  return node.state === "partial" ? `${node.num_serving} of ${node.num_replicas} serve` : node.state;
-}
-
-// Everything with a name of its own: replicas, or nodes without replicas.
-export const holders = (node) => (node.replicas?.length ? node.replicas : [node]);
 
 const heightOf = (node, size) => (node.replicas?.length ? FRAME + node.replicas.length * (size.height + INSET) : size.height);
 const short = (name, letters) => (name.length > letters ? `${name.slice(0, letters - 1)}…` : name);
@@ -41,7 +30,7 @@ function frame(node, x, y, size) {
 
 function tierBar(tier, at, size) {
   const { x, height } = size.bar, width = size.width - x - 12;
-  const held = (tier.num_used_blocks ?? 0) + (tier.num_cached_blocks ?? 0);
+  const held = heldBy(tier);
   const share = tier.num_blocks ? Math.min(held / tier.num_blocks, 1) : 0;
   const group = svg("g");
   group.append(svg("title", {}, `${tier.name}: ${held} of ${tier.num_blocks} blocks`));
@@ -114,20 +103,23 @@ function place(nodes, x, size, places) {
   return { parts, right: x + size.width, bottom };
 }
 
-export const byName = (one, other) => one.node_id.localeCompare(other.node_id, "en", { numeric: true });
+// The nodes of each role that has any, in the order of a request's way.
+export const byRole = (nodes) => ROLES.map((role) => nodes.filter((node) => node.role === role)).filter((column) => column.length);
 
 // routes: [{source, target, rate}], rate in bytes/s.
-export function drawMap(nodes, routes) {
-  const picture = byId("map").querySelector("svg");
-  const roles = ROLES.map((role) => nodes.filter((node) => node.role === role).sort(byName)).filter((column) => column.length);
+export function drawMap(picture, nodes, routes) {
+  const roles = byRole(nodes), room = picture.parentElement.clientWidth;
   const size = roles.some((column) => column.length > MANY) ? DENSE : ROOMY;
   const places = new Map(), parts = [];
+  // Spread a few columns over the width that there is.
+  const spare = (room - 2 * MARGIN - roles.length * (size.width + 2 * INSET)) / Math.max(1, roles.length - 1);
+  const between = size === ROOMY ? Math.max(size.between, Math.min(spare, MOST_BETWEEN)) : size.between;
   let x = 1 + INSET, width = 0, height = TOP + size.height;
   for (const column of roles) {
     const placed = place(column, x, size, places);
     parts.push(...placed.parts);
     width = placed.right + INSET + 1;
-    x = placed.right + size.between;
+    x = placed.right + between;
     height = Math.max(height, placed.bottom);
   }
   picture.setAttribute("viewBox", `0 0 ${width} ${height}`);
@@ -138,19 +130,6 @@ export function drawMap(nodes, routes) {
   const links = shown.map((route, at) => link(route, places, size, route.rate > 0 && at < LABELS));
   picture.replaceChildren(...links.map((one) => one.line), ...parts, ...links.flatMap((one) => one.label));
   const alive = nodes.filter((node) => node.state === "ready").length;
-  picture.setAttribute("aria-label", `${nodes.length} nodes, ${alive} of them ready; the table below says the same`);
+  picture.setAttribute("aria-label", `${nodes.length} nodes, ${alive} of them ready; Fleet lists them`);
   if (!nodes.length) picture.replaceChildren(svg("text", { x: 0, y: 15, class: "soft" }, "no node has registered"));
-}
-
-export function tiers(node) {
-  const all = element("span");
-  for (const tier of node.tiers ?? []) {
-    const held = (tier.num_used_blocks ?? 0) + (tier.num_cached_blocks ?? 0);
-    const meter = element("meter");
-    meter.max = tier.num_blocks || 1;
-    meter.value = held;
-    meter.setAttribute("aria-label", `${tier.name}: ${held} of ${tier.num_blocks} blocks`);
-    all.append(`${tier.name} `, meter, ` ${compact.format(held)} of ${compact.format(tier.num_blocks)}  `);
-  }
-  return all;
 }
