@@ -62,11 +62,11 @@ export class Plot {
     if (this.stacked) lines.reverse();
     this.plot = new uPlot({
       ...this.#size(),
-      padding: [8, 8, 0, 0],
+      padding: [8, 24, 0, 0],
       cursor: { drag: { x: false, y: false }, sync: { key: "time" }, points: { show: !this.stacked } },
       legend: { show: false },
       scales: { x: { range: () => this.edges ?? [0, 1] }, y: { range: (_, low, high) => [0, this.max ?? Math.max(high * 1.1, this.least)] } },
-      axes: [{ ...axis, size: 22, space: 80, values: (_, at) => at.map(clock) }, { ...axis, size: 58, space: 28, values: (_, at) => at.map((value) => (value ? this.show(value).replace(/\.0+(?= |$)/, "") : "0")) }],
+      axes: [{ ...axis, size: 22, space: 80, values: (_, at) => at.map(clock) }, { ...axis, size: 58, space: (...[, , , , height]) => Math.max(28, height / 5), values: (_, at) => at.map((value) => (value ? this.show(value).replace(/\.0+(?= |$)/, "") : "0")) }],
       series: [{}, ...lines],
       hooks: { setCursor: [(plot) => this.#say(plot.cursor.idx)] },
     }, [this.times, ...(this.columns ? (this.stacked ? this.#stack() : this.columns) : used.map(() => []))], this.box);

@@ -1,7 +1,7 @@
 // The cache by source, outcome, tier, tenant and prefix, and what other sizes of it would hit.
 import { LOCAL, OUTCOMES, SOURCES, outcomePairs, parts } from "../cache_words.js";
 import { Plots } from "../charts/plot.js";
-import { bars, byId, bytes, cell, element, fill, format, percent, row, say } from "../elements.js";
+import { bars, byId, bytes, cell, element, fill, format, percent, row, say, within } from "../elements.js";
 import { prefixesOf } from "../frames.js";
 import * as history from "../history.js";
 import { tierRows } from "../panels/tiers.js";
@@ -21,7 +21,7 @@ const CHARTS = [
 
 function tenantRow(name, counts) {
   const { local, remote, all } = parts(counts), share = (part) => cell(percent(part / all), "number");
-  return row(name, counts.prompt ?? 0, share(local + remote), ...LOCAL.map((tier) => share(counts[tier] ?? 0)), share(remote));
+  return row(within("th", "cut", name), counts.prompt ?? 0, share(local + remote), ...LOCAL.map((tier) => share(counts[tier] ?? 0)), share(remote));
 }
 
 function holders(prefix) {

@@ -19,7 +19,7 @@ function drawSums(id, histogram, limit_s) {
   const all = buckets.at(-1)[1], kept = buckets.findLast(([le]) => le <= limit_s)?.[1] ?? 0;
   const mean = all ? `Mean so far ${seconds(histogram.sum / all)} of ${format.format(all)}` : "None yet";
   const within = limit_s && all ? `; at least ${percent(kept / all)} within ${seconds(limit_s)}` : "";
-  say(byId(id).closest("section").querySelector("p"), `${mean}${within}. Percentiles of ${history.QUANTILES_OVER_S} s, from buckets.`);
+  say(byId(id).closest("section").querySelector("p"), `${mean}${within}.`);
 }
 
 function goal(slo) {
@@ -45,12 +45,13 @@ function drawGoodput(frame) {
 function scatter(title, pairs) {
   const values = pairs.flat().filter((value) => value > 0);
   const low = Math.floor(Math.log10(Math.min(...values))), high = Math.max(Math.ceil(Math.log10(Math.max(...values))), low + 1);
+  const every = Math.ceil((high - low + 1) / 3); // labels that fit
   const at = (value) => ((Math.log10(Math.max(value, 10 ** low)) - low) / (high - low)) * SIZE;
   const picture = svg("svg", { viewBox: `0 0 ${SIZE + EDGE + 4} ${SIZE + EDGE + 4}`, width: SIZE + EDGE + 4, height: SIZE + EDGE + 4, role: "img",
     "aria-label": `${title}: the latest ${pairs.length} estimates against what was measured; the table says how far off they are` });
   picture.append(svg("line", { x1: EDGE, y1: SIZE + 4, x2: EDGE + SIZE, y2: 4, class: "tick" }));
   for (let power = low; power <= high; power += 1) {
-    const place = at(10 ** power), label = seconds(10 ** power).replace(/\.0+ /, " ");
+    const place = at(10 ** power), label = (power - low) % every ? "" : seconds(10 ** power).replace(/\.0+ /, " ");
     picture.append(svg("line", { x1: EDGE + place, y1: 4, x2: EDGE + place, y2: SIZE + 4, class: "tick" }),
       svg("line", { x1: EDGE, y1: SIZE + 4 - place, x2: EDGE + SIZE, y2: SIZE + 4 - place, class: "tick" }),
       svg("text", { x: EDGE + place, y: SIZE + 18, class: "tier", "text-anchor": power === high ? "end" : "middle" }, label));
