@@ -3,7 +3,7 @@ import { heldBy, stateClass } from "../nodes.js";
 import { colour } from "../theme.js";
 import { cleared, pointed } from "./canvas.js";
 
-const LARGEST = 30, TITLE = 20, BETWEEN = 12;
+const LARGEST = 46, TITLE = 20, BETWEEN = 12;
 const TONES = { good: "--accent", warn: "--warn", bad: "--bad" };
 
 // The largest squares with which all blocks fit, one below the other.

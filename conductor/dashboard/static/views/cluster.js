@@ -6,7 +6,7 @@ import * as history from "../history.js";
 import { stateOf } from "../nodes.js";
 import { byRole, drawMap } from "../panels/cluster_map.js";
 
-const DRAWN = 96; // more nodes than these are squares of a grid
+const DRAWN = 16; // more nodes than these are squares of a grid
 const EVENTS_SHOWN = 60;
 const CHARTS = [
   ["chart-tokens", ["generated", "prompt"], [["generated", "--accent"], ["prompt", "--soft"]]],
