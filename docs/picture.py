@@ -19,7 +19,7 @@ from moonpool.runtime.config.loading import load_config
 TARGET = Path(__file__).parent / "dashboard.png"
 SYSTEM = "You are a very small model that has read two old books. Answer in a sentence or two. "
 QUESTIONS = ("Who was Solomon?", "Tell me about Moses.", "What is a cynic?", "Go on.")
-NUM_CONVERSATIONS = 6
+NUM_CONVERSATIONS = 16
 
 
 async def converse(client: Client, number: int) -> None:
@@ -38,14 +38,20 @@ async def main() -> None:
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     async with LocalCluster(config) as cluster, async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = await browser.new_page(viewport={"width": 1280, "height": 960}, color_scheme="light")
-        await page.goto(cluster.url)
+        page = await browser.new_page(viewport={"width": 1440, "height": 900}, color_scheme="light")
+        await page.goto(f"{cluster.url}/#/cluster?range=60")
         await expect(page.locator("#state")).to_have_text("ready")
         async with Client(cluster.url) as client:
             await converse(client, 0)
-            await asyncio.gather(*(converse(client, number) for number in range(1, NUM_CONVERSATIONS)))
-        await expect(page.locator("#ttft + p")).to_contain_text(f"of {4 * NUM_CONVERSATIONS}")
-        await page.screenshot(path=TARGET)
+            await asyncio.gather(*(converse(client, number) for number in range(1, NUM_CONVERSATIONS // 2)))
+            rest = asyncio.gather(
+                *(converse(client, number) for number in range(NUM_CONVERSATIONS // 2, NUM_CONVERSATIONS))
+            )
+            # At work: blocks move, and tokens come.
+            await expect(page.locator("[data-figure=tokens] b")).not_to_have_text("0")
+            await expect(page.locator("#map .rate").first).to_be_visible()
+            await page.screenshot(path=TARGET)
+            await rest
         await browser.close()
     print(f"{TARGET}: {TARGET.stat().st_size / 1e3:.0f} KB")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 from base64 import b64encode
 from collections.abc import Mapping
@@ -14,8 +15,8 @@ import orjson
 
 STATIC = files("moonpool.conductor.dashboard") / "static"
 
-_IMPORT = re.compile(r'^import (?:\* as (\w+)|\{ ([^}]*) \}) from "\./([\w-]+\.js)";\n', re.MULTILINE)
-_EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const) (\w+))", re.MULTILINE)
+_IMPORT = re.compile(r'^import (?:\* as (\w+)|\{ ([^}]*) \}) from "(\.{1,2}/[\w/.-]+\.js)";\n', re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|class) (\w+))", re.MULTILINE)
 _LINK = re.compile(r'<link rel="stylesheet" href="/static/([^"]+)">')
 _PLAIN = re.compile(r'<script defer src="/static/([^"]+)"></script>')
 _MODULE = re.compile(r'<script type="module" src="/static/[^"]+"></script>\n')
@@ -64,17 +65,25 @@ def single_page(title: str, data: Mapping[str, Any], entry: str = "report.js") -
 def bundle(entry: str) -> str:
     """Bundle a module and its imports into one script; each module is a function with its own scope.
 
-    Understands imports and exports as the dashboard writes them: one a line, from ``./NAME.js``.
+    Understands imports and exports as the dashboard writes them: one a line, by paths such as ``../NAME.js``.
     """
     parts: dict[str, str] = {}
 
     def add(name: str) -> None:
         source = (STATIC / name).read_text(encoding="utf-8")
+
+        def path(imported: str) -> str:
+            return posixpath.normpath(posixpath.join(posixpath.dirname(name), imported))
+
+        def as_constant(match: re.Match[str]) -> str:
+            names = match[1] or f"{{ {match[2].replace(' as ', ': ')} }}"
+            return f'const {names} = modules["{path(match[3])}"];\n'
+
         for match in _IMPORT.finditer(source):
-            if match[3] not in parts:
-                add(match[3])
+            if path(match[3]) not in parts:
+                add(path(match[3]))
         exported = ", ".join(_EXPORT.findall(source))
-        source = _EXPORT.sub("", _IMPORT.sub(_as_constant, source))
+        source = _EXPORT.sub("", _IMPORT.sub(as_constant, source))
         assert not re.search(r"^(import|export)\b", source, re.MULTILINE), (
             f"{name}: an import or export that bundle() does not understand"
         )
@@ -82,11 +91,6 @@ def bundle(entry: str) -> str:
 
     add(entry)
     return '"use strict";\n(() => {\nconst modules = {};\n' + "".join(parts.values()) + "})();\n"
-
-
-def _as_constant(match: re.Match[str]) -> str:
-    names = match[1] or f"{{ {match[2].replace(' as ', ': ')} }}"
-    return f'const {names} = modules["{match[3]}"];\n'
 
 
 def _as_element(script: str) -> str:

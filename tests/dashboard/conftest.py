@@ -89,6 +89,12 @@ async def signed_in(page: Page, url: str, key: str = "sk-watch") -> None:
     await expect(page).to_have_url(f"{url}/")
 
 
+async def show(page: Page, view: str) -> None:
+    """Open a view, as its link does."""
+    await page.get_by_role("navigation").get_by_role("link", name=view, exact=True).click()
+    await expect(page.get_by_role("heading", name=view, exact=True, level=2)).to_be_visible()
+
+
 async def ask(url: str, prompt: str, max_tokens: int = 8, key: str = "sk-1") -> str:
     headers = {"Authorization": f"Bearer {key}"}
     body = {"prompt": prompt, "max_tokens": max_tokens, "user": MARKUP, "ignore_eos": True}

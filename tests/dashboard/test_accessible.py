@@ -11,7 +11,7 @@ from playwright.async_api import Browser, Page, expect
 from moonpool.commands.run_report import benchmark_facts, cluster_facts, report_data
 from moonpool.commands.single_page import single_page
 from moonpool.local.cluster import LocalCluster
-from tests.dashboard.conftest import NEEDS_BROWSER, ask, result, signed_in
+from tests.dashboard.conftest import NEEDS_BROWSER, ask, result, show, signed_in
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), NEEDS_BROWSER]
 
@@ -37,24 +37,37 @@ async def test_the_dashboard_keeps_the_rules(browser: Browser, cluster: LocalClu
     request = await ask(cluster.url, "A request to look at. " * 8)
     page = await browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme=theme)  # type: ignore[arg-type]
     await signed_in(page, cluster.url)
+    for view in ("Cluster", "Cache", "Transfers", "Latency", "Fleet", "Benchmarks", "Playground"):
+        await show(page, view)
+        if view == "Benchmarks":
+            await expect(page.locator("#benchmarks tbody tr").first).to_be_visible()
+        assert await violations(page) == [], view
+    await page.keyboard.press("?")
+    await expect(page.get_by_role("dialog")).to_be_visible()
+    assert await violations(page) == []
+    await page.keyboard.press("Escape")
+    await page.goto(f"{cluster.url}/#/fleet?node=prefill-0")
+    await expect(page.get_by_role("heading", name="prefill-0")).to_be_visible()
+    assert await violations(page) == []
+    await show(page, "Requests")
     row = page.locator("#requests tbody tr", has_text=request)
     await expect(row).to_contain_text("done")
-    await expect(page.locator("#benchmarks tbody tr").first).to_be_visible()
     assert await violations(page) == []
     # The timeline by keyboard alone: open, read, close, and be where one was.
-    await row.get_by_role("button").focus()
+    await row.get_by_role("link").focus()
     await page.keyboard.press("Enter")
-    await expect(page.get_by_role("dialog")).to_be_visible()
+    await expect(page.get_by_role("heading", name=request)).to_be_focused()
     await page.locator("#timeline .candidates summary").focus()
     await page.keyboard.press("Enter")
     await expect(page.locator("#timeline .candidates table").first).to_be_visible()
     assert await violations(page) == []
     await page.keyboard.press("Escape")
-    assert await page.evaluate("document.activeElement.dataset.request") == request
+    focused = "document.activeElement.closest('tr')?.dataset.key"
+    assert await page.evaluate(focused) == request
     # Snapshots go on under whoever is on a row, and do not take the focus away.
     await ask(cluster.url, "Another one.")
     await expect(page.locator("#requests tbody tr").first).not_to_contain_text(request)
-    assert await page.evaluate("document.activeElement.dataset.request") == request
+    assert await page.evaluate(focused) == request
     await page.close()
 
 

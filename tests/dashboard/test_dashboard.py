@@ -19,9 +19,10 @@ from moonpool.runtime.observing.metrics_server import metrics_headers
 from moonpool.runtime.security.process import Security
 from moonpool.runtime.security.roles import Caller
 from tests.cluster.conftest import another, eventually, kill, started
-from tests.dashboard.conftest import BREAKOUT, MARKUP, NEEDS_BROWSER, SCREENSHOTS, ask, signed_in
+from tests.dashboard.conftest import BREAKOUT, MARKUP, NEEDS_BROWSER, SCREENSHOTS, ask, show, signed_in
 from tests.processes import stop
 
+VIEWS = ("Cluster", "Cache", "Transfers", "Requests", "Latency", "Fleet", "Benchmarks", "Playground")
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), NEEDS_BROWSER]
 
 
@@ -55,15 +56,18 @@ async def test_the_figures_are_those_of_the_metrics(page: Page, cluster: LocalCl
     queried = await metric(cluster.url, "moonpool_prefix_queried_tokens_total")
     assert hit > 0
     await expect(page.locator("[data-figure=hits] b")).to_have_text(f"{100 * hit / queried:.1f} %")
-    count = await metric(cluster.url, "moonpool_time_to_first_token_seconds_count")
-    await expect(page.locator("#ttft + p")).to_contain_text(f"of {count:.0f}")
+    await show(page, "Cache")
     tenant = page.locator("#tenants tbody tr")
     await expect(tenant).to_have_count(1)
     await expect(tenant).to_contain_text(MARKUP)
     await expect(tenant).to_contain_text(f"{queried:,.0f}")
     await expect(tenant).to_contain_text(f"{100 * hit / queried:.1f} %")
+    await show(page, "Latency")
+    count = await metric(cluster.url, "moonpool_time_to_first_token_seconds_count")
+    await expect(page.locator("section", has=page.locator("#ttft"))).to_contain_text(f"of {count:.0f}")
     good = await metric(cluster.url, "moonpool_requests_within_slo_total")
     await expect(page.locator("#goodput")).to_contain_text(f"{good:.0f} of {good:.0f} sequences")
+    await show(page, "Transfers")
     moved = page.locator("#routes tbody tr", has_text="prefill-0")
     await expect(moved.first).to_contain_text("decode-")
 
@@ -72,6 +76,7 @@ async def test_a_hit_that_ends_early_tells_where_it_was_and_what_it_missed(
     page: Page, cluster: LocalCluster
 ) -> None:
     start = "A beginning that all of these prompts have in common, longer than a block. " * 3
+    await show(page, "Requests")
     rows = page.locator("#requests tbody tr", has_text=re.compile("hit, rest never seen, .*from"))
 
     async def is_shown() -> bool:
@@ -80,12 +85,17 @@ async def test_a_hit_that_ends_early_tells_where_it_was_and_what_it_missed(
         return await rows.count() > 0
 
     await eventually(is_shown)
+    await show(page, "Cache")
     await expect(page.locator("#outcomes")).to_contain_text("hit, rest never seen")
 
 
 async def test_transfers_are_those_of_the_nodes_metrics(page: Page, cluster: LocalCluster) -> None:
     await ask(cluster.url, "Sixteen tokens make a block, and a block is moved. " * 4)
-    pages = [str(node.ready["metrics_url"]).removesuffix("/metrics") for node in cluster.nodes]
+    async with cluster.client() as client:
+        members = (await client.cluster())["nodes"]
+    # Each replica counts what it reads itself.
+    each = [one for node in members for one in node.get("replicas") or [node]]
+    pages = [str(one["metrics_url"]).removesuffix("/metrics") for one in each]
     key = metrics_headers(Security(cluster.config.security, Caller("operator", "a test"), serves=False))
 
     async def count_of(path: str) -> float:
@@ -95,6 +105,7 @@ async def test_transfers_are_those_of_the_nodes_metrics(page: Page, cluster: Loc
     counts = {path: await count_of(path) for path in ("shm", "tcp")}
     path = max(counts, key=lambda one: counts[one])
     assert counts[path] > 0
+    await show(page, "Transfers")
     row = page.locator("#paths tbody tr", has_text=path)
 
     async def is_shown() -> bool:
@@ -109,6 +120,7 @@ async def test_transfers_are_those_of_the_nodes_metrics(page: Page, cluster: Loc
 async def test_what_another_cache_would_have_found_is_told(page: Page, cluster: LocalCluster) -> None:
     for _ in range(2):
         await ask(cluster.url, "A prompt that comes again is found where there is room for it. " * 3)
+    await show(page, "Cache")
     await expect(page.locator("#reuse > div").last).to_contain_text("%")
     async with cluster.client() as client, aclosing(client.live()) as live:
         now = await anext(live)
@@ -120,14 +132,16 @@ async def test_what_another_cache_would_have_found_is_told(page: Page, cluster: 
 
 
 async def test_benchmark_results_are_drawn(page: Page, cluster: LocalCluster) -> None:
-    first = page.locator("#benchmarks details").first
-    await expect(first).to_contain_text("hostile.json")
+    await show(page, "Benchmarks")
+    await expect(page.locator("#benchmarks .list li").first).to_contain_text("hostile.json")
+    first = page.locator("#benchmarks .benchmark")
     await expect(first.locator("tbody tr")).to_have_count(2)
     await expect(first.locator("figcaption")).to_have_text(f"{MARKUP}{BREAKOUT}")
-    await expect(first.locator(".benchmark")).to_contain_text("1 of 1 limits reached")
+    await expect(first).to_contain_text("1 of 1 limits reached")
 
 
 async def test_a_page_can_be_paused(page: Page, cluster: LocalCluster) -> None:
+    await show(page, "Requests")
     pause = page.get_by_role("button", name="pause")
     await pause.click()
     await expect(pause).to_have_attribute("aria-pressed", "true")
@@ -146,72 +160,84 @@ async def test_a_timeline_is_that_of_the_api(page: Page, cluster: LocalCluster) 
     request = await ask(cluster.url, "And God said, Let there be light: and there was light.")
     async with cluster.client() as client:
         timeline = await client.timeline(request)
+    await show(page, "Requests")
     row = page.locator("#requests tbody tr", has_text=request)
     await expect(row).to_contain_text("done")
-    await row.get_by_role("button").click()
-    dialog = page.locator("#timeline")
-    await expect(dialog.locator("h2")).to_have_text(request)
-    await expect(dialog.locator(".why")).to_have_text(timeline["summary"]["detail"])
-    await expect(dialog.locator(".longest")).to_have_text(timeline["explanation"])
-    assert await dialog.locator(".parts tbody tr").count() == len(timeline["parts"])
-    names = await dialog.locator("ol b").all_text_contents()
+    await row.get_by_role("link").click()
+    panel = page.locator("#timeline")
+    await expect(panel.locator("h3")).to_have_text(request)
+    await expect(panel.locator(".why")).to_have_text(timeline["summary"]["detail"])
+    await expect(panel.locator(".longest")).to_have_text(timeline["explanation"])
+    assert await panel.locator(".parts tbody tr").count() == len(timeline["parts"])
+    names = await panel.locator("ol b").all_text_contents()
     assert names == [event["event"].replace("_", " ") for event in timeline["events"]]
-    assert await dialog.locator("svg rect").count() == sum(span["seconds"] > 0 for span in timeline["spans"])
-    await dialog.locator(".candidates summary").click()
-    await expect(dialog.locator("table tr", has_text="chosen").first).to_contain_text("prefill-0")
+    spans = panel.locator(".spans .track i")
+    assert await spans.count() == len(timeline["spans"])
+    assert await spans.and_(page.locator(".moment")).count() == sum(
+        not span["seconds"] for span in timeline["spans"]
+    )
+    await panel.locator(".candidates summary").click()
+    await expect(panel.locator("table tr", has_text="chosen").first).to_contain_text("prefill-0")
     await page.keyboard.press("Escape")
-    await expect(dialog).not_to_be_visible()
+    await expect(panel).not_to_be_visible()
 
 
 async def test_the_playground_answers_and_says_what_is_wrong(page: Page, cluster: LocalCluster) -> None:
-    form = page.locator("#playground form")
+    await show(page, "Playground")
+    form, output = page.locator("#playground form"), page.locator("#playground output")
     await form.locator("textarea").fill(f"{MARKUP} The end")
     await form.get_by_role("button", name="Send").click()
-    await expect(form.locator("output")).to_contain_text("is not for API keys of the role read")
+    await expect(output).to_contain_text("is not for API keys of the role read")
     await form.locator("#api-key").fill("sk-1")
     await form.get_by_role("button", name="Send").click()
-    await form.get_by_role("button", name="Timeline").click()
+    await page.locator("#playground").get_by_role("link", name="Timeline").click()
     await expect(page.locator("#timeline ol")).to_contain_text("first token")
 
 
-@pytest.mark.parametrize(("theme", "width"), [("light", 1280), ("dark", 1280), ("dark", 390)])
-async def test_every_part_is_on_the_page(page: Page, theme: str, width: int) -> None:
-    await page.emulate_media(color_scheme=theme)
+@pytest.mark.parametrize(("theme", "width"), [("light", 1440), ("dark", 1440), ("light", 390), ("dark", 390)])
+async def test_every_view_fits_its_screen(page: Page, theme: str, width: int) -> None:
+    await page.emulate_media(color_scheme=theme)  # type: ignore[arg-type]
     await page.set_viewport_size({"width": width, "height": 900})
     await expect(page.locator("#map svg .node")).to_have_count(4)
-    # Nothing is wider than the page, but for what scrolls in itself.
-    assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    for heading in (
-        "Cluster",
-        "Cache",
-        "Transfers",
-        "Requests",
-        "Service",
-        "Events",
-        "Benchmarks",
-        "Playground",
-    ):
-        await expect(page.get_by_role("heading", name=heading, exact=True)).to_be_visible()
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-    await page.screenshot(path=SCREENSHOTS / f"dashboard-{theme}-{width}.png", full_page=True)
+    for view in VIEWS:
+        await show(page, view)
+        # Nothing is wider than the page, but for what scrolls in itself.
+        assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
+        if width == 1440:
+            fits = "(box) => box.scrollHeight <= box.clientHeight && box.scrollWidth <= box.clientWidth"
+            assert await page.evaluate(
+                f"[document.documentElement, document.querySelector('main')].every({fits})"
+            )
+            # Nor is anything cut off at the right that cannot be scrolled to.
+            cut = """[...document.querySelectorAll('.view *')]
+                .filter((one) => !one.closest('.scroll, svg, .plot'))
+                .filter((one) => one.getBoundingClientRect().right > innerWidth + 1)
+                .map((one) => one.outerHTML)"""
+            assert await page.evaluate(cut) == [], view
+        await page.screenshot(path=SCREENSHOTS / f"{view.lower()}-{theme}-{width}.png", full_page=width < 900)
 
 
-async def test_a_page_left_open_does_not_grow(page: Page) -> None:
-    """Ten minutes' worth of snapshots at once, twice: the second time nothing is kept that was not before."""
-    await page.evaluate("import('/static/charts.js').then((m) => { window.charts = m })")
-    fill = """(from) => {
-        for (let i = 0; i < 1200; i++) charts.add(from + i, {'chart-tokens': [i, i], 'chart-requests': [i, i],
-            'chart-goodput': [i, i, i], 'chart-hits': [i, i], 'chart-moved': [i]});
-        return charts.kept(); }"""
-    assert await page.evaluate(fill, 0) == await page.evaluate(fill, 5000) == 600
+async def test_a_page_left_open_does_not_grow(page: Page, cluster: LocalCluster) -> None:
+    """An hour's worth of snapshots at once, twice: the second time nothing is kept that was not before."""
+    async with cluster.client() as client, aclosing(client.live()) as live:
+        now = await anext(live)
+    await page.get_by_role("button", name="pause").click()
+    fill = """async ([now, from]) => {
+        const { take } = await import('/static/dashboard.js');
+        for (let i = 0; i < 4000; i++) take({ ...now, unix_s: 4e9 + from + i });
+        return (await import('/static/history.js')).kept(); }"""
+    assert await page.evaluate(fill, [now, 0]) == await page.evaluate(fill, [now, 5000]) == 3600
 
 
 async def test_replicas_are_drawn_inside_their_node(page: Page, cluster: LocalCluster) -> None:
     node = page.locator("#map svg .replicas[data-node=prefill-0]")
     await expect(node).to_have_class(re.compile("good"))
-    await expect(page.locator("#nodes tr", has_text="prefill-0").locator("td.replica")).to_have_text(
+    await show(page, "Fleet")
+    await expect(page.locator("#nodes tr", has_text="prefill-0").locator("th.replica")).to_have_text(
         ["prefill-0.0", "prefill-0.1"]
     )
+    await show(page, "Cluster")
     async with cluster.client() as client:
         (first,) = [one for one in (await client.cluster())["nodes"] if one["node_id"] == "prefill-0"]
     # The node would start the replica again before the page shows that it is gone.
@@ -221,11 +247,13 @@ async def test_replicas_are_drawn_inside_their_node(page: Page, cluster: LocalCl
         await expect(node).to_have_class(re.compile("warn"), timeout=60_000)
         await expect(node).to_contain_text("1 of 2 serve")
         # The node lacks a replica; it is not a node that is gone.
+        await show(page, "Fleet")
         await expect(page.locator("#nodes tbody tr", has_text="prefill-0.1").locator(".bad")).to_have_count(
             0, timeout=60_000
         )
     finally:
         os.kill(cluster.children["prefill-0"].pid, signal.SIGCONT)
+    await show(page, "Cluster")
     await expect(node).to_have_class(re.compile("good"), timeout=60_000)
 
 
@@ -233,9 +261,8 @@ async def test_a_day_of_other_nodes_and_requests_leaves_no_trace(page: Page, clu
     """Snapshots in which everything has a new name each second: the page has as many elements as before."""
     async with cluster.client() as client, aclosing(client.live()) as live:
         now = await anext(live)
-    await page.get_by_role("button", name="pause").click()
     draw = """async ([now, from]) => {
-        const { draw } = await import('/static/panels.js');
+        const { take } = await import('/static/dashboard.js');
         const renamed = (text, second) => `${text}-${second}`;
         for (let second = from; second < from + 60; second++) {
             const one = structuredClone(now);
@@ -247,12 +274,14 @@ async def test_a_day_of_other_nodes_and_requests_leaves_no_trace(page: Page, clu
             }
             for (const request of one.requests) request.id = renamed(request.id, second);
             for (const event of one.events) event.text = renamed(event.text, second);
-            draw(one, (id) => document.createElement('span'));
+            take(one);
         }
         return document.querySelectorAll('*').length;
     }"""
-    first = await page.evaluate(draw, [now, 0])
-    assert abs(await page.evaluate(draw, [now, 100]) - first) <= 20  # marks on the axes of the charts
+    for number, view in enumerate(VIEWS[:6]):
+        await show(page, view)
+        first = await page.evaluate(draw, [now, 1000 * number])
+        assert abs(await page.evaluate(draw, [now, 1000 * number + 100]) - first) <= 20, view
 
 
 async def test_a_killed_node_is_seen_to_go(page: Page, cluster: LocalCluster) -> None:
@@ -260,10 +289,11 @@ async def test_a_killed_node_is_seen_to_go(page: Page, cluster: LocalCluster) ->
     await expect(node).to_have_class(re.compile("good"))
     kill(cluster, "decode-1")
     await expect(node).to_have_class(re.compile("bad"), timeout=60_000)
-    await expect(page.locator("#nodes tr", has_text="decode-1").locator(".bad")).to_be_visible()
     await expect(page.locator("#events li", has_text="decode-1").first).to_contain_text(
         "left", timeout=60_000
     )
+    await show(page, "Fleet")
+    await expect(page.locator("#nodes tr", has_text="decode-1").locator(".bad")).to_be_visible()
 
 
 async def test_names_with_markup_are_text(page: Page, cluster: LocalCluster) -> None:
@@ -275,7 +305,9 @@ async def test_names_with_markup_are_text(page: Page, cluster: LocalCluster) -> 
                 return any(node["node_id"] == MARKUP for node in (await client.cluster())["nodes"])
 
             await eventually(joined)
+        await show(page, "Fleet")
         await expect(page.locator("#nodes tbody tr", has_text=MARKUP)).to_be_visible()
+        await show(page, "Cluster")
         box = page.locator("#map svg .node", has=page.locator("title", has_text=MARKUP))
         # Cut to what fits into its box: the whole name is in its title, and in the table.
         await expect(box.locator("text.name")).to_have_text(f"{MARKUP[:28]}…")

@@ -129,6 +129,7 @@ def test_a_file_that_is_no_result_is_named(tmp_path: Path) -> None:
 def test_a_bundle_keeps_modules_apart() -> None:
     script = bundle("report.js")
     assert script.count('modules["elements.js"] =') == 1
-    assert script.index('modules["elements.js"] =') < script.index('modules["charts.js"] =')
+    assert script.index('modules["elements.js"] =') < script.index('modules["charts/plot.js"] =')
+    assert 'modules["../elements.js"]' not in script
     assert "export " not in script
     assert "import " not in script

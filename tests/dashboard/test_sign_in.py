@@ -6,7 +6,7 @@ import pytest
 from playwright.async_api import Browser, expect
 
 from moonpool.local.cluster import LocalCluster
-from tests.dashboard.conftest import MARKUP, NEEDS_BROWSER, ask, signed_in
+from tests.dashboard.conftest import MARKUP, NEEDS_BROWSER, ask, show, signed_in
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), NEEDS_BROWSER]
 
@@ -79,16 +79,24 @@ async def test_a_tenants_page_has_its_own_requests_only(browser: Browser, cluste
     await expect(page.locator("#state")).to_have_text("ready")
     await expect(page.locator("#requests tbody tr")).to_have_count(1)
     await expect(page.locator("#requests tbody tr")).to_contain_text(own)
+    await expect(page.get_by_role("navigation").get_by_role("link")).to_have_text(
+        ["Cache", "Requests", "Benchmarks", "Playground"]
+    )
+    await show(page, "Cache")
     await expect(page.locator("#tenants tbody tr")).to_have_count(1)
     await expect(page.locator("#tenants tbody tr")).to_contain_text("other")
     await expect(page.locator("#outcomes")).to_contain_text("never seen")
-    for part in ("#map", "#now", "#transfers", "#latency", "#events", "#reuse", "#prefixes"):
-        await expect(page.locator(part)).not_to_be_visible()
-    text = await page.evaluate("document.body.textContent")
-    assert of_other not in text
-    assert MARKUP not in text.replace(await page.locator("#model").text_content() or "", "")
-    await page.locator("#requests tbody tr").get_by_role("button").click()
-    await expect(page.locator("#timeline h2")).to_have_text(own)
+    parts = ("#map", "#now", "#transfers", "#latency", "#events", "#reuse", "#prefixes", "#nodes")
+    for view in ("cache", "cluster", "transfers", "latency", "fleet"):
+        # Also by an address that others have sent.
+        await page.evaluate("(view) => { location.hash = `#/${view}` }", view)
+        for part in parts:
+            await expect(page.locator(part)).not_to_be_visible()
+        text = await page.evaluate("document.body.textContent")
+        assert of_other not in text
+        assert MARKUP not in text.replace(await page.locator("#model").text_content() or "", "")
+    await page.locator("#requests tbody tr").get_by_role("link").click()
+    await expect(page.locator("#timeline h3")).to_have_text(own)
     asked = "(id) => fetch(`/v1/requests/${id}/timeline`).then((answer) => answer.status)"
     assert await page.evaluate(asked, own) == 200
     assert await page.evaluate(asked, of_other) == 404

@@ -1,77 +1,88 @@
-// The dashboard: reads a snapshot of the cluster from /v1/live once a second and draws it.
-import { benchmarkView, verdictOf } from "./benchmarks.js";
-import { byId, element, say, within } from "./elements.js";
-import { draw } from "./panels.js";
-import * as playground from "./playground.js";
+// The dashboard: reads a snapshot of the cluster from /v1/live once a second; the view of the address draws it.
+import * as address from "./address.js";
+import { byId, fromTemplate, json, within } from "./elements.js";
+import { arrived } from "./frames.js";
+import { record } from "./history.js";
+import { startKeyboard } from "./keyboard.js";
+import { seeRequests } from "./requests.js";
+import { drawState, lost } from "./state.js";
 import { startTheme } from "./theme.js";
-import { timelineView } from "./timeline.js";
+import * as benchmarks from "./views/benchmarks.js";
+import * as cache from "./views/cache.js";
+import * as cluster from "./views/cluster.js";
+import * as fleet from "./views/fleet.js";
+import * as latency from "./views/latency.js";
+import * as playground from "./views/playground.js";
+import * as requests from "./views/requests.js";
+import * as transfers from "./views/transfers.js";
 
 const RETRY_MS = 2000;
-const LISTED_MS = 60000; // interval between checks for new benchmark results
+const RANGE_S = 300;
+const VIEWS = { cluster, cache, transfers, requests, latency, fleet, benchmarks, playground };
 
-let paused = false;
+const main = byId("main"), links = [...document.querySelectorAll("[data-view]")];
+let frame; // what is shown
+let latest; // what came last: newer than ``frame`` while paused
+let name = "", mounted;
 
-async function json(path) {
-  const response = await fetch(path, { cache: "no-store" });
-  const answer = await response.json();
-  if (!response.ok) throw new Error(answer.error?.message ?? response.statusText);
-  return answer;
+const param = (key) => address.read().params.get(key) ?? "";
+const isPaused = () => param("paused") !== "";
+const isForbidden = (view) => frame?.isWhole === false && "whole" in links.find((link) => link.dataset.view === view).dataset;
+
+// What views know of the page.
+const page = {
+  live: true,
+  param,
+  range: () => Number(param("range")) || RANGE_S,
+  change: (values, step) => address.change(name, values, step),
+  go: (view, values) => { location.hash = address.href(view, values); },
+  // The address of the current view with other values.
+  with: (values) => address.href(name, { ...Object.fromEntries(address.read().params), ...values }),
+  timelineHref: (request) => (name === "requests" ? page.with({ request }) : address.href("requests", { request })),
+};
+
+function open(view) {
+  mounted?.unmount();
+  main.querySelector(".view")?.remove();
+  const root = within("div", "view", fromTemplate(`view-${view}`, true));
+  root.id = view;
+  root.querySelector("h2").id = "view-title";
+  const moved = name !== "";
+  name = view;
+  main.append(root);
+  mounted = VIEWS[view].mount(root, page);
+  document.title = `${root.querySelector("h2").textContent} · Moonpool`;
+  main.scrollTop = 0;
+  if (moved) main.focus({ preventScroll: true });
 }
 
-async function showTimeline(id) {
-  const path = `/v1/requests/${encodeURIComponent(id)}/timeline`;
-  const box = byId("timeline"), content = box.querySelector(".content");
-  box.querySelector("h2").textContent = id;
-  box.querySelector("a").href = path;
-  try {
-    content.replaceChildren(...timelineView(await json(path)));
-  } catch (error) {
-    content.replaceChildren(element("p", error.message, "bad"));
+// Show what the address says.
+function show() {
+  const { view } = address.read(), fallback = frame?.isWhole === false ? "requests" : "cluster";
+  const wanted = view in VIEWS && !isForbidden(view) ? view : fallback;
+  if (wanted !== name) open(wanted);
+  else mounted.changed?.();
+  for (const link of links) {
+    link.href = address.href(link.dataset.view);
+    if (link.dataset.view === name) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
   }
-  box.showModal();
+  byId("range").value = String(page.range());
+  byId("pause").setAttribute("aria-pressed", isPaused());
+  if (!isPaused() && latest) frame = latest;
+  if (frame) mounted.draw(frame);
 }
 
-function opener(id) {
-  const open = element("button", "show");
-  open.type = "button";
-  open.dataset.request = id;
-  open.setAttribute("aria-label", `timeline of ${id}`);
-  return open;
-}
-
-async function openBenchmark(details) {
-  if (details.querySelector("figure, p")) return;
-  const box = within("div", "benchmark");
-  details.append(box);
-  try {
-    const report = await json(`/v1/benchmarks/${encodeURIComponent(details.dataset.name)}`);
-    box.append(element("p", verdictOf(report.rows)), ...benchmarkView(report));
-  } catch (error) {
-    box.append(element("p", error.message, "bad"));
-  }
-}
-
-// Show files that are new or changed; open ones stay open.
-async function listBenchmarks() {
-  const box = byId("benchmarks").querySelector(".list");
-  let listed = [];
-  try {
-    listed = (await json("/v1/benchmarks")).data;
-  } catch { /* the status line already says that the conductor does not answer */ }
-  const known = new Map([...box.children].map((details) => [details.dataset.version, details]));
-  box.replaceChildren(...listed.map((one) => {
-    const version = JSON.stringify(one);
-    if (known.has(version)) return known.get(version);
-    const told = one.problem ?? `${one.date.slice(0, 10)}, ${one.num_rows} figures, ${one.num_reached} of ${one.num_limits} limits reached`;
-    const details = within("details", "card", within("summary", "", element("b", one.name), element("span", ` ${told}`, "soft")));
-    Object.assign(details.dataset, { name: one.name, version });
-    if (!one.problem) details.addEventListener("toggle", () => { if (details.open) openBenchmark(details); });
-    return details;
-  }));
-  // Draw the latest result at once.
-  const latest = listed.findIndex((one) => !one.problem);
-  if (!known.size && latest >= 0) box.children[latest].open = true;
-  byId("benchmarks").querySelector(".none").hidden = listed.length > 0;
+// Take in a snapshot, and draw it unless the page is paused.
+export function take(now) {
+  latest = arrived(now);
+  record(latest);
+  if (isPaused() && frame) return;
+  const first = !frame;
+  frame = latest;
+  drawState(now);
+  if (first) show();
+  else if (!document.hidden) mounted.draw(frame);
 }
 
 // A session that is over is begun anew.
@@ -83,27 +94,25 @@ async function showSession() {
 
 function follow() {
   const source = new EventSource("/v1/live");
-  source.onmessage = (event) => { if (!paused) draw(JSON.parse(event.data), opener); };
+  source.onmessage = (event) => take(JSON.parse(event.data));
   source.onerror = () => {
-    say(byId("state"), "the conductor does not answer");
-    byId("state").className = "pill bad";
+    lost();
     source.close();
     setTimeout(follow, RETRY_MS);
     showSession();
   };
+  // More than the snapshots have.
+  json("/v1/requests?limit=200").then(({ data }) => seeRequests(data), () => { /* the snapshots have the latest */ });
 }
 
-byId("pause").onclick = () => {
-  paused = !paused;
-  byId("pause").setAttribute("aria-pressed", paused);
-};
-byId("requests").addEventListener("click", (event) => {
-  const asked = event.target.closest("[data-request]");
-  if (asked) showTimeline(asked.dataset.request);
-});
-startTheme();
-playground.start(showTimeline);
+const togglePause = () => page.change({ paused: isPaused() ? "" : "1" });
+byId("pause").onclick = togglePause;
+byId("range").onchange = () => page.change({ range: Number(byId("range").value) === RANGE_S ? "" : byId("range").value });
+document.querySelector(".skip").onclick = (event) => { event.preventDefault(); main.focus(); };
+document.addEventListener("visibilitychange", () => { if (!document.hidden) show(); });
+startKeyboard(Object.keys(VIEWS), { isForbidden, go: page.go, togglePause, close: () => page.change({ request: "", node: "" }, true) });
+address.follow(show);
+show();
+startTheme(() => mounted.recolour());
 follow();
 showSession();
-listBenchmarks();
-setInterval(() => { if (!document.hidden) listBenchmarks(); }, LISTED_MS);

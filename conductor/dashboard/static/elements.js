@@ -51,6 +51,13 @@ export function svg(name, attributes, text) {
   return made;
 }
 
+export async function json(path) {
+  const response = await fetch(path, { cache: "no-store" });
+  const answer = await response.json();
+  if (!response.ok) throw new Error(answer.error?.message ?? response.statusText);
+  return answer;
+}
+
 // Set a text only if it changed, so that screen readers announce it only then.
 export function say(target, text) { if (target.textContent !== text) target.textContent = text; }
 
@@ -97,22 +104,22 @@ export function table(columns, rows) {
   return made;
 }
 
-// The tables of the page name their columns in an attribute.
-for (const made of document.querySelectorAll("table[data-columns]")) addHead(made, made.dataset.columns.split("|"));
+// The content of a template; its tables name their columns in an attribute. ``live``: the page, not a report.
+export function fromTemplate(id, live) {
+  const made = byId(id).content.cloneNode(true);
+  if (!live) made.querySelectorAll("[data-only=live]").forEach((part) => part.remove());
+  for (const one of made.querySelectorAll("table[data-columns]")) addHead(one, one.dataset.columns.split("|"));
+  return made;
+}
 
 // Set a table's rows; without rows, show the sentence beside it.
 export function fill(target, rows) {
-  const focused = document.activeElement?.dataset?.request;
   const first = rows[0] && [...rows[0].cells].map((one) => one.classList.contains("number"));
   patch(target.tBodies[0], rows);
   first?.forEach((number, at) => target.tHead?.rows[0].cells[at]?.classList.toggle("number", number));
   target.hidden = rows.length === 0;
   const none = target.parentElement?.querySelector(".none");
   if (none) none.hidden = rows.length > 0;
-  // Rows move: keep keyboard focus on the same request.
-  if (focused && document.activeElement?.dataset?.request !== focused) {
-    target.querySelector(`[data-request="${CSS.escape(focused)}"]`)?.focus();
-  }
 }
 
 // Horizontal bars, one per name; the longest fills the width.

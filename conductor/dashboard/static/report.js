@@ -1,9 +1,20 @@
 // A report of a cluster and its benchmarks, drawn from the data in this file, without network access.
-import { benchmarkView, verdictOf } from "./benchmarks.js";
-import { byId, element, row, scrolling, table, within } from "./elements.js";
-import { draw } from "./panels.js";
+import { byId, element, fromTemplate, row, scrolling, table, within } from "./elements.js";
+import { arrived } from "./frames.js";
+import { record } from "./history.js";
+import { benchmarkView, verdictOf } from "./panels/benchmark_report.js";
+import { timelineView } from "./panels/timeline.js";
+import { drawState } from "./state.js";
 import { startTheme } from "./theme.js";
-import { timelineView } from "./timeline.js";
+import * as cache from "./views/cache.js";
+import * as cluster from "./views/cluster.js";
+import * as fleet from "./views/fleet.js";
+import * as latency from "./views/latency.js";
+import * as requests from "./views/requests.js";
+import * as transfers from "./views/transfers.js";
+
+const VIEWS = { cluster, cache, transfers, requests, latency, fleet };
+const WHOLE = ["cluster", "transfers", "latency", "fleet"]; // not a tenant's
 
 const data = JSON.parse(byId("report-data").textContent);
 const main = document.querySelector("main");
@@ -63,27 +74,42 @@ function benchmarks() {
     within("article", "card benchmark", element("h3", name), element("p", verdictOf(report.rows)), ...benchmarkView(report))));
 }
 
-function opener(id) {
+function timelineHref(id) {
   const at = data.timelines.findIndex((one) => one.id === id);
-  if (at < 0) return element("span", "–");
-  const link = element("a", "below");
-  link.href = `#timeline-${at}`;
-  link.setAttribute("aria-label", `timeline of ${id}`);
-  return link;
+  return at < 0 ? "" : `#timeline-${at}`;
+}
+
+// All views, one below the other.
+function views(frame) {
+  const page = { live: false, param: () => "", range: () => Infinity, timelineHref };
+  return Object.entries(VIEWS).filter(([id]) => frame.isWhole || !WHOLE.includes(id)).map(([id, view]) => {
+    const made = section(id, id[0].toUpperCase() + id.slice(1), ...fromTemplate(`view-${id}`, false).children);
+    made.classList.add("view");
+    made.querySelectorAll("h2").forEach((heading, at) => { if (at) heading.remove(); });
+    main.append(made);
+    const mounted = view.mount(made, page);
+    mounted.draw(frame);
+    return mounted;
+  });
 }
 
 document.querySelectorAll("[data-only=live]").forEach((part) => part.remove());
 document.title = data.title;
 document.querySelector("h1").textContent = data.title;
-main.prepend(about());
+document.body.classList.add("document");
+main.append(about());
+let drawn = [];
 if (data.samples) {
   byId("about").after(options());
-  data.samples.forEach((sample) => draw(sample, opener));
+  let frame;
+  for (const sample of data.samples) record(frame = arrived(sample));
+  drawState(frame.now);
+  drawn = views(frame);
   if (data.timelines.length) main.append(timelines());
 } else {
   document.querySelectorAll("[data-only=cluster]").forEach((part) => part.remove());
 }
 if (data.benchmarks.length) main.append(benchmarks());
-startTheme();
+startTheme(() => drawn.forEach((view) => view.recolour()));
 // Expand everything for print.
 addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((part) => { part.open = true; }));

@@ -1,8 +1,22 @@
 // Colour theme: the system's, light or dark. Print is light.
-import { redraw } from "./charts.js";
 import { byId } from "./elements.js";
 
 const NAMES = ["auto", "light", "dark"];
+
+const resolved = new Map(); // colours of the current theme, for canvases
+
+// The colour of a CSS variable such as --accent, as canvases take it.
+export function colour(name) {
+  if (!resolved.has(name)) {
+    // light-dark() resolves only on an element.
+    const probe = document.createElement("i");
+    probe.style.color = `var(${name})`;
+    document.body.append(probe);
+    resolved.set(name, getComputedStyle(probe).color);
+    probe.remove();
+  }
+  return resolved.get(name);
+}
 
 // localStorage may be unavailable, e.g. for a page opened from disk.
 function remembered() {
@@ -13,21 +27,26 @@ function remember(name) {
   try { localStorage.setItem("theme", name); } catch { /* the choice lasts for this page only */ }
 }
 
-export function startTheme() {
+// ``redraw()``: draw canvases again, with other colours.
+export function startTheme(redraw) {
   const button = byId("theme"), root = document.documentElement;
   let chosen = remembered();
-  const apply = (name) => {
-    root.style.colorScheme = name === "auto" ? "light dark" : name;
-    button.querySelector("span").textContent = name;
+  const show = (name) => {
+    root.style.colorScheme = name;
+    resolved.clear();
+    redraw();
   };
-  apply(chosen);
+  const apply = () => {
+    button.querySelector("span").textContent = chosen;
+    show(chosen === "auto" ? "light dark" : chosen);
+  };
+  apply();
   button.onclick = () => {
     chosen = NAMES[(NAMES.indexOf(chosen) + 1) % NAMES.length];
     remember(chosen);
-    apply(chosen);
-    redraw();
+    apply();
   };
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-  addEventListener("beforeprint", () => { root.style.colorScheme = "light"; redraw(); });
-  addEventListener("afterprint", () => { apply(chosen); redraw(); });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", apply);
+  addEventListener("beforeprint", () => show("light"));
+  addEventListener("afterprint", apply);
 }

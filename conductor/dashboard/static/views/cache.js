@@ -1,44 +1,33 @@
-// Cache hits by tier and tenant, and the estimated hit ratio of other cache sizes.
-import { bars, byId, bytes, cell, element, fill, format, percent, row, say } from "./elements.js";
+// The cache by source, outcome, tier, tenant and prefix, and what other sizes of it would hit.
+import { LOCAL, OUTCOMES, SOURCES, outcomePairs, parts } from "../cache_words.js";
+import { Plots } from "../charts/plot.js";
+import { bars, byId, bytes, cell, element, fill, format, percent, row, say, within } from "../elements.js";
+import { prefixesOf } from "../frames.js";
+import * as history from "../history.js";
+import { tierRows } from "../panels/tiers.js";
 
-const SOURCES = { computed: "computed", pool: "its own pool", host: "host memory", ssd: "disk", fetched: "another node" };
-// Outcomes of prefix lookups; docs/troubleshooting.md explains each.
-const OUTCOMES = {
-  hit: "hit", off: "cache not asked", short: "no whole block", unused: "cached, not used", pending: "just computed", dropped: "evicted",
-  layout: "other layout", salted: "other salt", headed: "other head", new: "never seen",
+const SOURCE_COLOURS = { computed: "--soft", pool: "--good", host: "--c-teal", ssd: "--c-violet", fetched: "--accent" };
+const REASON_COLOURS = {
+  off: "--line-strong", short: "--c-brown", unused: "--c-yellow", pending: "--c-orange", dropped: "--bad",
+  layout: "--c-violet", salted: "--c-pink", headed: "--accent", new: "--soft",
 };
-// Of a hit: why it did not reach further.
-const MISSED = {
-  unused: "rest cached, not used", pending: "rest just computed", dropped: "rest evicted", layout: "rest in other layout",
-  salted: "rest of other salt", new: "rest never seen",
-};
-const LOCAL = ["pool", "host", "ssd"];
-
-function title(outcome, missed) {
-  const name = OUTCOMES[outcome] ?? outcome;
-  return missed ? `${name}, ${MISSED[missed] ?? missed}` : name;
-}
-
-// Hits that ended early are bars of their own.
-function outcomeBars({ outcomes = {}, missed = {} }) {
-  const early = Object.entries(missed), hits = (outcomes.hit ?? 0) - early.reduce((all, [, count]) => all + count, 0);
-  const whole = Object.entries({ ...outcomes, hit: hits }).map(([name, count]) => [title(name), count]);
-  return [...whole, ...early.map(([name, count]) => [title("hit", name), count])].filter(([, count]) => count > 0).sort((a, b) => b[1] - a[1]);
-}
-
-export function outcomeOf(request) {
-  const places = Object.entries(request.cached_from ?? {}).map(([name, count]) => `${format.format(count)} from ${SOURCES[name] ?? name}`);
-  return [title(request.prefix_outcome, request.prefix_missed), ...places].join(", ");
-}
-
-export function parts(tokens) {
-  const local = LOCAL.reduce((all, name) => all + (tokens[name] ?? 0), 0), remote = tokens.fetched ?? 0;
-  return { local, remote, all: local + remote + (tokens.computed ?? 0) };
-}
+const CHARTS = [
+  ["chart-sources", [...LOCAL, "fetched", "computed"].map((name) => `source-${name}`),
+    [...LOCAL, "fetched", "computed"].map((name) => [SOURCES[name], SOURCE_COLOURS[name]]), { stacked: true }],
+  ["chart-outcomes", ["outcome-hit", "outcome-early", ...Object.keys(REASON_COLOURS).map((name) => `outcome-${name}`)],
+    [["hit", "--good"], ["hit, rest missed", "--c-teal"], ...Object.entries(REASON_COLOURS).map(([name, colour]) => [OUTCOMES[name], colour])],
+    { stacked: true }],
+];
 
 function tenantRow(name, counts) {
   const { local, remote, all } = parts(counts), share = (part) => cell(percent(part / all), "number");
-  return row(name, counts.prompt ?? 0, share(local + remote), ...LOCAL.map((tier) => share(counts[tier] ?? 0)), share(remote));
+  return row(within("th", "cut", name), counts.prompt ?? 0, share(local + remote), ...LOCAL.map((tier) => share(counts[tier] ?? 0)), share(remote));
+}
+
+function holders(prefix) {
+  const made = cell(prefix.holders.join(", ") || "none now", "cut");
+  made.title = made.textContent;
+  return made;
 }
 
 // Interpolate between two sampled sizes, logarithmically.
@@ -74,18 +63,28 @@ function drawReuse(now) {
 }
 
 // Prompt tokens by source, requests by outcome, and a row for each tenant.
-export function drawTokens(tokens, prefixes, tenants) {
+function drawTokens(tokens, prefixes, tenants) {
   const { local, remote, all } = parts(tokens);
   const shown = Object.entries(SOURCES).map(([name, title]) => [title, tokens[name] ?? 0]);
   bars(byId("sources"), all ? shown : [], (count) => `${format.format(count)} (${percent(count / all)})`);
   say(byId("sources").nextElementSibling, all ? `From the cache ${percent((local + remote) / all)}: on the node itself ${percent(local / all)}, from another ${percent(remote / all)}.` : "");
-  bars(byId("outcomes"), outcomeBars(prefixes));
+  bars(byId("outcomes"), outcomePairs(prefixes));
   fill(byId("tenants"), Object.entries(tenants).map(([name, own]) => tenantRow(name, own)));
 }
 
-export function drawCache(now) {
-  drawTokens(now.tokens, now.cluster.prefixes ?? {}, now.tenants);
-  fill(byId("prefixes"), now.prefixes.map((prefix) => row(element("th", prefix.key.slice(0, 12), "id"), prefix.blocks,
-    cell((60 * prefix.uses_per_s).toFixed(1), "number"), prefix.holders.length, cell(prefix.holders.join(", ") || "none now", "wrap"))));
-  drawReuse(now);
+export function mount(root, page) {
+  const plots = new Plots(root, CHARTS, history);
+
+  function draw(frame) {
+    const { now } = frame;
+    plots.draw(page.range(), now.unix_s);
+    drawTokens(now.tokens, prefixesOf(now), frame.isWhole ? now.tenants : { [now.tenant]: now.tokens });
+    if (!frame.isWhole) return;
+    fill(byId("prefixes"), now.prefixes.map((prefix) => row(element("th", prefix.key.slice(0, 12), "id"), prefix.blocks,
+      cell((60 * prefix.uses_per_s).toFixed(1), "number"), prefix.holders.length, holders(prefix))));
+    fill(byId("tiers"), tierRows(now.cluster.nodes));
+    drawReuse(now);
+  }
+
+  return { draw, recolour: () => plots.recolour(), unmount: () => plots.remove() };
 }

@@ -1,5 +1,5 @@
 // The playground: a prompt, its streamed answer, and a link to its timeline.
-import { byId, element } from "./elements.js";
+import { byId, element } from "../elements.js";
 
 async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -13,8 +13,8 @@ async function* events(response) {
   }
 }
 
-async function send(form, showTimeline) {
-  const output = form.querySelector("output"), text = element("pre");
+async function send(form, output, answered) {
+  const text = element("pre");
   output.replaceChildren(text);
   const headers = { "Content-Type": "application/json" };
   const key = byId("api-key").value;
@@ -22,30 +22,30 @@ async function send(form, showTimeline) {
   const body = JSON.stringify({ prompt: byId("prompt").value, max_tokens: Number(byId("max-tokens").value), stream: true });
   const response = await fetch("/v1/completions", { method: "POST", headers, body });
   if (!response.ok) throw new Error((await response.json()).error.message);
-  let id = "";
   for await (const event of events(response)) {
     if (event.error) throw new Error(event.error.message);
-    id = event.id;
     text.textContent += event.choices[0]?.text ?? "";
+    answered(event.id);
   }
-  const open = element("button", "Timeline");
-  open.type = "button";
-  open.onclick = () => showTimeline(id);
-  output.append(open);
 }
 
-export function start(showTimeline) {
-  const form = byId("playground").querySelector("form");
+export function mount(root, page) {
+  const form = root.querySelector("form"), output = root.querySelector("output"), link = root.querySelector("a.timeline");
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
     const button = form.querySelector("button[type=submit]");
     button.disabled = true;
+    link.hidden = true;
     try {
-      await send(form, showTimeline);
+      await send(form, output, (id) => {
+        link.href = page.timelineHref(id);
+        link.hidden = false;
+      });
     } catch (error) {
-      form.querySelector("output").replaceChildren(element("p", error.message, "bad"));
+      output.append(element("p", error.message, "bad"));
     } finally {
       button.disabled = false;
     }
   });
+  return { draw() {}, recolour() {}, unmount() {} };
 }

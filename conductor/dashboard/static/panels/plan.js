@@ -1,5 +1,5 @@
 // The planner: how many nodes of each role there are, how many the load needs, and why.
-import { byId, cell, fill, percent, row, say } from "./elements.js";
+import { byId, cell, fill, percent, row, say } from "../elements.js";
 
 export function drawPlan(planner) {
   if (!planner) return; // a snapshot of an older version

@@ -1,7 +1,13 @@
-// One request's timeline: the spans of each process, placements and their reasons.
-import { cell, element, format, row, scrolling, seconds, svg, table, within } from "./elements.js";
+// One request's timeline: where its time went, the spans of each process, placements and their reasons.
+import { cell, element, format, row, scrolling, seconds, table, within } from "../elements.js";
+import { waterfall } from "./waterfall.js";
 
-const LINE = 22, NAME = 190, WIDTH = 620;
+// Colours of parts: waiting, moving, computing, again.
+const KINDS = {
+  "no node": "wait", asked: "wait", queue: "wait", batch: "wait", room: "wait",
+  load: "move", fetch: "move", messages: "move", transfer: "move", migration: "move",
+  prefill: "compute", decode: "compute", recompute: "again", failed: "again",
+};
 
 function facts(values) {
   return Object.entries(values).flatMap(([key, value]) => {
@@ -13,39 +19,20 @@ function facts(values) {
 }
 
 const line = (span) => `${span.process} · ${span.name}`;
-const short = (name) => (name.length > 30 ? `${name.slice(0, 29)}…` : name);
-
-function spanMark(span, x, y, className) {
-  const mark = span.seconds
-    ? svg("rect", { x: x(span.began_s), y, width: Math.max(2, x(span.began_s + span.seconds) - x(span.began_s)), height: 12, rx: 2, class: className })
-    : svg("circle", { cx: x(span.began_s), cy: y + 6, r: 4, class: className });
-  mark.append(svg("title", {}, `${span.process} ${span.name}: ${seconds(span.seconds)}, ${facts(span.facts)}`));
-  return mark;
-}
 
 function spansPicture(spans) {
-  const end = Math.max(...spans.map((span) => span.began_s + span.seconds), 1e-6);
-  const lines = [...new Set(spans.map(line))], processes = [...new Set(spans.map((span) => span.process))];
-  const width = NAME + WIDTH + 20, height = lines.length * LINE + 20;
-  const picture = svg("svg", {
-    viewBox: `0 0 ${width} ${height}`, width, height, role: "img",
-    "aria-label": `Spans of ${seconds(end)}; the list below has the same data`,
-  });
-  const x = (at) => NAME + Math.max(0, Math.min(at / end, 1)) * WIDTH;
-  for (const share of [0, 0.25, 0.5, 0.75, 1]) {
-    const at = x(share * end);
-    picture.append(svg("line", { x1: at, x2: at, y1: 0, y2: height - 18, class: "tick" }));
-    picture.append(svg("text", { x: at, y: height - 4, class: "soft", "text-anchor": share === 1 ? "end" : "start" }, share ? seconds(share * end) : "0"));
-  }
-  lines.forEach((name, number) => {
-    const text = svg("text", { x: 0, y: number * LINE + 15 }, short(name));
-    text.append(svg("title", {}, name));
-    picture.append(text);
-  });
-  for (const span of spans) {
-    picture.append(spanMark(span, x, lines.indexOf(line(span)) * LINE + 5, `process-${processes.indexOf(span.process) % 4}`));
-  }
-  return scrolling("Spans", picture);
+  const end_s = Math.max(...spans.map((span) => span.began_s + span.seconds), 1e-6);
+  const processes = [...new Set(spans.map((span) => span.process))];
+  const lines = [...new Set(spans.map(line))].map((label) => ({
+    label,
+    marks: spans.filter((span) => line(span) === label).map((span) => ({
+      from_s: span.began_s, seconds: span.seconds, className: `process-${processes.indexOf(span.process) % 4}`,
+      title: `${label}: ${seconds(span.seconds)}, ${facts(span.facts)}`,
+    })),
+  }));
+  const made = waterfall("Process · span", lines, end_s);
+  made.classList.add("spans");
+  return made;
 }
 
 // The candidates: estimated cost of each beside the chosen one.
@@ -79,15 +66,19 @@ function candidates(events) {
   return made;
 }
 
-// Where a sequence's time went: its longest part as a sentence, all of them in a table.
+// Where a sequence's time went: its longest part as a sentence, and its parts one after the other.
 function timeSpent({ parts, explanation }) {
   if (!parts?.length) return [];
-  const whole = parts.reduce((sum, part) => sum + part.seconds, 0);
-  const rows = [...parts].sort((one, other) => other.seconds - one.seconds).map((part) =>
-    row(part.sentence, time(part.seconds), cell(`${(100 * part.seconds / whole).toFixed(1)} %`, "number")));
-  const box = scrolling("Where the time went", table(["part", "time", "share"], rows));
-  return [element("p", explanation, "longest"),
-    within("details", "parts", element("summary", "Where the time went"), box)];
+  const whole_s = parts.reduce((sum, part) => sum + part.seconds, 0);
+  let from_s = 0;
+  const lines = parts.map((part) => {
+    const mark = { from_s, seconds: part.seconds, className: KINDS[part.name] ?? "other", title: `${part.sentence}: ${seconds(part.seconds)}` };
+    from_s += part.seconds;
+    return { label: part.sentence, marks: [mark], values: [seconds(part.seconds), `${(100 * part.seconds / whole_s).toFixed(1)} %`] };
+  });
+  const made = waterfall("Where the time went", lines, whole_s, ["time", "share"]);
+  made.classList.add("parts");
+  return [element("p", explanation, "longest"), made];
 }
 
 // The whole timeline as elements. ``timeline``: the JSON of /v1/requests/ID/timeline.
@@ -100,6 +91,6 @@ export function timelineView(timeline) {
   const list = within("ol", "what", ...events.map(({ event, at_s, unix_s, ...rest }) => within("li", "",
     element("b", event.replaceAll("_", " ")), element("span", at_s ? seconds(at_s) : "0 ms"), element("small", facts(rest)))));
   const box = scrolling("Candidates", ...tables);
-  return [element("p", why, "why"), ...several.flatMap(timeSpent), ...(spans.length ? [spansPicture(spans)] : []),
+  return [...several.flatMap(timeSpent), element("p", why, "why"), ...(spans.length ? [spansPicture(spans)] : []),
     ...(tables.length ? [within("details", "candidates", element("summary", "Candidates"), box)] : []), list];
 }

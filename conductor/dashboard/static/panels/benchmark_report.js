@@ -1,5 +1,5 @@
 // Draw reports of `moonpool bench … --json`: each figure with its peers, limit and conditions.
-import { cell, element, format, row, scrolling, table, within } from "./elements.js";
+import { cell, element, format, row, scrolling, table, within } from "../elements.js";
 
 // Format a figure with about three digits.
 function number(value) {

@@ -1,0 +1,82 @@
+"""The dashboard of 64 and 1,024 nodes: it stays fluid, and has few elements."""
+
+from __future__ import annotations
+
+import json
+from contextlib import aclosing
+from statistics import median
+
+import pytest
+from playwright.async_api import Browser, Page, expect
+
+from moonpool.local.cluster import LocalCluster
+from tests.dashboard.conftest import NEEDS_BROWSER, SCREENSHOTS, ask, show, signed_in
+from tests.dashboard.made_up import large
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), NEEDS_BROWSER, pytest.mark.slow]
+
+FRAME_MS = 50
+SECONDS = 6
+VIEWS = ("Cluster", "Cache", "Transfers", "Requests", "Latency", "Fleet")
+# Take in one snapshot as it comes from the conductor, and wait until it is painted.
+TAKE = """async (second) => {
+    const { take } = await import('/static/dashboard.js');
+    const now = JSON.parse(snapshots[second % snapshots.length]);
+    now.unix_s = 4e9 + second;
+    take(now);
+    await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
+}"""
+
+
+async def busy_s(page: Page, numbers: range) -> list[float]:
+    """Seconds of the page's main thread for each snapshot, of its own time: other processes do not count."""
+    session = await page.context.new_cdp_session(page)
+    await session.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+    async def thread_s() -> float:
+        metrics = (await session.send("Performance.getMetrics"))["metrics"]
+        return next(float(one["value"]) for one in metrics if one["name"] == "TaskDuration")
+
+    found = []
+    for number in numbers:
+        before_s = await thread_s()
+        await page.evaluate(TAKE, number)
+        found.append(await thread_s() - before_s)
+    await session.detach()
+    return found
+
+
+@pytest.mark.parametrize("num_nodes", [64, 1024])
+async def test_a_large_cluster_is_fluid(browser: Browser, cluster: LocalCluster, num_nodes: int) -> None:
+    await ask(cluster.url, "A request, for the lists to show.")
+    async with cluster.client() as client, aclosing(client.live()) as live:
+        now = await anext(live)
+    page = await browser.new_page(viewport={"width": 1440, "height": 900})
+    # The cluster's own snapshots would come in between.
+    await page.route("**/v1/live", lambda route: route.abort())
+    await signed_in(page, cluster.url)
+    texts = [json.dumps(large(now, num_nodes, second)) for second in range(4)]
+    # They are there before: what hands them over costs the page, and is the test's.
+    await page.evaluate("(texts) => { window.snapshots = texts }", texts)
+    frames_ms = {}
+    for number, view in enumerate(VIEWS):
+        await page.evaluate(TAKE, number * SECONDS)
+        await show(page, view)
+        some = await busy_s(page, range(number * SECONDS + 1, (number + 1) * SECONDS))
+        frames_ms[view] = (round(1000 * median(some), 1), round(1000 * max(some), 1))
+        # As many as are in sight, not as there are nodes.
+        assert await page.evaluate("document.querySelectorAll('.view *').length") < 2000, view
+        fits = "document.querySelector('main').scrollHeight <= document.querySelector('main').clientHeight"
+        assert await page.evaluate(fits), view
+        await page.screenshot(path=SCREENSHOTS / f"{view.lower()}-{num_nodes}-nodes.png")
+    print(f"{num_nodes} nodes, ms of the main thread a snapshot, median and most: {frames_ms}")
+    assert max(middle for middle, _ in frames_ms.values()) <= FRAME_MS, frames_ms
+    # The last of a thousand nodes is found, by scrolling and by name.
+    await page.locator("#nodes .scroll").evaluate("(box) => { box.scrollTop = box.scrollHeight }")
+    last = f"prefill-{num_nodes // 2 - 1}"
+    await expect(page.locator("#nodes tbody tr", has_text=last)).to_be_visible()
+    await page.locator("#nodes .scroll").evaluate("(box) => { box.scrollTop = 0 }")
+    await page.keyboard.press("/")
+    await page.keyboard.type("decode-31")
+    await expect(page.locator("#nodes tbody:not(.space) tr").first).to_contain_text("decode-31")
+    await page.close()
