@@ -14,6 +14,7 @@ from moonpool.bench.chaos.disk import LoopDisk
 from moonpool.bench.chaos.sockets import cut_connections
 from moonpool.local.cluster import LocalCluster
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.failures import FailureClass
 
 # A fault gets the run's randomness, is over when it returns, and says what it did.
 Fault = Callable[[random.Random], Awaitable[str]]
@@ -21,6 +22,8 @@ Fault = Callable[[random.Random], Awaitable[str]]
 
 class FaultFailed(MoonpoolError):
     """A fault could not be injected, or the cluster did not recover its process."""
+
+    failure = FailureClass.WORKER
 
 
 class ClusterFaults:
