@@ -109,12 +109,11 @@ async def _measure(
             status, timeline = read_json(await http.get(f"/v1/requests/{answer.id}/timeline"))
             if status == 200:
                 course.add(timeline, fault_unix_s)
-    if not course.classes:
-        # No request noticed: what processes counted, and when.
-        for (failure, _), first_s in watch.first_s.items():
-            course.classes[failure] += 1
-            course.detect_s.append(max(first_s - fault_unix_s, 0.0))
-    if watch.without_index_s > fault_unix_s and not watch.without_index:
+    if not course.classes and watch.first_s:
+        # No request noticed: what processes counted, and when the first one did.
+        course.classes.update(failure for failure, _ in watch.first_s)
+        course.detect_s.append(max(min(watch.first_s.values()) - fault_unix_s, 0.0))
+    if watch.without_index_s > fault_unix_s and watch.has_index:
         course.recover_s.append(watch.without_index_s - fault_unix_s)
     return course
 
@@ -141,14 +140,13 @@ def _rows(case: str, course: Course) -> Iterator[Row]:
 
 
 def _show(drill: Drill, arm: str, course: Course) -> None:
-    """The longest of each time; — where there was none."""
+    """The longest of each time in seconds; — where there was none."""
 
     def longest(values: list[float]) -> str:
         return f"{max(values):.2f}" if values else "—"
 
-    table = Table(title=f"{drill.name}, {arm}: {drill.mitigation}", title_justify="left")
-    columns = ("class", "detect s", "contain s", "recover s", "slowest s", "lost", "late", "rejected", "of")
-    for column in columns:
+    table = Table(title=f"{drill.name}, {arm}: {drill.mitigation}; seconds, requests", title_justify="left")
+    for column in ("class", "detect", "contain", "recover", "slowest", "lost", "late", "rejected", "of"):
         table.add_column(column, justify="right")
     numbers = (course.lost, course.late, course.rejected, course.total)
     classes = ", ".join(name for name, _ in course.classes.most_common()) or "none"

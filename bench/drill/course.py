@@ -17,8 +17,10 @@ from moonpool.runtime.observing.metrics_server import own_metrics_key
 
 # How often the counters of all processes are read.
 READ_EVERY_S = 0.25
+# Of one page; a process that is stopped does not keep the others from being read.
+_ANSWER_S = 5.0
 _COUNTED = re.compile(r'^moonpool_failures_total\{cause="(\w+)",class="(\w+)"\} (\S+)$', re.MULTILINE)
-_CONNECTED = re.compile(r"^moonpool_index_(?:mirror|publisher)_connected (\S+)$", re.MULTILINE)
+_CONNECTED = re.compile(r"^moonpool_index_(mirror|publisher)_connected (\S+)$", re.MULTILINE)
 _REJECTED = "status 429"
 
 
@@ -30,8 +32,13 @@ class FailureWatch:
         self._pages = {url: HttpClient(url, api_key=own_metrics_key()) for url in urls}
         self._seen: dict[tuple[str, str, str], float] = {}
         self.first_s: dict[tuple[str, str], float] = {}
-        self.without_index: set[str] = set()  # processes that have lost Redis
+        self._has_index: dict[tuple[str, str], bool] = {}  # those that had it once: others never will
         self.without_index_s = 0.0  # when one of them was seen last
+
+    @property
+    def has_index(self) -> bool:
+        """Whether every process that had Redis before has it now."""
+        return all(self._has_index.values())
 
     async def read(self) -> None:
         """A process that does not answer, or that restarted, has nothing new."""
@@ -43,7 +50,7 @@ class FailureWatch:
 
     async def _read(self, url: str) -> None:
         try:
-            async with asyncio.timeout(READ_EVERY_S):
+            async with asyncio.timeout(_ANSWER_S):
                 page = read_text(await self._pages[url].get(""))
         except (ServerUnreachable, AnswerInvalid, TimeoutError):
             return
@@ -52,10 +59,11 @@ class FailureWatch:
             if value > self._seen.get(key, 0.0):
                 self.first_s.setdefault((failure, cause), time.time())
             self._seen[key] = value
-        self.without_index.discard(url)
-        if any(float(text) == 0 for text in _CONNECTED.findall(page)):
-            self.without_index.add(url)
-            self.without_index_s = time.time()
+        for kind, text in _CONNECTED.findall(page):
+            if float(text) or (url, kind) in self._has_index:
+                self._has_index[url, kind] = bool(float(text))
+                if not float(text):
+                    self.without_index_s = time.time()
 
     @classmethod
     @asynccontextmanager
@@ -63,17 +71,18 @@ class FailureWatch:
         watch = cls(urls)
         await watch.read()
 
-        async def run() -> None:
+        async def run(url: str) -> None:
             while True:
                 await asyncio.sleep(READ_EVERY_S)
-                await watch.read()
+                await watch._read(url)
 
-        task = asyncio.create_task(run())
+        tasks = [asyncio.create_task(run(url)) for url in urls]
         try:
             yield watch
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @dataclass(slots=True)

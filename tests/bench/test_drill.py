@@ -61,6 +61,27 @@ def test_answers_are_lost_late_or_rejected() -> None:
     assert course.slowest_s == 10.5
 
 
+async def test_the_index_is_away_of_processes_that_had_it() -> None:
+    connected = {"mirror": 1, "publisher": 0}
+
+    async def page(_: web.Request) -> web.Response:
+        lines = [f"moonpool_index_{kind}_connected {value}.0" for kind, value in connected.items()]
+        return web.Response(text="\n".join([*lines, ""]))
+
+    app = web.Application()
+    app.router.add_get("/metrics", page)
+    async with TestServer(app) as server:
+        watch = FailureWatch([str(server.make_url("/metrics"))])
+        await watch.read()
+        assert watch.has_index and not watch.without_index_s
+        connected["mirror"] = 0
+        await watch.read()
+        assert not watch.has_index and watch.without_index_s
+        connected["mirror"] = 1
+        await watch.read()
+        assert watch.has_index
+
+
 async def test_counters_that_grow_tell_class_and_time() -> None:
     counts = {"store": 3.0, "request": 0.0}
 
