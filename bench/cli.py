@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 _NAMES = (
-    *("chaos", "conductor", "elastic", "engine", "eviction", "index", "kernels", "migrate"),
+    *("chaos", "conductor", "drill", "elastic", "engine", "eviction", "index", "kernels", "migrate"),
     *("parallel", "serve", "simulate", "store", "transfer", "vllm"),
 )
 _FOLDERS = {"simulate": "simulation"}

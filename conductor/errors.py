@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.failures import FailureClass
 
 
 class ConductorError(MoonpoolError):
     """Base of all errors of ``conductor``."""
+
+    failure = FailureClass.REQUEST
 
 
 class RequestRejected(ConductorError):
@@ -55,6 +58,7 @@ class ConductorClosed(ConductorError):
     """The conductor is shutting down; the request was stopped on all nodes."""
 
     code = "UNAVAILABLE"
+    failure = FailureClass.CONDUCTOR
 
     def __init__(self) -> None:
         super().__init__("the conductor is shutting down: send the request to another one")
@@ -64,6 +68,7 @@ class NoNodes(ConductorError):
     """No node of ``role`` was available within the time that requests wait for one."""
 
     code = "UNAVAILABLE"
+    failure = FailureClass.NODE
 
     def __init__(self, role: str, waited_s: float) -> None:
         super().__init__(
@@ -85,13 +90,19 @@ class DeadlineExceeded(ConductorError):
 
 
 class RequestFailed(ConductorError):
-    """The request was placed ``attempts`` times without another token; ``cause`` is the last failure."""
+    """The request was placed ``attempts`` times without another token; ``cause`` is the last failure, and
+    ``failure`` its class."""
 
-    def __init__(self, cause: str, attempts: int, num_tokens: int) -> None:
+    failure = FailureClass.NODE
+
+    def __init__(
+        self, cause: str, attempts: int, num_tokens: int, failure: FailureClass = FailureClass.NODE
+    ) -> None:
         super().__init__(
             f"gave up at token {num_tokens} after {attempts} placements; the last failed with: {cause}"
         )
         self.cause = cause
+        self.failure = failure
         self.attempts = attempts
         self.num_tokens = num_tokens
 

@@ -67,7 +67,7 @@ class Departures:
         if handover is None:
             return False
         if event.finish_reason or event.preempted or event.ended_life:
-            handover.fail(f"request {sequence.request_id} ended or was preempted")
+            handover.fail(HandoverFailed(f"request {sequence.request_id} ended or was preempted"))
             handover.taken.set()
         elif sequence.state is State.KEPT_FOR_TRANSFER:
             handover.stand_still(sequence)
@@ -80,7 +80,7 @@ class Departures:
         """The request was cancelled: its new node has it, or its client is gone."""
         handover = self._handovers.get(key)
         if handover is not None:
-            handover.fail("the request was cancelled")
+            handover.fail(HandoverFailed("the request was cancelled"))
             handover.taken.set()
 
     def renew(self) -> None:

@@ -26,7 +26,8 @@ from moonpool.kvstore.blocks import keys as block_keys
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.config.options import Config
-from moonpool.runtime.errors import LifeEnded, MoonpoolError, RemoteError
+from moonpool.runtime.errors import LifeEnded, MoonpoolError, RemoteError, failure_of
+from moonpool.runtime.failures import FailureClass
 from moonpool.runtime.observing import tracing
 from moonpool.runtime.security import process
 from moonpool.runtime.security.roles import Caller, NotPermitted
@@ -43,12 +44,14 @@ class TooManyConductors(MoonpoolError):
     """A conductor cannot be served besides the others. It gets no tokens."""
 
     code = "RESOURCE_EXHAUSTED"
+    failure = FailureClass.CONDUCTOR
 
 
 class TokensUnread(MoonpoolError):
     """A conductor does not read its tokens. Its requests on this node have been cancelled."""
 
     code = "RESOURCE_EXHAUSTED"
+    failure = FailureClass.CONDUCTOR
 
 
 @dataclass(slots=True)
@@ -230,6 +233,7 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
                     invalid=isinstance(error, StructureInvalid | StructureUnsupported),
                     # The prefill node's.
                     ended_life=isinstance(error, RemoteError) and error.kind == LifeEnded.__name__,
+                    failure=failure_of(error).value,
                 )
             )
             return

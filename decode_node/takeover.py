@@ -21,6 +21,7 @@ from moonpool.kvstore.grants.held import HeldGrant, holders_clock
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.failures import FailureClass
 
 # A decode node is asked to stop a request when at most so many blocks are left to read.
 _REST_BLOCKS = 2
@@ -31,12 +32,16 @@ _DRIFT = 0.01
 class HandoverBroken(MoonpoolError):
     """The source ended its stream before the last block."""
 
+    failure = FailureClass.TRANSFER
+
     def __init__(self, source: str = "prefill") -> None:
         super().__init__(f"the {source} node ended its stream before the last block")
 
 
 class StoodStillTooLong(MoonpoolError):
     """The last blocks were not read before the source went on with the request."""
+
+    failure = FailureClass.TRANSFER
 
     def __init__(self, took_s: float) -> None:
         super().__init__(

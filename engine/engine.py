@@ -287,7 +287,10 @@ class Engine:
             if self.ranks is not None and isinstance(error, RankLost):
                 lost = await self.ranks.explain(error)
             self._report_step(
-                [StepEvent(sequence, 0, error=str(lost), ended_life=True) for sequence in loop.ended_in]
+                [
+                    StepEvent(sequence, 0, error=str(lost), ended_life=True, lost=lost.failure)
+                    for sequence in loop.ended_in
+                ]
             )
             if lost is not error:
                 raise lost from error

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.failures import FailureClass
 
 
 class EngineError(MoonpoolError):
     """Base of the engine's errors."""
+
+    failure = FailureClass.WORKER
 
 
 class CheckpointError(EngineError):
@@ -25,6 +28,7 @@ class RoleUnsupported(EngineError):
     """The node cannot have this role. It has kept its own."""
 
     code = "INVALID_ARGUMENT"
+    failure = FailureClass.REQUEST
 
     def __init__(self, node_id: str, role: str, stages: Sequence[str]) -> None:
         super().__init__(f"node {node_id} cannot have the role {role!r}: it serves {' and '.join(stages)}")
@@ -42,6 +46,8 @@ class UnsupportedModel(EngineError):
 class PoolTooSmall(EngineError):
     """The KV pool has no room for even one block."""
 
+    failure = FailureClass.DEVICE
+
     def __init__(self, pool_nbytes: int, block_nbytes: int) -> None:
         super().__init__(
             f"the KV pool has {pool_nbytes:,} bytes but one block of this model needs {block_nbytes:,}: "
@@ -54,6 +60,8 @@ class PoolTooSmall(EngineError):
 class WeightsTooLarge(EngineError):
     """The weights do not fit in the GPU's memory."""
 
+    failure = FailureClass.DEVICE
+
     def __init__(self, path: Path, free_nbytes: int) -> None:
         nbytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         super().__init__(
@@ -64,6 +72,8 @@ class WeightsTooLarge(EngineError):
 
 class GpuMemoryShort(EngineError):
     """The KV pool does not fit on the GPU; ``room_nbytes`` would fit."""
+
+    failure = FailureClass.DEVICE
 
     def __init__(self, wanted_nbytes: int, room_nbytes: int, why: str) -> None:
         super().__init__(
@@ -78,6 +88,8 @@ class GpuMemoryShort(EngineError):
 class OutOfBlocks(EngineError):
     """Not enough blocks are free or evictable. Nothing was allocated."""
 
+    failure = FailureClass.DEVICE
+
     def __init__(self, needed: int, free: int) -> None:
         super().__init__(f"{needed} KV blocks needed, {free} free")
         self.needed = needed
@@ -88,6 +100,7 @@ class SequenceTooLong(EngineError):
     """The sequence leaves no room for a token within the longest length served."""
 
     code = "INVALID_ARGUMENT"
+    failure = FailureClass.REQUEST
 
     def __init__(self, num_tokens: int, limit: int) -> None:
         super().__init__(
@@ -99,6 +112,7 @@ class UnknownToken(EngineError):
     """A token id is outside the model's vocabulary. ``where``: its role in the request."""
 
     code = "INVALID_ARGUMENT"
+    failure = FailureClass.REQUEST
 
     def __init__(self, token_id: int, vocab_size: int, where: str) -> None:
         super().__init__(f"{where} {token_id} is outside the model's vocabulary of {vocab_size}")
@@ -108,6 +122,7 @@ class DuplicateSequence(EngineError):
     """The engine already has a sequence of this request id and attempt."""
 
     code = "ALREADY_EXISTS"
+    failure = FailureClass.REQUEST
 
     def __init__(self, request_id: str, attempt: int) -> None:
         super().__init__(f"request {request_id} (attempt {attempt}) is already in the engine")
@@ -118,6 +133,7 @@ class DeviceLost(EngineError):
     the device or an uncorrectable ECC error. Only another process can use it, if any."""
 
     code = "UNAVAILABLE"
+    failure = FailureClass.DEVICE
 
     def __init__(self, error: Exception) -> None:
         text = (str(error).splitlines() or [""])[0]
@@ -134,6 +150,7 @@ class RankLost(EngineError):
     """A rank of the group ended or was silent for too long. The group is unusable."""
 
     code = "UNAVAILABLE"
+    failure = FailureClass.RANK
 
     def __init__(self, rank: int, reason: str) -> None:
         super().__init__(f"rank {rank} is lost: {reason}")
@@ -144,11 +161,14 @@ class RankLost(EngineError):
 class LinkBroken(RankLost):
     """An exchange with ``rank`` failed. ``RankGroup.explain`` finds the cause."""
 
+    failure = FailureClass.COLLECTIVE
+
 
 class RankRefused(EngineError):
     """A started rank does not fit its group: another model, dtype or plan."""
 
     code = "FAILED_PRECONDITION"
+    failure = FailureClass.GROUP
 
     def __init__(self, rank: int, word: str, theirs: object, ours: object, where: str = "") -> None:
         """``where``: such as " on gpu-2"; empty on the leader's machine."""
@@ -157,6 +177,8 @@ class RankRefused(EngineError):
 
 class RankDiverged(RankLost):
     """A rank ran other batches than the leader, or in another order."""
+
+    failure = FailureClass.GROUP
 
     def __init__(self, rank: int, step: int, theirs: int, ours: int) -> None:
         super().__init__(
@@ -168,12 +190,14 @@ class HostRefused(EngineError):
     """A handshake of leader and rank host failed: another version, another secret, or too many hosts."""
 
     code = "FAILED_PRECONDITION"
+    failure = FailureClass.GROUP
 
 
 class NodeDraining(MoonpoolError):
     """The node is draining and accepts no new requests."""
 
     code = "UNAVAILABLE"
+    failure = FailureClass.NODE
 
     def __init__(self, node_id: str) -> None:
         super().__init__(f"node {node_id} is draining and takes no new requests")
@@ -183,6 +207,7 @@ class AdapterRefused(EngineError):
     """A LoRA adapter cannot be served; ``path`` is the file that says why. Nothing was changed."""
 
     code = "INVALID_ARGUMENT"
+    failure = FailureClass.REQUEST
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"adapter {path}: {reason}")
@@ -194,6 +219,7 @@ class AdapterNameTaken(EngineError):
     """Another adapter has this name. It stays."""
 
     code = "ALREADY_EXISTS"
+    failure = FailureClass.REQUEST
 
     def __init__(self, name: str, path: str) -> None:
         super().__init__(

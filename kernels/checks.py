@@ -18,6 +18,7 @@ from torch import Tensor
 from moonpool.kernels import reference
 from moonpool.kernels.reference import FP8, head_dim_of
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.failures import FailureClass
 
 Form = TypeVar("Form", bound=Callable[..., Any])
 Arguments = Mapping[str, Any]
@@ -91,6 +92,8 @@ _TENSORS = {
 
 class KernelMisuse(MoonpoolError):
     """A kernel was called with invalid arguments. Nothing has been read or written."""
+
+    failure = FailureClass.WORKER
 
 
 def checked(form: Form) -> Form:

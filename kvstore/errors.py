@@ -6,10 +6,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.failures import FailureClass
 
 
 class StoreError(MoonpoolError):
     """Base of every error that ``kvstore`` raises."""
+
+    failure = FailureClass.STORE
 
 
 class LayoutError(StoreError):
@@ -43,9 +46,13 @@ class BlockCorrupt(StoreError):
 class KeyFormatError(StoreError):
     """Bytes are not packed block keys."""
 
+    failure = FailureClass.REQUEST
+
 
 class IndexUnavailable(StoreError):
     """Redis did not answer, or answered with an error. The call may have taken effect."""
+
+    failure = FailureClass.INDEX
 
     def __init__(self, call: str, reason: str) -> None:
         super().__init__(
@@ -67,12 +74,16 @@ def raise_one(outcomes: Iterable[object], first: type[BaseException]) -> None:
 class NodeUnknown(StoreError):
     """The index does not know this node in this epoch. Register again."""
 
+    failure = FailureClass.INDEX
+
     def __init__(self, node_id: str, epoch: int) -> None:
         super().__init__(f"node {node_id} of epoch {epoch} is not registered in the index")
 
 
 class EpochSuperseded(StoreError):
     """Another process registered this node with a newer epoch; the caller's entries are gone."""
+
+    failure = FailureClass.INDEX
 
     def __init__(self, node_id: str, epoch: int, current: int) -> None:
         super().__init__(f"node {node_id} of epoch {epoch} was superseded by epoch {current}")
@@ -81,6 +92,8 @@ class EpochSuperseded(StoreError):
 
 class EntryCorrupt(StoreError):
     """An entry of the index cannot be used; it is skipped. ``reason`` is a word for metrics."""
+
+    failure = FailureClass.INDEX
 
     reason: str = "unreadable"
 

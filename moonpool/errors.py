@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from moonpool.runtime.errors import ConfigError, MoonpoolError
+from moonpool.runtime.failures import FailureClass
 from moonpool.runtime.redaction import redacted
 
 # The extras of pyproject.toml: what they add, and the modules without which that does not run.
@@ -21,6 +22,8 @@ _EXTRAS = {
 
 class ExtraMissing(MoonpoolError):
     """The installation lacks an extra that ``command`` needs."""
+
+    failure = FailureClass.REQUEST
 
     def __init__(self, command: str, extra: str) -> None:
         super().__init__(f"{command} needs {_EXTRAS[extra][0]}: pip install 'moonpool[{extra}]'")
@@ -63,6 +66,8 @@ def _exit(error: Exception | str, code: int) -> None:
 class LocalClusterError(MoonpoolError):
     """A local cluster cannot start or go on. It is stopped."""
 
+    failure = FailureClass.WORKER
+
 
 class RedisMissing(LocalClusterError):
     """No Redis server binary on this machine. Nothing has been started."""
@@ -98,12 +103,16 @@ class TooLittleMemory(LocalClusterError):
 class IndexUnreachable(LocalClusterError):
     """The configured Redis does not answer. Nothing has been started."""
 
+    failure = FailureClass.INDEX
+
     def __init__(self, url: str, reason: str) -> None:
         super().__init__(f"the Redis at {url} does not answer ({reason}): start it, or leave out --redis")
 
 
 class ReportSourceInvalid(MoonpoolError):
     """A file for ``moonpool report`` was not written by ``moonpool bench … --json``."""
+
+    failure = FailureClass.REQUEST
 
     def __init__(self, path: Path, what: str) -> None:
         super().__init__(f"{path} is no report of `moonpool bench … --json`: {what}")
@@ -112,6 +121,8 @@ class ReportSourceInvalid(MoonpoolError):
 
 class ApiError(LocalClusterError):
     """The API answered with an error, or could not be reached (``status`` 0)."""
+
+    failure = FailureClass.CONDUCTOR
 
     def __init__(self, url: str, status: int, message: str) -> None:
         # An error in a stream comes after its status.

@@ -25,7 +25,8 @@ from moonpool.kvstore.index import metrics as index_metrics
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.config.options import Config
-from moonpool.runtime.errors import LifeEnded, MoonpoolError, NodeUnavailable, RemoteError
+from moonpool.runtime.errors import LifeEnded, MoonpoolError, NodeUnavailable, RemoteError, failure_of
+from moonpool.runtime.failures import FailureClass
 from moonpool.runtime.observing import tracing
 from moonpool.runtime.service.vital import vital
 from moonpool.runtime.structure.grammars import StructureInvalid
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 
 class PrefillFailed(MoonpoolError):
     """The engine could not compute this prompt. All its blocks are released."""
+
+    failure = FailureClass.WORKER
 
 
 def _failure(event: StepEvent) -> MoonpoolError:
@@ -72,7 +75,7 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
 
     async def stop(self) -> None:
         for handover in self._handovers.values():
-            handover.fail(f"node {self.node_id} is stopping")
+            handover.fail(HandoverFailed(f"node {self.node_id} is stopping", FailureClass.NODE))
         for task in list(self._handing_over):
             task.cancel()
 
@@ -90,7 +93,7 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         """End a handover after the first token. Before that the call itself is cancelled."""
         handover = self._handovers.get(key)
         if handover is not None and key not in self._prefills:
-            handover.fail("the request was cancelled")
+            handover.fail(HandoverFailed("the request was cancelled", FailureClass.REQUEST))
             handover.followed.set()
             handover.taken.set()
 
@@ -241,7 +244,7 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         for event in events:
             sequence = event.sequence
             if event.ended_life:
-                self._end_life(sequence.key, event.error)
+                self._end_life(sequence.key, LifeEnded(event.error, event.lost))
             elif event.token_id >= 0 or event.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED):
                 first_token = self._first_tokens.get(sequence.key)
                 if first_token is None or first_token.done():
@@ -253,10 +256,10 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
             elif (handover := self._handovers.get(sequence.key)) is not None and not event.preempted:
                 handover.progress(sequence, event.num_computed_tokens)
 
-    def _end_life(self, key: Key, error: str) -> None:
+    def _end_life(self, key: Key, error: LifeEnded) -> None:
         first_token = self._first_tokens.get(key)
         if first_token is not None and not first_token.done():
-            first_token.set_exception(LifeEnded(error))
+            first_token.set_exception(error)
 
     def _abort(self, sequence: Sequence, error: BaseException) -> None:
         self.engine.cancel(*sequence.key)
@@ -264,8 +267,9 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         handover = self._handovers.pop(sequence.key, None)
         if handover is not None:
             # The conductor may hear of it from the follower first.
-            kind = LifeEnded if isinstance(error, LifeEnded) else HandoverFailed
-            handover.fail(str(error) or type(error).__name__, kind)
+            if not isinstance(error, LifeEnded):
+                error = HandoverFailed(str(error) or type(error).__name__, failure_of(error))
+            handover.fail(error)
 
     def _handover(self, key: Key) -> Handover:
         handover = self._handovers.get(key)
@@ -286,7 +290,7 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
                     await handover.taken.wait()
             except TimeoutError:
                 log.warning("no decode node took the blocks of %s in time", sequence.request_id)
-                handover.fail("its blocks were not taken in time")
+                handover.fail(HandoverFailed("its blocks were not taken in time"))
             finally:
                 self._handovers.pop(sequence.key, None)
                 self.engine.release(sequence)

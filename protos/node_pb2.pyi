@@ -1557,6 +1557,7 @@ class TokenOut(_message.Message):
     ENDED_LIFE_FIELD_NUMBER: _builtins.int
     INVALID_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     index: _builtins.int
@@ -1574,6 +1575,8 @@ class TokenOut(_message.Message):
     """with FINISH_ERROR: it would end so on any node"""
     accepted: _builtins.bool
     """by speculation: it took no step of its own"""
+    failure: _builtins.str
+    """with FINISH_ERROR: a word of runtime.failures.FailureClass"""
     @_builtins.property
     def logprobs(self) -> Global___TokenLogprobs:
         """if requested"""
@@ -1598,10 +1601,11 @@ class TokenOut(_message.Message):
         ended_life: _builtins.bool = ...,
         invalid: _builtins.bool = ...,
         accepted: _builtins.bool = ...,
+        failure: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "received", b"received"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "attempt", b"attempt", "ended_life", b"ended_life", "error", b"error", "finish_reason", b"finish_reason", "has_token", b"has_token", "index", b"index", "invalid", b"invalid", "logprobs", b"logprobs", "preempted", b"preempted", "received", b"received", "request_id", b"request_id", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "attempt", b"attempt", "ended_life", b"ended_life", "error", b"error", "failure", b"failure", "finish_reason", b"finish_reason", "has_token", b"has_token", "index", b"index", "invalid", b"invalid", "logprobs", b"logprobs", "preempted", b"preempted", "received", b"received", "request_id", b"request_id", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,19 +6,24 @@ boundary maps them to a status.
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import ClassVar
 
+from moonpool.runtime.failures import FailureClass
 from moonpool.runtime.redaction import redacted
 
 
 class MoonpoolError(Exception):
     """Base of all errors. ``str(error)`` is a sentence: what happened, where, and what to do.
 
-    ``code`` is the name of the gRPC status of a call that raises this error. The sentence has no secrets.
+    ``code`` is the name of the gRPC status of a call that raises this error. ``failure`` says what failed:
+    each branch of the tree has its own, and an error that stands for another has that one's. The sentence
+    has no secrets.
     """
 
     code: ClassVar[str] = "INTERNAL"
+    failure: FailureClass = FailureClass.WORKER
 
     def __init__(self, *sentence: object) -> None:
         super().__init__(*(redacted(part) if isinstance(part, str) else part for part in sentence))
@@ -28,6 +33,7 @@ class ConfigError(MoonpoolError):
     """A configuration value is unknown, of the wrong type or invalid. Nothing has been started."""
 
     code = "INVALID_ARGUMENT"
+    failure = FailureClass.REQUEST
 
     def __init__(self, message: str, key: str = "") -> None:
         super().__init__(message)
@@ -38,6 +44,7 @@ class PortInUse(MoonpoolError):
     """Another process listens on the address already. Nothing has been started."""
 
     code = "FAILED_PRECONDITION"
+    failure = FailureClass.WORKER
 
     def __init__(self, host: str, port: int, option: str) -> None:
         super().__init__(
@@ -49,6 +56,8 @@ class PortInUse(MoonpoolError):
 
 class ChildFailed(MoonpoolError):
     """A child process ended or did not become ready. ``tail`` is the end of its log, if any."""
+
+    failure = FailureClass.WORKER
 
     def __init__(self, name: str, what: str, log: Path | None = None, tail: str = "") -> None:
         where = f". The end of {log}:\n{tail.rstrip() or '(empty)'}" if log is not None else ""
@@ -62,12 +71,19 @@ class LifeEnded(MoonpoolError):
     """A node lost a rank or its device in a step that computed this request. The node starts again."""
 
     code = "ABORTED"
+    failure = FailureClass.GROUP
+
+    def __init__(self, how: str, failure: FailureClass = FailureClass.GROUP) -> None:
+        """``failure``: what was lost."""
+        super().__init__(how)
+        self.failure = failure
 
 
 class NodeUnavailable(MoonpoolError):
     """A node did not answer or disconnected during a call. The call may have had an effect there."""
 
     code = "UNAVAILABLE"
+    failure = FailureClass.NODE
 
     def __init__(self, node_id: str, reason: str) -> None:
         super().__init__(f"node {node_id} is unavailable: {reason}")
@@ -76,11 +92,31 @@ class NodeUnavailable(MoonpoolError):
 
 
 class RemoteError(MoonpoolError):
-    """A node answered a call with an error: ``kind`` names its exception, ``status`` is the gRPC status."""
+    """A node answered a call with an error: ``kind`` names its exception, ``status`` is the gRPC status, and
+    ``failure`` is the class of that exception."""
 
-    def __init__(self, node_id: str, kind: str, status: str, details: str) -> None:
+    failure = FailureClass.NODE
+
+    def __init__(
+        self,
+        node_id: str,
+        kind: str,
+        status: str,
+        details: str,
+        failure: FailureClass = FailureClass.NODE,
+    ) -> None:
         super().__init__(f"node {node_id}: {details}")
+        self.failure = failure
         self.node_id = node_id
         self.kind = kind
         self.status = status
         self.details = details
+
+
+def failure_of(error: BaseException) -> FailureClass:
+    """What failed: as an error of ours says; else a call that was cancelled or out of time, or a defect."""
+    if isinstance(error, MoonpoolError):
+        return error.failure
+    if isinstance(error, TimeoutError | asyncio.CancelledError):
+        return FailureClass.REQUEST
+    return FailureClass.WORKER

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.failures import FailureClass
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class NumberOutOfRange(MoonpoolError):
     """A number that another process sent is not finite or not in its range. Nothing has been done with it."""
 
     code = "INVALID_ARGUMENT"
+    failure = FailureClass.REQUEST
 
     def __init__(self, field: str, value: object, allowed: Range, kind: str = "a number") -> None:
         super().__init__(f"{field} must be {kind} {allowed}, got {str(value)[:64]}")

@@ -9,11 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.failures import FailureClass
 
 
 class TransferError(MoonpoolError):
     """Base of all errors of this package. ``facts`` of an error are plain JSON types; ``of_facts`` makes it
     again in another process."""
+
+    failure = FailureClass.TRANSFER
 
     def facts(self) -> dict[str, Any]:
         return {"type": type(self).__name__, "text": str(self), "has": vars(self)}
@@ -32,6 +35,7 @@ class SpanError(TransferError):
     """A span names bytes that may not be moved. Nothing was posted."""
 
     code = "INVALID_ARGUMENT"
+    failure = FailureClass.REGION
 
     def __init__(self, index: int, reason: str) -> None:
         super().__init__(f"span {index}: {reason}")
@@ -43,6 +47,7 @@ class RegionError(TransferError):
     """A region is unknown to its owner, or was closed."""
 
     code = "NOT_FOUND"
+    failure = FailureClass.REGION
 
     def __init__(self, region_id: int, reason: str) -> None:
         super().__init__(f"region {region_id}: {reason}")
@@ -71,6 +76,7 @@ class StaleEpoch(TransferError):
     """Another incarnation of the agent answers at this address. Connect with its new descriptor."""
 
     code = "FAILED_PRECONDITION"
+    failure = FailureClass.NODE
 
     def __init__(self, agent_id: str, expected: int, found: int) -> None:
         super().__init__(
@@ -148,6 +154,7 @@ class GrantLapsed(TransferError):
     and what was read under it must not be used."""
 
     code = "FAILED_PRECONDITION"
+    failure = FailureClass.REGION
 
 
 class AgentClosed(TransferError):

@@ -9,10 +9,13 @@ import subprocess
 from pathlib import Path
 
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.failures import FailureClass
 
 
 class DiskUnavailable(MoonpoolError):
     """A loop device cannot be mounted here: it needs root, a loop device and mkfs.ext4."""
+
+    failure = FailureClass.WORKER
 
 
 class LoopDisk:

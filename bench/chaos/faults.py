@@ -8,12 +8,14 @@ import random
 import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 from moonpool.bench.chaos.disk import LoopDisk
 from moonpool.bench.chaos.sockets import cut_connections
 from moonpool.local.cluster import LocalCluster
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.failures import FailureClass
 
 # A fault gets the run's randomness, is over when it returns, and says what it did.
 Fault = Callable[[random.Random], Awaitable[str]]
@@ -21,6 +23,8 @@ Fault = Callable[[random.Random], Awaitable[str]]
 
 class FaultFailed(MoonpoolError):
     """A fault could not be injected, or the cluster did not recover its process."""
+
+    failure = FailureClass.WORKER
 
 
 class ClusterFaults:
@@ -37,10 +41,10 @@ class ClusterFaults:
     def faults(self) -> dict[str, Fault]:
         """By name. Those of the disk are missing without one."""
         found: dict[str, Fault] = {
-            "kill node": lambda rng: self._kill(self._node(rng), 0.0),
-            "stop node": lambda rng: self._stop(self._node(rng), rng.uniform(0.5, 6.0)),
-            "kill redis": lambda rng: self._kill("redis", rng.uniform(0.0, 4.0)),
-            "stop redis": lambda rng: self._stop("redis", rng.uniform(0.5, 6.0)),
+            "kill node": lambda rng: self.kill(self._node(rng), 0.0),
+            "stop node": lambda rng: self.stop(self._node(rng), rng.uniform(0.5, 6.0)),
+            "kill redis": lambda rng: self.kill("redis", rng.uniform(0.0, 4.0)),
+            "stop redis": lambda rng: self.stop("redis", rng.uniform(0.5, 6.0)),
             "cut links": self._cut,
         }
         if self._disk is not None:
@@ -59,7 +63,8 @@ class ClusterFaults:
     def _node(self, rng: random.Random) -> str:
         return rng.choice(self._cluster.nodes).name
 
-    async def _kill(self, name: str, down_s: float) -> str:
+    async def kill(self, name: str, down_s: float) -> str:
+        """End a child by SIGKILL; start it again ``down_s`` later."""
         child = self._cluster.children[name]
         began_s = time.monotonic()
         os.kill(child.pid, signal.SIGKILL)
@@ -68,14 +73,19 @@ class ClusterFaults:
         await self._cluster.restart(name)
         return f"killed {name}; ready again after {time.monotonic() - began_s:.1f} s"
 
-    async def _stop(self, name: str, seconds: float) -> str:
-        pid = self._cluster.children[name].pid
+    async def stop(self, name: str, seconds: float) -> str:
+        """Stop a child by SIGSTOP for so long."""
+        await self.stop_process(self._cluster.children[name].pid, seconds)
+        return f"stopped {name} for {seconds:.1f} s"
+
+    async def stop_process(self, pid: int, seconds: float) -> None:
+        """Stop a process of a node by SIGSTOP for so long. It may end meanwhile."""
         os.kill(pid, signal.SIGSTOP)
         try:
             await asyncio.sleep(seconds)
         finally:
-            os.kill(pid, signal.SIGCONT)
-        return f"stopped {name} for {seconds:.1f} s"
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
     async def _cut(self, rng: random.Random) -> str:
         name = rng.choice(["conductor", *(node.name for node in self._cluster.nodes)])

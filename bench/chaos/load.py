@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import orjson
 
 from moonpool.bench.serve.client.answer import Answer, AnswerInvalid, read_answer
 from moonpool.bench.serve.client.http_client import ServerUnreachable
-from moonpool.bench.serve.client.server import COMPLETIONS, RequestFailed, Server
+from moonpool.bench.serve.client.server import COMPLETIONS, RequestFailed, Server, new_request_id
 from moonpool.bench.serve.client.workload import Prompts
 
 _GROUPS = 4  # of prompts with a common prefix
@@ -30,7 +31,11 @@ class Counts:
     different: list[str] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
     hung: int = 0
-    ttft_s: list[float] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)  # all but hung ones
+
+    @property
+    def ttft_s(self) -> list[float]:
+        return [answer.ttft_s for answer in self.answers if not answer.error]
 
     @property
     def total(self) -> int:
@@ -40,15 +45,18 @@ class Counts:
 class KnownLoad:
     """Prompts with their answers: half greedy, half sampled with a seed. Both must be repeatable."""
 
-    def __init__(self, server: Server, seed: int, hung_after_s: float) -> None:
-        """hung_after_s: a request that has not ended by then counts as hung and is given up."""
+    def __init__(
+        self, server: Server, seed: int, hung_after_s: float, group_prompts: int = _GROUP_PROMPTS
+    ) -> None:
+        """hung_after_s: a request that has not ended by then counts as hung and is given up. group_prompts:
+        prompts with the same prefix."""
         self.server = server
         self._hung_after_s = hung_after_s
         rng = random.Random(f"chaos load {seed}")
         self._bodies: list[bytes] = []
         for group in range(_GROUPS):
             prompts = Prompts(seed, f"chaos {group}", _PREFIX_TOKENS)
-            for number in range(_GROUP_PROMPTS):
+            for number in range(group_prompts):
                 fields = {
                     "model": server.dialect.model,
                     "prompt": prompts.draw(_PROMPT_TOKENS),
@@ -98,10 +106,10 @@ class KnownLoad:
         except TimeoutError:
             counts.hung += 1
             return False
+        counts.answers.append(answer)
         if answer.error:
             counts.errors[answer.error] += 1
             return False
-        counts.ttft_s.append(answer.ttft_s)
         if answer.token_ids == self._expected[number]:
             counts.same += 1
         else:
@@ -109,7 +117,10 @@ class KnownLoad:
         return True
 
     async def _ask(self, body: bytes) -> Answer:
+        request_id, sent_s = new_request_id(), time.perf_counter()
         try:
-            return read_answer(await self.server.http.post(COMPLETIONS, body))
+            answer = read_answer(await self.server.http.post(COMPLETIONS, body, {"x-request-id": request_id}))
         except (ServerUnreachable, AnswerInvalid) as error:
-            return Answer(0.0, 0.0, error=str(error))
+            return Answer(sent_s, time.perf_counter(), error=str(error), id=request_id)
+        # So that its timeline is found, whatever came of it.
+        return replace(answer, id=request_id)

@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.failures import FailureClass
 
 _PIDFD_GETFD = 438  # the same number on every architecture
 _ESTABLISHED = "01"
@@ -15,6 +16,8 @@ _ESTABLISHED = "01"
 
 class CutRefused(MoonpoolError):
     """The kernel does not let this process take the sockets of another. Nothing was cut."""
+
+    failure = FailureClass.WORKER
 
 
 def established(pid: int) -> dict[str, int]:

@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.failures import FailureClass
 
 
 class PeerFailed(MoonpoolError):
     """A child process could not be started, failed a call, or ended. Nothing of it is left running."""
+
+    failure = FailureClass.WORKER
 
 
 class PeerAbsent(PeerFailed):

@@ -32,6 +32,7 @@ from moonpool.conductor.fleet.errors import (
 from moonpool.conductor.text.chat_template import ChatTemplateError
 from moonpool.kvstore.errors import IndexUnavailable
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.failures import FailureClass
 from moonpool.runtime.structure.grammars import GrammarsBusy, StructureInvalid, StructureUnsupported
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 
 class ApiError(MoonpoolError):
     """The answer to a request that failed. ``param``: the wrong field."""
+
+    failure = FailureClass.REQUEST
 
     def __init__(
         self,

@@ -28,6 +28,8 @@ from moonpool.conductor.placing.node_view import Load
 from moonpool.protos import conductor_pb2, conductor_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.failures import FailureClass
+from moonpool.runtime.observing import failures
 from moonpool.runtime.service.vital import restarted
 
 log = logging.getLogger(__name__)
@@ -45,6 +47,7 @@ class ConductorUnknown(MoonpoolError):
     """A conductor asks for a booking before its first report. Nothing was booked."""
 
     code = "FAILED_PRECONDITION"
+    failure = FailureClass.CONDUCTOR
 
 
 class _Peer:
@@ -163,6 +166,7 @@ class Peers(conductor_pb2_grpc.ConductorPeerServicer):
             except MoonpoolError as error:
                 arbiter.prompt = False  # until the next report that it answers at once
                 core_metrics.bookings.labels("unavailable").inc()
+                failures.count(FailureClass.CONDUCTOR, "lost")
                 log.debug("decided without the arbiter: %s", error)
             finally:
                 self._open.discard(number)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from moonpool.conductor.errors import ConductorError
+from moonpool.runtime.failures import FailureClass
 
 
 class ProviderFailed(ConductorError):
     """A node could not be started, stopped or listed; the text says why. Ask again later."""
 
     code = "UNAVAILABLE"
+    failure = FailureClass.NODE
 
 
 class FleetUnchanged(ConductorError):
@@ -39,3 +41,4 @@ class AdapterFailed(ConductorError):
     """A node did not load or unload an adapter; ask again later."""
 
     code = "UNAVAILABLE"
+    failure = FailureClass.NODE

@@ -15,6 +15,7 @@ from moonpool.conductor.placing.placement import Placement
 from moonpool.conductor.requests.migration import LIMIT_S, Migrated, Migration, MigrationPlan
 from moonpool.protos import node_pb2
 from moonpool.runtime.errors import LifeEnded, MoonpoolError, NodeUnavailable, RemoteError
+from moonpool.runtime.failures import FailureClass
 from moonpool.runtime.observing.log import request_id
 
 # Statuses of a healthy node that cannot serve the request now; and of a request that no node can serve.
@@ -22,12 +23,17 @@ _REFUSALS = ("RESOURCE_EXHAUSTED", "UNAVAILABLE", "FAILED_PRECONDITION", "ABORTE
 _INVALID = ("INVALID_ARGUMENT", "OUT_OF_RANGE", "UNIMPLEMENTED")
 
 
+# Why an attempt is given up without a failure: another node would begin sooner.
+QUEUE = "queue"
+
+
 class AttemptFailed(Exception):
     """The attempt failed. The request may be placed again, preferably not on ``nodes``."""
 
-    def __init__(self, cause: str, reason: str, *nodes: str) -> None:
+    def __init__(self, failure: FailureClass, cause: str, reason: str, *nodes: str) -> None:
         super().__init__(reason)
-        self.cause = cause  # one word: lost, ended_life, refused, error, disorder, queue (it waited too long)
+        self.failure = failure
+        self.cause = cause  # one word: lost, ended_life, refused, error, disorder or QUEUE
         self.reason = reason
         self.nodes = nodes
 
@@ -73,10 +79,13 @@ class Attempt:
         self._migration: Migration | None = None
         self._next_index = -1  # of the next token from the decode node; -1: none has come
         self._last_token_s = 0.0  # by the loop's time
+        self._heard_s = 0.0  # the latest message of it, or its start; by the loop's time
+        self.silent_s = 0.0  # from then to its failure
 
     def start(self) -> None:
         plan = self.plan
         placement = plan.placement
+        self._heard()
         plan.prefill.load.begin_prefill(plan.key, placement.prefill.compute_s, placement.patience_s)
         if plan.decode is not None:
             estimate = placement.decode
@@ -168,7 +177,11 @@ class Attempt:
         """Make ``first`` and ``token`` raise ``error``. Only the first call has an effect."""
         if self._failure is None:
             self._failure = error
+            self.silent_s = asyncio.get_running_loop().time() - self._heard_s
             self._news.set()
+
+    def _heard(self) -> None:
+        self._heard_s = asyncio.get_running_loop().time()
 
     def close(self) -> None:
         """Idempotent."""
@@ -196,6 +209,7 @@ class Attempt:
 
     def put(self, token: node_pb2.TokenOut) -> None:
         self._num_delivered += 1
+        self._heard()
         if token.HasField("received"):
             self.kv_received = True
             if self.plan.decode is not self.plan.prefill:
@@ -217,7 +231,7 @@ class Attempt:
 
     def fail(self, error: NodeUnavailable) -> None:
         self._member(error.node_id).breaker.lost()
-        self.abort(AttemptFailed("lost", str(error), error.node_id))
+        self.abort(AttemptFailed(error.failure, "lost", str(error), error.node_id))
 
     # ------------------------------------------------------------------ migration
 
@@ -261,6 +275,7 @@ class Attempt:
         plan.prefill.breaker.succeeded()
         plan.prefill.produced_first()
         self._reply = reply
+        self._heard()
         self._news.set()
 
     async def _decode(self, member: Member) -> None:
@@ -288,31 +303,33 @@ class Attempt:
 
     def _on_error(self, error: RemoteError) -> None:
         if error.kind == LifeEnded.__name__:
-            self.abort(AttemptFailed("ended_life", str(error), error.node_id))
+            self.abort(AttemptFailed(error.failure, "ended_life", str(error), error.node_id))
         elif error.status in _INVALID:
             self.abort(AttemptInvalid(str(error)))
         elif error.status in _REFUSALS:
-            self.abort(AttemptFailed("refused", str(error), error.node_id))
+            self.abort(AttemptFailed(error.failure, "refused", str(error), error.node_id))
         else:
             self._member(error.node_id).breaker.erred()
-            self.abort(AttemptFailed("error", str(error), error.node_id))
+            self.abort(AttemptFailed(error.failure, "error", str(error), error.node_id))
 
     def _on_given_up(self, token: node_pb2.TokenOut) -> None:
         """The decode node ended the request without finishing it."""
         decode, prefill = self.plan.decode, self.plan.prefill
         assert decode is not None
         reason = f"node {decode.node_id}: {token.error or 'cancelled by the node'}"
+        failure = FailureClass.of_wire(token.failure)
         if token.ended_life:
             ended = decode if self.kv_received else prefill
-            self.abort(AttemptFailed("ended_life", f"node {ended.node_id}: {token.error}", ended.node_id))
+            how = f"node {ended.node_id}: {token.error}"
+            self.abort(AttemptFailed(failure, "ended_life", how, ended.node_id))
         elif token.invalid:
             self.abort(AttemptInvalid(token.error))
         elif self.kv_received:
             decode.breaker.erred()
-            self.abort(AttemptFailed("error", reason, decode.node_id))
+            self.abort(AttemptFailed(failure, "error", reason, decode.node_id))
         else:
             # The hand-over failed. Either node may be the cause: avoid both, blame neither.
-            self.abort(AttemptFailed("error", reason, decode.node_id, prefill.node_id))
+            self.abort(AttemptFailed(failure, "error", reason, decode.node_id, prefill.node_id))
 
     def _member(self, node_id: str) -> Member:
         decode = self.plan.decode

@@ -21,7 +21,7 @@ from moonpool.conductor.fleet.member import Member
 from moonpool.conductor.observing.timelines.timeline import RequestTimeline
 from moonpool.conductor.placing.placement import Placement, Rejection
 from moonpool.conductor.request import GenerateRequest, TokenEvent, TokenLogprobs
-from moonpool.conductor.requests.attempt import Attempt, AttemptFailed, AttemptInvalid
+from moonpool.conductor.requests.attempt import QUEUE, Attempt, AttemptFailed, AttemptInvalid
 from moonpool.conductor.requests.deadline import Deadline
 from moonpool.conductor.requests.dependencies import RequestDependencies
 from moonpool.conductor.requests.lineage import Lineage
@@ -30,6 +30,7 @@ from moonpool.conductor.requests.placer import RequestPlacer
 from moonpool.conductor.requests.recorder import Recorder
 from moonpool.conductor.requests.suspicion import Suspicion
 from moonpool.protos import node_pb2
+from moonpool.runtime.failures import FailureClass
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +41,6 @@ _LOOK_AGAIN_S = 0.1
 # The first and the longest pause before busy nodes are asked again.
 _REFUSED_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
-
-# Why an attempt is given up without a failure: another node would begin sooner.
-QUEUE = "queue"
 
 _FINISH = {node_pb2.FINISH_STOP: "stop", node_pb2.FINISH_LENGTH: "length"}
 
@@ -119,8 +117,7 @@ class RequestRun:
                 finally:
                     attempt.close()
         except Exception as error:
-            if isinstance(error, RequestRejected):
-                self._recorder.rejected(error)
+            self._recorder.failed(error)
             self._end(type(error).__name__, error)
             raise
         finally:
@@ -153,7 +150,7 @@ class RequestRun:
     def place_again(self, reason: str) -> None:
         attempt = self._attempt
         if attempt is not None and attempt.waits_for_prefill:
-            attempt.abort(AttemptFailed(QUEUE, reason, attempt.plan.prefill.node_id))
+            attempt.abort(AttemptFailed(FailureClass.NODE, QUEUE, reason, attempt.plan.prefill.node_id))
 
     def outlook(self) -> tuple[int, int]:
         return self._lineage.num_tokens, self._placer.expected_tokens()
@@ -272,7 +269,8 @@ class RequestRun:
         plan, token, lineage = attempt.plan, reply.token, self._lineage
         if token.finish_reason in (node_pb2.FINISH_ERROR, node_pb2.FINISH_CANCELLED):
             plan.prefill.breaker.erred()
-            raise AttemptFailed("error", f"node {plan.prefill.node_id}: {token.error}", plan.prefill.node_id)
+            why, failure = f"node {plan.prefill.node_id}: {token.error}", FailureClass.of_wire(token.failure)
+            raise AttemptFailed(failure, "error", why, plan.prefill.node_id)
         due = len(lineage.output_ids)
         if not token.has_token or token.index != due:
             raise _disorder(token, due, plan.prefill.node_id)
@@ -343,7 +341,8 @@ class RequestRun:
         num_tokens, attempt = len(self._lineage.output_ids), self._placer.num_attempts - 1
         level = logging.INFO if failure.cause == QUEUE else logging.WARNING
         log.log(level, "attempt %d after %d tokens: %s", attempt, num_tokens, failure.reason)
-        self._recorder.retry(failure, attempt, num_tokens)
+        silent_s = self._attempt.silent_s if self._attempt is not None else 0.0
+        self._recorder.retry(failure, attempt, num_tokens, silent_s)
         if failure.cause == QUEUE:
             return  # nobody's fault
         num_new = num_tokens - self._num_tokens_failed
@@ -362,7 +361,7 @@ class RequestRun:
         if self._num_failures >= self._deps.max_attempts:
             if failure.cause == "refused" and not num_tokens:
                 raise RequestRejected(failure.reason, retry_after_s=1.0) from failure
-            raise RequestFailed(failure.reason, self._num_failures, num_tokens) from failure
+            raise RequestFailed(failure.reason, self._num_failures, num_tokens, failure.failure) from failure
         if failure.cause == "refused" or self._num_without_decode > self._deps.max_attempts:
             num_pauses = max(self._num_failures, self._num_without_decode) - 1
             await asyncio.sleep(min(_REFUSED_PAUSE_S * num_pauses, _LONGEST_PAUSE_S))
@@ -403,7 +402,7 @@ class RequestRun:
         self._deps.batch_queue.notify()
         if error is None and num_new > 0:
             self._send_hint()
-        self._recorder.done(finish_reason, num_tokens, str(error or ""))
+        self._recorder.done(finish_reason, num_tokens, error)
 
     def _send_hint(self) -> None:
         request, attempt, deps = self._request, self._attempt, self._deps
@@ -419,4 +418,5 @@ class RequestRun:
 
 
 def _disorder(token: node_pb2.TokenOut, due: int, node_id: str) -> AttemptFailed:
-    return AttemptFailed("disorder", f"node {node_id} sent token {token.index} instead of {due}", node_id)
+    how = f"node {node_id} sent token {token.index} instead of {due}"
+    return AttemptFailed(FailureClass.WORKER, "disorder", how, node_id)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from moonpool.conductor.costs.model import CostModel
-from moonpool.conductor.errors import RequestRejected
+from moonpool.conductor.errors import RequestEndsLives, RequestFailed, RequestRejected
 from moonpool.conductor.observing import scheduling_metrics as core_metrics
 from moonpool.conductor.observing.activity import Activity
 from moonpool.conductor.observing.prefix_outcomes import PrefixOutcome
@@ -15,10 +15,13 @@ from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.observing.timelines.spans import CONDUCTOR, spans_of
 from moonpool.conductor.observing.timelines.timeline import RequestTimeline
 from moonpool.conductor.placing.placement import Placement
-from moonpool.conductor.requests.attempt import AttemptFailed, AttemptPlan
+from moonpool.conductor.requests.attempt import QUEUE, AttemptFailed, AttemptPlan
 from moonpool.conductor.requests.migration import Migrated, MigrationPlan
+from moonpool.conductor.requests.recovery import Recovery
 from moonpool.protos import node_pb2
-from moonpool.runtime.observing import tracing
+from moonpool.runtime.errors import MoonpoolError, failure_of
+from moonpool.runtime.failures import FailureClass
+from moonpool.runtime.observing import failures, tracing
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +55,7 @@ class Recorder:
         self._first_s = 0.0  # time of the first token; 0: none yet
         self._predicted_ttft_s = 0.0
         self._placed_s = 0.0  # of the latest attempt
+        self._recovery = Recovery()
 
     def queued(self, prompt_tokens: int, max_tokens: int) -> None:
         self._summary.prompt_tokens = prompt_tokens
@@ -72,6 +76,7 @@ class Recorder:
         """``hash_s``: spent on block keys; ``place_s``: on look-up and placement. ``prefix``: what came of it
         at the first placement."""
         now_s = self._placed_s = self._clock()
+        self._recovery.placed(now_s)
         summary = self._summary
         summary.attempts = attempt + 1
         summary.prefill_node = placement.prefill.node_id
@@ -124,6 +129,10 @@ class Recorder:
             computed_tokens=computed_tokens,
             chunks=self._stretches(reply.chunks, now_s),
         )
+        # An engine of another project tells only at the end what it had.
+        num_cached = reply.num_cached_tokens if plan.prefill.engine is None else num_tokens
+        if recovered := self._recovery.token(num_tokens, num_cached, now_s):
+            self.timeline.add("recovered", now_s, node=node_id, **recovered)
         plan.prefill.reuse.add(reply.num_cached_tokens - reply.num_fetched_tokens, now_s)
         sources = {source: cached[f"{source}_tokens"] for source in _CACHED if source != "cached"}
         self._activity.prompt(self._tenant, {"computed": computed_tokens} | sources)
@@ -257,12 +266,24 @@ class Recorder:
         core_metrics.migrations.labels(plan.cause, "stayed").inc()
         self._activity.event("stayed", target, f"{self.timeline.request_id} did not move there: {reason}")
 
-    def retry(self, failure: AttemptFailed, attempt: int, num_tokens: int) -> None:
+    def retry(self, failure: AttemptFailed, attempt: int, num_tokens: int, silent_s: float) -> None:
+        """``num_tokens``: streamed so far. ``silent_s``: from the attempt's last message to its failure."""
+        now_s = self._clock()
+        if failure.cause != QUEUE:
+            self._recovery.failed(
+                failure.failure,
+                failure.cause,
+                now_s=now_s,
+                silent_s=silent_s,
+                num_tokens=self._summary.prompt_tokens + num_tokens,
+            )
         self.timeline.add(
             "retry",
-            self._clock(),
+            now_s,
             attempt=attempt,
+            **{"class": failure.failure.value},
             cause=failure.cause,
+            silent_s=silent_s,
             reason=failure.reason,
             nodes=list(failure.nodes),
             streamed_tokens=num_tokens,
@@ -276,28 +297,40 @@ class Recorder:
         self.timeline.add("waits_for_node", self._clock(), role=role)
         core_metrics.waits.labels(role).inc()
 
-    def rejected(self, error: RequestRejected) -> None:
+    def failed(self, error: Exception) -> None:
+        """The request ends in an error. Its attempts were counted one by one."""
+        if not isinstance(error, MoonpoolError):
+            failures.count(FailureClass.CONDUCTOR, "error")  # a defect
+        elif not isinstance(error, RequestFailed | RequestEndsLives):
+            failures.count_error(error)
+        if isinstance(error, RequestRejected):
+            self._rejected(error)
+
+    def _rejected(self, error: RequestRejected) -> None:
         core_metrics.rejections.labels(error.stage).inc()
         if error.stage in ("arrival", "decode"):
             self._activity.demand.rejected()
         self._activity.rejections[error.stage] += 1
 
-    def done(self, finish_reason: str, num_tokens: int, error: str = "") -> None:
+    def done(self, finish_reason: str, num_tokens: int, error: Exception | None = None) -> None:
         """``finish_reason``: stop, length, cancelled, or the error's name."""
         now_s = self._clock()
+        self._recovery.ended()
         summary = self._summary
         summary.finish_reason = finish_reason
         summary.output_tokens = num_tokens
         summary.e2e_s = now_s - self._started_s
         if num_tokens > 1:
             summary.tpot_s = (now_s - self._first_s) / (num_tokens - 1)
-        facts: dict[str, Any] = {"error": error} if error else {}
+        facts: dict[str, Any] = {}
+        if error is not None:
+            facts = {"error": str(error), "class": failure_of(error).value}
         if self.num_accepted and num_tokens > 1:
             # The first token comes from the prefill.
             summary.tokens_per_step = (num_tokens - 1) / (num_tokens - 1 - self.num_accepted)
             facts |= {"accepted_tokens": self.num_accepted, "tokens_per_step": summary.tokens_per_step}
         self.timeline.add("done", now_s, finish_reason=finish_reason, output_tokens=num_tokens, **facts)
-        log.debug("%s after %d tokens and %.4f s %s", finish_reason, num_tokens, summary.e2e_s, error)
+        log.debug("%s after %d tokens and %.4f s %s", finish_reason, num_tokens, summary.e2e_s, error or "")
         if finish_reason in ("stop", "length"):
             self._cost_model.output_lengths.observe(summary.prompt_tokens, num_tokens)
             self._activity.demand.ended(num_tokens, summary.tpot_s <= self._slo.tbt_s)

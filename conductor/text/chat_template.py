@@ -16,6 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from moonpool.conductor.text.checkpoint_json import read_json
 from moonpool.conductor.text.tokenizer import fingerprint_of
 from moonpool.runtime.errors import ConfigError, MoonpoolError
+from moonpool.runtime.failures import FailureClass
 
 _CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
@@ -24,6 +25,7 @@ class ChatTemplateError(MoonpoolError):
     """The template rejected the conversation, with its own message."""
 
     code = "INVALID_ARGUMENT"
+    failure = FailureClass.REQUEST
 
 
 class _Generation(Extension):

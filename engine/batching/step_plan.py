@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moonpool.engine.batching.sequence import FinishReason, Sequence, TokenLogprobs
+from moonpool.runtime.failures import FailureClass
 
 ENDS = -2
 
@@ -120,4 +121,5 @@ class StepEvent:
     preempted: bool = False  # its blocks were taken and will be computed again
     error: str = ""  # with FinishReason.ERROR or ``ended_life``
     ended_life: bool = False  # the engine ended in a step with this sequence, which has not finished
+    lost: FailureClass = FailureClass.GROUP  # with ``ended_life``: what ended it
     prompt_logprobs: list[TokenLogprobs] | None = None  # of tokens 1 … n-1; with the first token

@@ -13,6 +13,7 @@ from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.grants.table import Grant, GrantTable
 from moonpool.protos import node_pb2
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.failures import FailureClass
 
 # Blocks of one message: a checksum of as many costs the event loop a millisecond or two.
 _MAX_BLOCKS = 64
@@ -22,6 +23,12 @@ class HandoverFailed(MoonpoolError):
     """The followed request was cancelled or failed, or cannot be handed over now."""
 
     code = "ABORTED"
+    failure = FailureClass.TRANSFER
+
+    def __init__(self, why: str, failure: FailureClass = FailureClass.TRANSFER) -> None:
+        """``failure``: of the request's own error."""
+        super().__init__(why)
+        self.failure = failure
 
 
 class Handover:
@@ -65,9 +72,9 @@ class Handover:
         self._complete = True
         self.progress(sequence, sequence.num_computed_tokens)
 
-    def fail(self, reason: str, kind: type[MoonpoolError] = HandoverFailed) -> None:
+    def fail(self, failure: MoonpoolError) -> None:
         """End the handover with an error. Only the first call counts."""
-        self._failure = self._failure or kind(reason)
+        self._failure = self._failure or failure
         self._news.set()
 
     def renew(self) -> None:
@@ -93,7 +100,7 @@ class Handover:
         ``num_known_tokens``: of a sequence that decodes, the leading tokens that the follower knows. Each
         chunk has those that came after, and the first one is sent even without a block.
 
-        Raises HandoverFailed, or the kind of error given to ``fail``, when the request fails. The grant of
+        Raises HandoverFailed, or another error given to ``fail``, when the request fails. The grant of
         the blocks outlives the iteration.
         """
         asked_s = self._grants.now_s()

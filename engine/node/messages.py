@@ -11,6 +11,7 @@ from moonpool.engine.batching.sequence import Sequence, TokenLogprobs
 from moonpool.engine.batching.step_plan import StepEvent
 from moonpool.kvstore.blocks import keys as block_keys
 from moonpool.protos import node_pb2
+from moonpool.runtime.failures import FailureClass
 
 
 def sequence_of(work: node_pb2.Work, *, arrived_s: float, prompt_logprobs: bool = False) -> Sequence:
@@ -50,8 +51,20 @@ def token_out(event: StepEvent) -> node_pb2.TokenOut:
         preempted=event.preempted,
         error=event.error,
         ended_life=event.ended_life,
-        invalid=sequence.automaton is not None and bool(sequence.automaton.error),
+        invalid=_is_invalid(sequence),
+        failure=failure_of_event(event).value if event.error else "",
     )
+
+
+def failure_of_event(event: StepEvent) -> FailureClass:
+    """What failed, of an event with an error."""
+    if event.ended_life:
+        return event.lost
+    return FailureClass.REQUEST if _is_invalid(event.sequence) else FailureClass.WORKER
+
+
+def _is_invalid(sequence: Sequence) -> bool:
+    return sequence.automaton is not None and bool(sequence.automaton.error)
 
 
 def token_logprobs(entry: TokenLogprobs) -> node_pb2.TokenLogprobs:

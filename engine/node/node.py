@@ -42,6 +42,7 @@ from moonpool.runtime.config.agreement import agreement_of, own_version
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.health.monitor import HealthMonitor, NodeUnfit
 from moonpool.runtime.machine.description import versions_of
+from moonpool.runtime.observing import failures
 from moonpool.runtime.observing.metrics_server import serve_metrics
 from moonpool.runtime.replicas.identity import Replica
 from moonpool.runtime.service.crash_loop import CrashLoop
@@ -204,6 +205,7 @@ class EngineNode(ABC):
         crashes = CrashLoop()
         while (lost := await self._run_once(context)) is not None:
             RANKS_LOST.inc()
+            failures.count_error(lost)
             gives_up = crashes.gives_up(time.monotonic() - self._ready_s if self._ready_s else 0.0)
             if gives_up or context.draining.is_set() or self.draining.is_set():
                 raise lost

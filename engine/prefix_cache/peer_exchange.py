@@ -15,6 +15,7 @@ from moonpool.kvstore.remote.peer_leases import RemoteLeases
 from moonpool.kvstore.remote.sharded_reader import ShardedReader
 from moonpool.protos import node_pb2
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.failures import FailureClass
 from moonpool.runtime.observing import tracing
 from moonpool.transfer import AgentDescriptor, Peer, Span, TransferAgent, TransferReport
 
@@ -23,6 +24,7 @@ class PeerIncompatible(MoonpoolError):
     """A peer's blocks have another layout than this node's."""
 
     code = "FAILED_PRECONDITION"
+    failure = FailureClass.NODE
 
     def __init__(self, node_id: str, theirs: str, ours: str) -> None:
         super().__init__(

@@ -291,7 +291,9 @@ class RankGroup:
             return
         where = self.ranks[error.rank - 1].where if error.rank else ""
         if where and where not in str(error):
+            failure = error.failure
             error = RankLost(error.rank, f"{error.reason}{where}")
+            error.failure = failure
         self.lost = error
         log.error("%s; the group is torn down", error)
         if self._memory is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moonpool.kvstore.errors import StoreError
+from moonpool.runtime.failures import FailureClass
 
 
 class StoreClientError(StoreError):
@@ -15,6 +16,7 @@ class BadUrl(StoreClientError):
     """No store can be reached by such a URL. Nothing was tried."""
 
     code = "INVALID_ARGUMENT"
+    failure = FailureClass.REQUEST
 
     def __init__(self, url: str) -> None:
         super().__init__(
@@ -25,6 +27,7 @@ class BadUrl(StoreClientError):
 
 class NoStoreNodes(StoreClientError):
     code = "UNAVAILABLE"
+    failure = FailureClass.NODE
 
     def __init__(self, where: str) -> None:
         super().__init__(
@@ -35,6 +38,7 @@ class NoStoreNodes(StoreClientError):
 
 class NoNodeAnswered(StoreClientError):
     code = "UNAVAILABLE"
+    failure = FailureClass.NODE
 
     def __init__(self, node_ids: Sequence[str]) -> None:
         super().__init__(
@@ -45,6 +49,7 @@ class NoNodeAnswered(StoreClientError):
 
 class UnknownNode(StoreClientError):
     code = "NOT_FOUND"
+    failure = FailureClass.NODE
 
     def __init__(self, node_id: str, known: Sequence[str]) -> None:
         super().__init__(f"there is no store node {node_id!r}; there are {', '.join(sorted(known))}")
@@ -54,6 +59,7 @@ class BadObject(StoreClientError):
     """The value cannot be stored, or not be read into. Nothing was moved."""
 
     code = "INVALID_ARGUMENT"
+    failure = FailureClass.REQUEST
 
 
 class ObjectMissing(StoreClientError):
@@ -83,6 +89,7 @@ class NoRecords(StoreClientError):
     """No store node can look objects up or change them now. Nothing has changed."""
 
     code = "UNAVAILABLE"
+    failure = FailureClass.INDEX
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"{reason}. Reads with stale=set() return what the nodes last knew")

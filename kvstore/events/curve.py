@@ -17,6 +17,7 @@ import zmq.auth.asyncio
 from zmq.utils import z85
 
 from moonpool.kvstore.errors import StoreError
+from moonpool.runtime.failures import FailureClass
 from moonpool.runtime.network.sockets import loopback_only
 from moonpool.runtime.security.process import Security
 
@@ -29,6 +30,8 @@ _HANDSHAKE_MS = 5_000
 
 class EndpointInvalid(StoreError):
     """ZeroMQ cannot use this address, or may not; ``str(error)`` names it."""
+
+    failure = FailureClass.REQUEST
 
 
 @dataclass(frozen=True, slots=True, repr=False)

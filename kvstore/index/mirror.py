@@ -18,6 +18,8 @@ from moonpool.kvstore.index.mirror_check import MirrorCheck
 from moonpool.kvstore.index.mirror_state import MirrorState
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.node_record import NodeRecord
+from moonpool.runtime.failures import FailureClass
+from moonpool.runtime.observing import failures
 from moonpool.runtime.service.vital import restarted
 
 _log = logging.getLogger(__name__)
@@ -143,6 +145,7 @@ class IndexMirror:
                 self._status(f"everything is read again ({behind.cause}): {behind}")
             except IndexUnavailable as error:
                 if self.connected:
+                    failures.count(FailureClass.INDEX, "lost")
                     _log.warning("index mirror keeps what it has: %s", error)
                     self._status(f"keeps what it has: {error}")
                 self._set_connected(False)

@@ -18,6 +18,8 @@ from moonpool.kvstore.index.redis.entries import skipped
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.node_record import NodeRecord
 from moonpool.runtime.config.options import IndexOptions
+from moonpool.runtime.failures import FailureClass
+from moonpool.runtime.observing import failures
 from moonpool.runtime.service.vital import vital
 
 _log = logging.getLogger(__name__)
@@ -171,6 +173,7 @@ class IndexPublisher:
         self.superseded = isinstance(error, EpochSuperseded)
         level = logging.ERROR if self.superseded else logging.WARNING
         if self.connected or self._task is None:
+            failures.count(FailureClass.INDEX, "lost")
             _log.log(level, "this node's blocks are not published for now: %s", error)
         self._set_connected(False)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from moonpool.kvstore.errors import StoreError
+from moonpool.runtime.failures import FailureClass
 
 
 class NodeStopping(StoreError):
     code = "UNAVAILABLE"
+    failure = FailureClass.NODE
 
     def __init__(self, node_id: str) -> None:
         super().__init__(f"store node {node_id} is draining and takes no new work")
@@ -48,6 +50,7 @@ class OverQuota(StoreError):
     """A tenant's puts exceed its quota, even if all its objects were dropped."""
 
     code = "RESOURCE_EXHAUSTED"
+    failure = FailureClass.REQUEST
 
     def __init__(self, nbytes: int, limit_nbytes: int) -> None:
         super().__init__(
@@ -73,12 +76,14 @@ class BadRequest(StoreError):
     """A field of a request is invalid; ``str(error)`` names it."""
 
     code = "INVALID_ARGUMENT"
+    failure = FailureClass.REQUEST
 
 
 class RecordsUnavailable(StoreError):
     """The records of objects cannot be read or changed now. Nothing has changed."""
 
     code = "UNAVAILABLE"
+    failure = FailureClass.INDEX
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"objects cannot be looked up or changed: {reason}")
@@ -98,6 +103,7 @@ class ChangeUnknown(StoreError):
     """Redis did not answer a change of records. It may have been made, or may still be."""
 
     code = "UNKNOWN"
+    failure = FailureClass.INDEX
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"it is not known whether the records of objects were changed: {reason}")

@@ -16,6 +16,8 @@ from moonpool.kvstore.tiers.protocols import Bytes, DiskTier, PoolTier
 from moonpool.kvstore.tiers.write_batch import BlockSources
 from moonpool.kvstore.tiers.write_queue import WriteQueue
 from moonpool.runtime.config.options import StoreOptions
+from moonpool.runtime.failures import FailureClass
+from moonpool.runtime.observing import failures
 
 OnChange = Callable[[BlockKey, Tier | None], None]
 
@@ -173,6 +175,7 @@ class Residency:
     def drop_corrupt(self, key: BlockKey) -> None:
         """The copy in host memory does not match its checksum."""
         metrics.CORRUPT_BLOCKS.labels("host").inc()
+        failures.count(FailureClass.STORE, "corrupt")
         for gone in self.remove_from_host([key]):
             self.announce(gone)
 
@@ -218,6 +221,7 @@ class Residency:
         metrics.EVICTED_BLOCKS.labels("ssd", reason).inc(len(keys))
         if reason == "corrupt":
             metrics.CORRUPT_BLOCKS.labels("ssd").inc()
+            failures.count(FailureClass.STORE, "corrupt")
         for key in keys:
             self.announce(key)
 

@@ -12,6 +12,8 @@ from moonpool.kvstore.tiers import metrics
 from moonpool.kvstore.tiers.protocols import DiskTier
 from moonpool.kvstore.tiers.write_batch import BlockSources, EvictedBlock, WriteBatch
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.failures import FailureClass
+from moonpool.runtime.observing import failures
 from moonpool.runtime.service.vital import vital
 
 _log = logging.getLogger(__name__)
@@ -202,10 +204,12 @@ class WriteQueue:
         except MoonpoolError as error:
             _log.warning("blocks were not written to disk: %s", error)
             metrics.DROPPED_WRITES.labels("error").inc()
+            failures.count(FailureClass.STORE, "error")
         except Exception:
             # The batch counts as not written. Serving continues without the disk.
             _log.exception("blocks were not written to disk")
             metrics.DROPPED_WRITES.labels("error").inc()
+            failures.count(FailureClass.STORE, "error")
         finally:
             batch.release()
             self._writing.difference_update(batch)

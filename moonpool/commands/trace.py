@@ -35,3 +35,24 @@ def _print_parts(sequence: Mapping[str, Any]) -> None:
     console.print(f"{sequence['request_id']}: {sequence['explanation'] or 'nothing has happened yet'}")
     for part in sorted(sequence["parts"], key=lambda part: -part["seconds"]):
         console.print(f"  {1e3 * part['seconds']:9.1f} ms  {part['sentence']}")
+    for event in sequence["events"]:
+        if sentence := _failure(event):
+            console.print(f"  {1e3 * event['at_s']:9.1f} ms  {sentence}")
+
+
+def _failure(event: Mapping[str, Any]) -> str:
+    """What an event says of a failure; empty: nothing."""
+    match event["event"]:
+        case "retry":
+            return (
+                f"after the start an attempt failed ({event['class']}, {event['cause']}): {event['reason']}"
+            )
+        case "recovered":
+            return (
+                f"after the start it had recovered: placed again {1e3 * event['contain_s']:.1f} ms after the "
+                f"failure, its next token after {1e3 * event['recover_s']:.1f} ms, "
+                f"{event['recomputed_tokens']} tokens computed twice"
+            )
+        case "done" if "class" in event:
+            return f"after the start it ended ({event['class']}): {event['error']}"
+    return ""

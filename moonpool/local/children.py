@@ -22,6 +22,7 @@ from moonpool.local.vllm_engine import VllmEngine
 from moonpool.runtime.config.loading import override, to_toml
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.errors import ConfigError, MoonpoolError
+from moonpool.runtime.failures import FailureClass
 from moonpool.runtime.machine.gpus import computes_on_gpus
 from moonpool.runtime.service.child import Child
 
@@ -39,6 +40,7 @@ class NoRoom(MoonpoolError):
     """This machine has no room for another node. Nothing was started."""
 
     code = "RESOURCE_EXHAUSTED"
+    failure = FailureClass.REQUEST
 
 
 class Children:

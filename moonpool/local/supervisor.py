@@ -12,6 +12,7 @@ from moonpool.conductor.fleet.providers.provider import SuppliedNode
 from moonpool.protos import fleet_pb2, fleet_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.failures import FailureClass
 from moonpool.runtime.security.process import Security
 
 _HOST = "127.0.0.1"
@@ -23,18 +24,21 @@ class NodeNotSupplied(MoonpoolError):
     """This process started no node of that name. Nothing was stopped."""
 
     code = "NOT_FOUND"
+    failure = FailureClass.REQUEST
 
 
 class OtherModel(MoonpoolError):
     """A node of another model was asked for. Nothing was started."""
 
     code = "FAILED_PRECONDITION"
+    failure = FailureClass.REQUEST
 
 
 class Superseded(MoonpoolError):
     """Another conductor plans, or runs the rollout, by now. Nothing was changed."""
 
     code = "FAILED_PRECONDITION"
+    failure = FailureClass.REQUEST
 
 
 class Supervised(Protocol):

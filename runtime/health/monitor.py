@@ -13,6 +13,7 @@ from prometheus_client import REGISTRY
 
 from moonpool.runtime.config.options import HealthOptions
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.failures import FailureClass
 from moonpool.runtime.health.collector import HealthCollector
 from moonpool.runtime.health.disk import DiskWatch
 from moonpool.runtime.health.gpu import GpuWatch
@@ -30,6 +31,7 @@ class NodeUnfit(MoonpoolError):
     """
 
     code = "UNAVAILABLE"
+    failure = FailureClass.NODE
 
     def __init__(self, node_id: str, reasons: Sequence[str]) -> None:
         super().__init__(

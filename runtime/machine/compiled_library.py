@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.failures import FailureClass
 from moonpool.runtime.machine.processor import processor_name
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ def cache_folder() -> Path:
 
 class BuildFailed(MoonpoolError):
     """A library could not be compiled. Its fallback is used; nothing else is affected."""
+
+    failure = FailureClass.WORKER
 
     def __init__(self, library: CompiledLibrary, reason: str) -> None:
         super().__init__(f"{library.title} could not be compiled ({reason}); {library.instead}")

@@ -9,12 +9,15 @@ from datetime import datetime
 from typing import Any
 
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.failures import FailureClass
 
 LIMITS = ("at least", "at most")
 
 
 class ReportInvalid(MoonpoolError):
     """A report does not have the shape. ``where`` names the place, such as ``rows[3].ratio``."""
+
+    failure = FailureClass.REQUEST
 
     def __init__(self, where: str, what: str) -> None:
         super().__init__(f"{where} {what}")

@@ -17,6 +17,7 @@ _UNCOMPRESSED = 1
 
 REQUEST_ID = "moonpool-request-id"
 ERROR_KIND = "moonpool-error"
+FAILURE_CLASS = "moonpool-failure"
 
 _COMMON_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_NBYTES),

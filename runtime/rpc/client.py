@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 
 from moonpool.runtime.errors import NodeUnavailable, RemoteError
+from moonpool.runtime.failures import FailureClass
 from moonpool.runtime.message_checks import check_message
 from moonpool.runtime.number_checks import NumberOutOfRange
 from moonpool.runtime.observing import tracing
@@ -18,6 +19,7 @@ from moonpool.runtime.observing.log import request_id
 from moonpool.runtime.rpc.bounds import (
     CHANNEL_OPTIONS,
     ERROR_KIND,
+    FAILURE_CLASS,
     REQUEST_ID,
     metadata_value,
     short_name,
@@ -74,7 +76,8 @@ def node_errors(node_id: str) -> Iterator[None]:
         if not kind and status in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED"):
             reason = details if status == "UNAVAILABLE" else f"{status.lower()}: {details}"
             raise NodeUnavailable(node_id, reason) from error
-        raise RemoteError(node_id, kind, status, details) from error
+        failure = FailureClass.of_wire(metadata_value(error.trailing_metadata(), FAILURE_CLASS))
+        raise RemoteError(node_id, kind, status, details, failure) from error
     except NumberOutOfRange as error:
         raise RemoteError(node_id, type(error).__name__, "DATA_LOSS", f"its reply: {error}") from error
     except grpc.aio.UsageError as error:

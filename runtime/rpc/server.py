@@ -14,13 +14,15 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 from prometheus_client import Counter
 
-from moonpool.runtime.errors import MoonpoolError, PortInUse
+from moonpool.runtime.errors import MoonpoolError, PortInUse, failure_of
+from moonpool.runtime.failures import FailureClass
 from moonpool.runtime.message_checks import check_message
 from moonpool.runtime.observing import audit, tracing
 from moonpool.runtime.observing.log import request_id
 from moonpool.runtime.redaction import redacted
 from moonpool.runtime.rpc.bounds import (
     ERROR_KIND,
+    FAILURE_CLASS,
     REQUEST_ID,
     SERVER_OPTIONS,
     metadata_value,
@@ -44,8 +46,8 @@ async def serve(
 
     ``security``: what it demands of callers; by default what this process demands.
     A request with a number out of its range is refused before a method sees it. A ``MoonpoolError`` raised
-    by a method becomes its ``code`` with its text as details; any other exception is logged and becomes
-    INTERNAL.
+    by a method becomes its ``code``, with its text as details and its class of failure; any other exception
+    is logged and becomes INTERNAL.
 
     Raises:
         PortInUse: another process listens there.
@@ -105,6 +107,7 @@ class MessageMalformed(MoonpoolError):
     """A call had no message, or one of another type. It had no effect."""
 
     code = "INVALID_ARGUMENT"
+    failure = FailureClass.REQUEST
 
 
 def _unary(
@@ -205,4 +208,5 @@ async def _abort(context: Any, error: Exception, method: str) -> None:
     else:
         log.exception("%s failed", method)
         code, sentence = grpc.StatusCode.INTERNAL, redacted(f"{type(error).__name__}: {error}")
-    await context.abort(code, sentence, ((ERROR_KIND, type(error).__name__),))
+    about = ((ERROR_KIND, type(error).__name__), (FAILURE_CLASS, failure_of(error).value))
+    await context.abort(code, sentence, about)

@@ -26,6 +26,7 @@ from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.failures import FailureClass
 from moonpool.runtime.security.roles import (
     CONDUCTOR,
     NODE,
@@ -46,6 +47,8 @@ _SOON_FRACTION = 0.25
 
 class CertificateError(MoonpoolError):
     """A certificate cannot be made or read. No file has changed."""
+
+    failure = FailureClass.WORKER
 
 
 @dataclass(frozen=True, slots=True)

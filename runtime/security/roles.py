@@ -8,6 +8,7 @@ from typing import Final
 from urllib.parse import quote, unquote
 
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.failures import FailureClass
 
 CONDUCTOR: Final = "conductor"
 NODE: Final = "node"
@@ -40,12 +41,14 @@ class Unauthenticated(MoonpoolError):
     """The caller did not prove who it is. The call had no effect."""
 
     code = "UNAUTHENTICATED"
+    failure = FailureClass.REQUEST
 
 
 class NotPermitted(MoonpoolError):
     """The caller's role may not make this call. The call had no effect. who: the caller."""
 
     code = "PERMISSION_DENIED"
+    failure = FailureClass.REQUEST
 
     def __init__(self, sentence: str, who: Caller | None = None) -> None:
         super().__init__(sentence)

@@ -22,6 +22,7 @@ from prometheus_client import REGISTRY, disable_created_metrics
 from moonpool.runtime.config.loading import load_config
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.errors import ConfigError, MoonpoolError
+from moonpool.runtime.failures import FailureClass
 from moonpool.runtime.observing.audit import audited
 from moonpool.runtime.observing.log import setup_logging
 from moonpool.runtime.observing.tracing import setup_tracing
@@ -42,6 +43,8 @@ SWITCH_INTERVAL_S = 0.0005
 
 class ServiceBroken(MoonpoolError):
     """A background task of the service failed. The service has closed what it had started."""
+
+    failure = FailureClass.WORKER
 
     def __init__(self, what: str, error: BaseException) -> None:
         super().__init__(

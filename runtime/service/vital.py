@@ -9,6 +9,9 @@ from typing import Any
 
 from prometheus_client import Counter
 
+from moonpool.runtime.failures import FailureClass
+from moonpool.runtime.observing import failures
+
 log = logging.getLogger(__name__)
 
 VITAL = "vital"
@@ -48,7 +51,7 @@ def restarted(
     """
 
     async def run() -> None:
-        clock, failures = asyncio.get_running_loop().time, 0
+        clock, num_failures = asyncio.get_running_loop().time, 0
         while True:
             began_s = clock()
             try:
@@ -56,10 +59,11 @@ def restarted(
             except (Exception, asyncio.CancelledError) as error:
                 if _is_asked(asyncio.current_task(), error):
                     raise
-                failures = failures + 1 if clock() - began_s < _LONG_RUN_S else 1
-                pause_s = min(_FIRST_PAUSE_S * 10 ** (failures - 1), _LONGEST_PAUSE_S)
+                num_failures = num_failures + 1 if clock() - began_s < _LONG_RUN_S else 1
+                pause_s = min(_FIRST_PAUSE_S * 10 ** (num_failures - 1), _LONGEST_PAUSE_S)
                 log.exception("task %r failed: a defect; it is started again in %g s", name, pause_s)
                 task_failures.labels(kind or name).inc()
+                failures.count(FailureClass.WORKER, "error")
                 on_failure()
             await asyncio.sleep(pause_s)
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.failures import FailureClass
 from moonpool.runtime.structure.automaton import Automaton, Matcher, brief
 from moonpool.runtime.structure.schemas import enforceable, refusal
 
@@ -38,18 +39,21 @@ class StructureInvalid(MoonpoolError):
     so on any node."""
 
     code = "INVALID_ARGUMENT"
+    failure = FailureClass.REQUEST
 
 
 class StructureUnsupported(MoonpoolError):
     """This process cannot enforce structures."""
 
     code = "UNIMPLEMENTED"
+    failure = FailureClass.REQUEST
 
 
 class GrammarsBusy(MoonpoolError):
     """Too many structures wait to be compiled. Try again."""
 
     code = "RESOURCE_EXHAUSTED"
+    failure = FailureClass.REQUEST
 
     def __init__(self) -> None:
         super().__init__(f"{_MAX_WAITING} structures wait to be compiled: try again")

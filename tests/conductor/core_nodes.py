@@ -338,6 +338,7 @@ class ScriptedNode(
                         finish_reason=node_pb2.FINISH_ERROR,
                         error=str(error),
                         ended_life=isinstance(error, LifeEnded),
+                        failure=error.failure.value,
                     ),
                 )
                 return

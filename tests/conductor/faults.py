@@ -6,6 +6,7 @@ import asyncio
 
 from moonpool.protos import node_pb2
 from moonpool.runtime.errors import LifeEnded
+from moonpool.runtime.failures import FailureClass
 from tests.conductor.core_nodes import Broken, Busy, Script, ScriptedNode
 
 
@@ -35,7 +36,7 @@ async def breaks(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
 
 
 async def ends(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
-    raise LifeEnded("rank 1 is lost")
+    raise LifeEnded("rank 1 is lost", FailureClass.RANK)
 
 
 class Lives:

@@ -93,7 +93,7 @@ facts = st.fixed_dictionaries(
 )
 NAMES = (
     *("waits_for_node", "placed", "prefix_loaded", "prefilled", "first_token", "transferred"),
-    *("migrated", "preempted", "stayed", "cached", "retry"),
+    *("migrated", "preempted", "stayed", "cached", "retry", "recovered"),
 )
 
 

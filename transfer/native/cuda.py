@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from moonpool.runtime.failures import FailureClass
 from moonpool.transfer.errors import TransferError
 from moonpool.transfer.native.arrays import U64, address_of
 
@@ -35,12 +36,14 @@ class CudaUnavailable(TransferError):
     """There is no CUDA runtime, so device memory cannot be moved."""
 
     code = "FAILED_PRECONDITION"
+    failure = FailureClass.DEVICE
 
 
 class CudaError(TransferError):
     """A call of the CUDA runtime failed."""
 
     code = "UNAVAILABLE"
+    failure = FailureClass.DEVICE
 
     def __init__(self, call: str, status: int, reason: str) -> None:
         super().__init__(f"{call} failed: {reason} ({status})")

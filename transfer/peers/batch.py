@@ -8,6 +8,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from moonpool.runtime.observing import failures
 from moonpool.transfer import metrics
 from moonpool.transfer.copying.batch_request import BatchRequest, Direction
 from moonpool.transfer.errors import ChecksumMismatch, DeadlineExceeded, PeerLost, StaleEpoch, TransferError
@@ -98,6 +99,7 @@ class Batch:
             path = await self._within_deadline()
         except BaseException as error:
             metrics.FAILURES.labels(direction, type(error).__name__).inc()
+            failures.count_error(error)
             if isinstance(error, ChecksumMismatch):
                 metrics.CHECKSUM_MISMATCHES.labels(direction).inc()
             if isinstance(error, PeerLost | StaleEpoch):

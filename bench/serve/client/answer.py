@@ -11,10 +11,13 @@ import orjson
 
 from moonpool.bench.serve.client.http_client import Exchange
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.failures import FailureClass
 
 
 class AnswerInvalid(MoonpoolError):
     """The answer is not HTTP, or its content is not JSON."""
+
+    failure = FailureClass.CONDUCTOR
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import cast
 from urllib.parse import urlsplit
 
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.failures import FailureClass
 from moonpool.runtime.security.https import client_context
 
 _LAST_CHUNK = b"0\r\n\r\n"
@@ -21,6 +22,8 @@ _LAST_CHUNK = b"0\r\n\r\n"
 
 class ServerUnreachable(MoonpoolError):
     """No connection, or it was lost before the answer was complete."""
+
+    failure = FailureClass.CONDUCTOR
 
 
 @dataclass(slots=True)

@@ -12,12 +12,15 @@ from moonpool.bench.serve.client.answer import Answer, read_answer, read_json
 from moonpool.bench.serve.client.http_client import Exchange, HttpClient
 from moonpool.bench.serve.client.workload import Dialect
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.failures import FailureClass
 
 COMPLETIONS = "/v1/completions"
 
 
 class RequestFailed(MoonpoolError):
     """A request of a measured case was answered with an error."""
+
+    failure = FailureClass.REQUEST
 
 
 @dataclass(frozen=True, slots=True)

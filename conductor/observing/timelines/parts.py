@@ -73,7 +73,7 @@ def _parts(events: list[Mapping[str, Any]]) -> Iterator[TimePart]:
             case "prefix_loaded":
                 loaded = dict(event)
                 continue  # its time is inside that of the prefill
-            case "cached" | "stayed":
+            case "cached" | "stayed" | "recovered":
                 continue
             case "placed":
                 yield TimePart("no node" if last == "waits_for_node" else "conductor", seconds)

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 @dataclass(frozen=True, slots=True)
 class TimelineEvent:
     """``name``: queued, waits_for_node, placed, prefix_loaded, prefilled, first_token, transferred,
-    preempted, migrated, stayed (a migration failed), retry or done.
+    preempted, migrated, stayed (a migration failed), retry, recovered (the next token after a retry) or done.
     """
 
     name: str

@@ -15,6 +15,8 @@ from moonpool.kvstore.tiers.ssd.jobs.batch import Batch
 from moonpool.kvstore.tiers.ssd.jobs.read import ReadJob, WantedBlock
 from moonpool.kvstore.tiers.ssd.jobs.threads import IoThreads
 from moonpool.kvstore.tiers.ssd.jobs.write import NewBlock, WriteJob
+from moonpool.runtime.failures import FailureClass
+from moonpool.runtime.observing import failures
 
 log = logging.getLogger(__name__)
 
@@ -141,6 +143,7 @@ class Disk:
             if not self.is_stalled:
                 self.is_stalled = True
                 self.num_stalls += 1
+                failures.count(FailureClass.STORE, "late")
                 message = "%s: no answer for %.1f s (%s); its blocks are misses until there is one"
                 log.error(message, self.directory, held_s, about)
             for batch in self._under_way:

@@ -1,0 +1,1 @@
+"""Drills: one failure of each kind in a local cluster, with and without its mitigation."""

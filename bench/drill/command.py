@@ -1,0 +1,176 @@
+"""The command ``moonpool bench drill``."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from moonpool.bench.chaos.disk import DiskUnavailable, LoopDisk
+from moonpool.bench.chaos.faults import ClusterFaults
+from moonpool.bench.chaos.load import Counts, KnownLoad
+from moonpool.bench.drill.course import Course, FailureWatch
+from moonpool.bench.drill.drills import DRILLS, Drill, Scene
+from moonpool.bench.harness.command import Run, benchmark
+from moonpool.bench.serve.client.answer import read_json
+from moonpool.bench.serve.client.http_client import HttpClient
+from moonpool.bench.serve.client.server import Server
+from moonpool.local.cluster import LocalCluster
+from moonpool.runtime.config.loading import load_config
+from moonpool.runtime.reports.report import Row
+
+# A short deadline: a request that hangs is seen.
+_SETS = ("conductor.port=0", "conductor.request_timeout_s=30", "index.lease_ttl_s=3")
+_HUNG_AFTER_S = 60.0
+_CALM_S = 4.0  # under load, before the fault
+_DISK_NBYTES = 2 << 30
+# A request is late if it takes longer than this many times the slowest one before the fault.
+_LATE = 2.0
+# Prompts with the same prefix.
+_GROUP_PROMPTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    seed: int
+    sets: tuple[str, ...]
+
+
+def _part(drill: Drill) -> Callable[[Run, Settings], AsyncIterator[Row]]:
+    async def rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+        for name, sets, restarts in drill.arms():
+            try:
+                course = await _run(drill, (*_SETS, *sets, *settings.sets), restarts, settings.seed)
+            except DiskUnavailable as error:
+                run.say(f"left out: {error}")
+                return
+            _show(drill, name, course)
+            for row in _rows(f"{drill.name}, {name}", course):
+                yield row
+
+    return rows
+
+
+async def _run(drill: Drill, sets: tuple[str, ...], restarts: bool, seed: int) -> Course:
+    async with AsyncExitStack() as stack:
+        disk = None
+        if drill.needs_disk:
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="drill-")))
+            disk = stack.enter_context(LoopDisk(directory, _DISK_NBYTES))
+            sets = (*sets, f"store.ssd.path={disk.path}")
+        cluster = await stack.enter_async_context(LocalCluster(load_config(None, sets), restart=restarts))
+        http = await stack.enter_async_context(HttpClient(cluster.url))
+        load = KnownLoad(await Server.find("cluster", http), seed, _HUNG_AFTER_S, _GROUP_PROMPTS)
+        await load.learn()
+        _, state = read_json(await http.get("/v1/cluster"))
+        urls = [f"{cluster.url}/metrics", *(node["metrics_url"] for node in state["nodes"])]
+        watch = await stack.enter_async_context(FailureWatch.running(urls))
+        counts, rng = Counts(), random.Random(seed)
+
+        async def more(streams: int, seconds: float) -> None:
+            over = asyncio.Event()
+            asyncio.get_running_loop().call_later(seconds, over.set)
+            await load.run(streams, over, rng, counts)
+
+        scene = Scene(cluster, ClusterFaults(cluster, disk), disk, more)
+        return await _measure(drill, scene, load, http, watch, counts)
+
+
+async def _measure(
+    drill: Drill, scene: Scene, load: KnownLoad, http: HttpClient, watch: FailureWatch, counts: Counts
+) -> Course:
+    until, course = asyncio.Event(), Course()
+    running = asyncio.create_task(load.run(drill.streams, until, random.Random(0), counts))
+    try:
+        await asyncio.sleep(_CALM_S)
+        calm = [answer.e2e_s for answer in counts.answers if not answer.error]
+        watch.forget()
+        fault_s, fault_unix_s = time.perf_counter(), time.time()
+        await drill.fault(scene)
+        await asyncio.sleep(drill.after_s)
+    finally:
+        until.set()
+        await running
+    await watch.read()
+    course.count(counts.answers, fault_s, _LATE * max(calm, default=_HUNG_AFTER_S))
+    course.lost += counts.hung + len(counts.different)
+    course.total += counts.hung
+    for answer in counts.answers:
+        if answer.done_s >= fault_s:
+            status, timeline = read_json(await http.get(f"/v1/requests/{answer.id}/timeline"))
+            if status == 200:
+                course.add(timeline, fault_unix_s)
+    if not course.classes and watch.first_s:
+        # No request noticed: what processes counted, and when the first one did.
+        course.classes.update(failure for failure, _ in watch.first_s)
+        course.detect_s.append(max(min(watch.first_s.values()) - fault_unix_s, 0.0))
+    if watch.without_index_s > fault_unix_s and watch.has_index:
+        course.recover_s.append(watch.without_index_s - fault_unix_s)
+    return course
+
+
+def _rows(case: str, course: Course) -> Iterator[Row]:
+    for metric, values in (
+        ("detected after", course.detect_s),
+        ("placed again after", course.contain_s),
+        ("next token after", course.recover_s),
+    ):
+        if values:
+            yield Row(case, metric, max(values), "s", samples=values)
+    yield Row(case, "slowest request", course.slowest_s, "s")
+    for metric, value in (
+        ("failed attempts", course.num_failed_attempts),
+        ("tokens computed twice", course.recomputed_tokens),
+        ("preempted", course.preempted),
+        ("lost requests", course.lost),
+        ("late requests", course.late),
+        ("rejected requests", course.rejected),
+        ("requests", course.total),
+    ):
+        yield Row(case, metric, float(value), "count")
+
+
+def _show(drill: Drill, arm: str, course: Course) -> None:
+    """The longest of each time in seconds; — where there was none."""
+
+    def longest(values: list[float]) -> str:
+        return f"{max(values):.2f}" if values else "—"
+
+    table = Table(title=f"{drill.name}, {arm}: {drill.mitigation}; seconds, requests", title_justify="left")
+    for column in ("class", "detect", "contain", "recover", "slowest", "lost", "late", "rejected", "of"):
+        table.add_column(column, justify="right")
+    numbers = (course.lost, course.late, course.rejected, course.total)
+    classes = ", ".join(name for name, _ in course.classes.most_common()) or "none"
+    times = map(longest, (course.detect_s, course.contain_s, course.recover_s))
+    table.add_row(classes, *times, f"{course.slowest_s:.2f}", *map(str, numbers))
+    Console(highlight=False).print(table)
+
+
+@benchmark(
+    {drill.name: _part(drill) for drill in DRILLS},
+    packages=("torch", "aiohttp", "grpcio", "redis", "uvloop"),
+    rounds=None,
+)
+@click.option("--seed", default=0, show_default=True, help="Of prompts and their order.")
+@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Option of the local cluster.")
+def drill(run: Run, seed: int, sets: tuple[str, ...]) -> Settings:
+    """Cause one failure of each kind under load, with and without what is there against it.
+
+    For each: its class, the longest time to detect it (from the fault to a request's failed attempt; where no
+    request notices, to the first process that counts it), to contain it (until the request is placed again)
+    and to recover (until its next token; of the index, until every process has it again), and the requests
+    that were lost, late or rejected. The drill of the disk needs root; its stand-in stops writes, not reads.
+    docs/runbooks.md has a runbook for each.
+    """
+    if run.quick and not run.named:
+        run.parts = run.parts[:1]
+    return Settings(seed, sets)
