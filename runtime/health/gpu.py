@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from moonpool.runtime.health.readings import GpuReading
@@ -33,6 +34,7 @@ class GpuWatch:
     def __init__(self, uuids: Sequence[str]) -> None:
         self.missing = ""
         self._gpus: list[tuple[str, Any]] = []  # number, NVML's handle
+        self._first_joules: dict[str, float] = {}
         if not uuids:
             return
         if pynvml is None:
@@ -52,7 +54,14 @@ class GpuWatch:
 
     def read(self) -> tuple[GpuReading, ...]:
         """Take a reading, about a millisecond a GPU. Never raises for errors of a GPU or its driver."""
-        return tuple(_read(number, handle) for number, handle in self._gpus)
+        readings = []
+        for number, handle in self._gpus:
+            reading = _read(number, handle)
+            if (joules := reading.energy_joules) is not None:
+                first = self._first_joules.setdefault(number, joules)
+                reading = replace(reading, energy_joules=joules - first)
+            readings.append(reading)
+        return tuple(readings)
 
 
 def nvml_report() -> str:
@@ -87,6 +96,7 @@ def _read(number: str, handle: Any) -> GpuReading:
         busy = ask(pynvml.nvmlDeviceGetUtilizationRates)
         memory = ask(pynvml.nvmlDeviceGetMemoryInfo)
         power = ask(pynvml.nvmlDeviceGetPowerUsage)
+        energy = ask(pynvml.nvmlDeviceGetTotalEnergyConsumption)  # millijoules since the driver started
         clock = ask(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM)
         reasons = ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons) or 0
         temperature = ask(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU)
@@ -102,6 +112,7 @@ def _read(number: str, handle: Any) -> GpuReading:
             corrected_errors=errors(pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
             uncorrected_errors=errors(pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
             throttles=tuple(name for name, bit in _THROTTLES.items() if reasons & getattr(pynvml, bit)),
+            energy_joules=None if energy is None else energy / 1e3,
         )
     except _GpuLost as lost:
         return GpuReading(number, lost=str(lost))

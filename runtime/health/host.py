@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 
+from moonpool.runtime.health.rapl import RaplWatch
 from moonpool.runtime.health.readings import HostReading
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -68,6 +69,7 @@ class HostWatch:
 
     def __init__(self) -> None:
         self._limits = memory_limits()
+        self._energy = RaplWatch()
         psutil.cpu_percent(None)  # the first call only starts the measurement
 
     def read(self) -> HostReading:
@@ -87,4 +89,5 @@ class HostWatch:
             network_errors=sum(
                 counts.errin + counts.errout + counts.dropin + counts.dropout for counts in interfaces
             ),
+            energy_joules=self._energy.read(),
         )

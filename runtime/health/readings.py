@@ -24,6 +24,7 @@ class GpuReading:
     corrected_errors: int | None = None
     uncorrected_errors: int | None = None
     throttles: tuple[str, ...] = ()  # those of THROTTLES that are active
+    energy_joules: float | None = None  # since the first reading of this process
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class HostReading:
     cpu_ratio: float  # of all cores, since the previous reading
     network_nbytes: int  # sent and received, all interfaces but the loopback
     network_errors: int  # errors and dropped packets
+    energy_joules: float | None = None  # of the processors, since this process started; None: not available
 
 
 @dataclass(frozen=True, slots=True)
