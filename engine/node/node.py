@@ -89,6 +89,7 @@ class EngineNode(ABC):
         self.num_starts = self.replica.start_number if self.replica is not None else 1
         self._versions = versions_of(("moonpool", "torch"))
         self._began_s = self._ready_s = 0.0  # of this start
+        self.work_time = WorkTime(time.monotonic())  # likewise
         self.tenant_labels = TenantLabels()
         self.events: EventPublisher | None = None  # where configured
 
