@@ -46,7 +46,7 @@ async def main(config: Config, service: ServiceContext) -> None:
     ]
     first = await asyncio.to_thread(make_context, served.models[0].config, conductors[0])
     lanes = [
-        Lane(one.name, conductor, partial(make_context, one.config, conductor, first), one.aliases, one.price)
+        Lane(one.name, conductor, partial(make_context, one.config, conductor, first), one.aliases)
         for one, conductor in zip(served.models, conductors, strict=True)
     ]
     lanes[0].loaded = first
@@ -82,6 +82,7 @@ def conductor_of(config: Config, peer_port: int) -> Conductor:
         peer_port=peer_port,
         provider=provider_of(config),
         planner=config.planner,
+        price=config.model.price,
     )
 
 

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from moonpool.conductor.accounts.ledger import Ledger
 from moonpool.conductor.admission.adapter_shares import AdapterShares
 from moonpool.conductor.admission.batch_queue import BatchQueue
 from moonpool.conductor.admission.fair_share import FairShare
@@ -89,17 +90,19 @@ class Conductor:
         peer_port: int = 0,
         provider: Provider | None = None,
         planner: PlannerOptions | None = None,
+        price: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
         """``clock`` must run with the event loop's time. Other conductors connect to ``peer_host`` and
         ``peer_port`` (0: a free one). ``provider``: starts and stops nodes; closed here.
+        ``price``: of a second of a node.
 
         Raises ``ConfigError`` without a Redis URL.
         """
         if not index.redis_url:
             raise ConfigError("index.redis_url is empty: say where the index is", "index.redis_url")
-        self.model = model
+        self.model, self.price = model, price
         rng = rng or random.Random()
         cost_model = CostModel()
         activity = Activity(time.time)
@@ -140,6 +143,10 @@ class Conductor:
         )
         self.streams = StreamRecords(kv_index)
         self.conversations = ConversationRecords(kv_index)
+        self.ledger = Ledger(
+            kv_index, model.name, conductor_id, lambda: (one.record for one in registry.members.values())
+        )
+        registry.on_late = self.ledger.add_late
         self._planner = Planner(
             registry,
             self.fleet,
@@ -178,6 +185,8 @@ class Conductor:
                 on_copied=partial(activity.event, "copied"),
             ),
             prefixes=PrefixWatch(model.block_size, clock),
+            ledger=self.ledger,
+            price=price,
             slo=Slo.of(options),
             max_attempts=options.max_attempts,
             timeout_s=options.request_timeout_s,
@@ -228,6 +237,7 @@ class Conductor:
         self._migrator.start()
         self._other_conductors.start()
         self.streams.start()
+        self.ledger.start()
         self._engines.start()
 
     async def close(self) -> None:
@@ -242,6 +252,7 @@ class Conductor:
         await self.rollouts.close()
         await self.fleet.close()
         await self.streams.close()
+        await self.ledger.close()
         await self._other_conductors.close()
         await self._deps.arbitration.peers.close()
         await self._deps.replicator.close()

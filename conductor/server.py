@@ -12,6 +12,7 @@ from aiohttp.typedefs import Handler
 
 from moonpool.conductor.access import sign_in
 from moonpool.conductor.access.gate import PRINCIPAL
+from moonpool.conductor.accounts.page import usage
 from moonpool.conductor.api import adapter_routes as adapters
 from moonpool.conductor.api import fleet_routes as fleet
 from moonpool.conductor.api import status_routes as pages
@@ -81,6 +82,7 @@ def create_app(context: ApiContext, lanes: Lanes | None = None) -> web.Applicati
             web.get("/v1/index/{node}", pages.index),
             web.get("/v1/live", dashboard_routes.live),
             web.get("/v1/requests", pages.requests),
+            web.get("/v1/usage", usage),
             web.get("/v1/requests/{id}/timeline", pages.timeline),
             web.post("/v1/requests/{id}/migrate", pages.migrate),
             web.get("/v1/session", sign_in.session),

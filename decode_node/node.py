@@ -18,7 +18,7 @@ from moonpool.decode_node.takeover import HandoverBroken, Source, Taken, take_ov
 from moonpool.engine.batching.sequence import Sequence
 from moonpool.engine.batching.step_plan import StepEvent
 from moonpool.engine.node.handover import HandoverFailed
-from moonpool.engine.node.messages import sequence_of, token_out
+from moonpool.engine.node.messages import sequence_of
 from moonpool.engine.node.metrics import DECODE_TOKENS, RECEIVED_BLOCKS, RECEIVED_BYTES
 from moonpool.engine.node.node import EngineNode, Key
 from moonpool.engine.node.service import RpcContext, node_servicers
@@ -260,7 +260,7 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
                 continue  # cancelled
             num_tokens += event.token_id >= 0
             if event.token_id >= 0 or event.finish_reason or event.preempted or event.ended_life:
-                batches.setdefault(request.conductor_id, []).append(token_out(event))
+                batches.setdefault(request.conductor_id, []).append(self.work_time.tell(event))
             if len(self._departures) and self._departures.on_step(event):
                 stopped.add(request.conductor_id)
             if event.finish_reason:

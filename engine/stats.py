@@ -25,6 +25,7 @@ class EngineStats:
     num_failed_steps: int
     num_preemptions: int
     step_s: float  # the last step
+    busy_s: float  # with work to do
 
     @property
     def num_available_blocks(self) -> int:
@@ -51,4 +52,5 @@ class EngineStats:
             num_failed_steps=loop.num_failed_steps if loop else 0,
             num_preemptions=scheduler.num_preemptions,
             step_s=loop.step_s if loop else 0.0,
+            busy_s=loop.busy_s if loop else 0.0,
         )

@@ -12,7 +12,7 @@ from moonpool.engine.batching.sequence import FinishReason, Sequence
 from moonpool.engine.batching.step_plan import StepEvent
 from moonpool.engine.errors import DuplicateSequence
 from moonpool.engine.node.handover import Handover, HandoverFailed
-from moonpool.engine.node.messages import sequence_of, token_logprobs, token_out
+from moonpool.engine.node.messages import sequence_of, token_logprobs
 from moonpool.engine.node.metrics import PromptTokens
 from moonpool.engine.node.node import EngineNode, Key
 from moonpool.engine.node.service import RpcContext, node_servicers
@@ -121,7 +121,7 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
             raise
         finally:
             self._prefills.discard(sequence.key)
-        token = token_out(event)
+        token = self.work_time.tell(event)
         if handover is None:
             self.engine.release(sequence)
         else:

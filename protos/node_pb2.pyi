@@ -1557,6 +1557,9 @@ class TokenOut(_message.Message):
     ENDED_LIFE_FIELD_NUMBER: _builtins.int
     INVALID_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
+    BUSY_S_FIELD_NUMBER: _builtins.int
+    REJECTED_S_FIELD_NUMBER: _builtins.int
+    AGAIN_S_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
@@ -1575,6 +1578,12 @@ class TokenOut(_message.Message):
     """with FINISH_ERROR: it would end so on any node"""
     accepted: _builtins.bool
     """by speculation: it took no step of its own"""
+    busy_s: _builtins.float
+    """Seconds of the node's steps that the request took since its last message: its share by rows of each."""
+    rejected_s: _builtins.float
+    """of them, for proposed tokens that the model rejected"""
+    again_s: _builtins.float
+    """of them, for tokens computed on this node before"""
     failure: _builtins.str
     """with FINISH_ERROR: a word of runtime.failures.FailureClass"""
     @_builtins.property
@@ -1601,11 +1610,14 @@ class TokenOut(_message.Message):
         ended_life: _builtins.bool = ...,
         invalid: _builtins.bool = ...,
         accepted: _builtins.bool = ...,
+        busy_s: _builtins.float = ...,
+        rejected_s: _builtins.float = ...,
+        again_s: _builtins.float = ...,
         failure: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "received", b"received"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "attempt", b"attempt", "ended_life", b"ended_life", "error", b"error", "failure", b"failure", "finish_reason", b"finish_reason", "has_token", b"has_token", "index", b"index", "invalid", b"invalid", "logprobs", b"logprobs", "preempted", b"preempted", "received", b"received", "request_id", b"request_id", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "again_s", b"again_s", "attempt", b"attempt", "busy_s", b"busy_s", "ended_life", b"ended_life", "error", b"error", "failure", b"failure", "finish_reason", b"finish_reason", "has_token", b"has_token", "index", b"index", "invalid", b"invalid", "logprobs", b"logprobs", "preempted", b"preempted", "received", b"received", "rejected_s", b"rejected_s", "request_id", b"request_id", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

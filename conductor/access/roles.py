@@ -76,6 +76,7 @@ PERMITTED: Final = {
     "GET /v1/models": KEYED,
     "GET /v1/models/{name}": KEYED,
     "GET /v1/requests": KEYED,
+    "GET /v1/usage": KEYED,
     "GET /v1/requests/{id}/timeline": KEYED,
     "POST /v1/requests/{id}/migrate": _INDEX,
     "GET /v1/session": KEYED,

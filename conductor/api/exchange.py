@@ -298,9 +298,10 @@ class GenerationExchange:
                 for run in runs:
                     await sink(run, self._draft.deltas[run.choice.index])
             else:
-                started_s = self._context.clock()
-                await run_all(runs, sink, self._context, self._arrived_s)
-                self._spent(started_s)
+                try:
+                    await run_all(runs, sink, self._context, self._arrived_s)
+                finally:
+                    self._spent(runs)
         if self._route is not None:
             route_metrics.answered.labels(self._route.name, self._model).inc()
         self.record.status = "done"
@@ -311,7 +312,7 @@ class GenerationExchange:
         started_s, cascade = self._context.clock(), self._route.cascade
         logprobs = body.num_logprobs >= 0
         made = await draft(runs, self._context, self._arrived_s, cascade, logprobs=logprobs)
-        self._spent(started_s)
+        self._spent(runs)
         if made.cause:
             self._escalated(made.cause, started_s)
             return False
@@ -325,11 +326,12 @@ class GenerationExchange:
         route_metrics.escalations.labels(self._route.name, self._tiers[0].name, cause).inc()
         route_metrics.added.labels(self._route.name).observe(seconds)
 
-    def _spent(self, started_s: float) -> None:
-        """The sequences have run on the nodes of this model since then."""
+    def _spent(self, runs: Sequence[SequenceRun]) -> None:
+        """The sequences have run on the nodes of this model."""
         if self._route is not None:
-            seconds = self._context.clock() - started_s
-            route_metrics.cost.labels(self._route.name).inc(seconds * self._tiers[0].price)
+            timelines = (self._context.conductor.timeline(run.request.request_id) for run in runs)
+            cost = sum(one.summary.cost for one in timelines if one is not None)
+            route_metrics.cost.labels(self._route.name).inc(cost)
 
     def _explained(self) -> list[dict[str, Any]]:
         """The placements of each sequence."""

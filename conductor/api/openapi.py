@@ -9,6 +9,7 @@ from typing import Any, Literal
 from aiohttp import web
 from pydantic.json_schema import models_json_schema
 
+from moonpool.conductor.accounts.ledger import KEEP_DAYS
 from moonpool.conductor.api.prompts import MAX_PROMPTS
 from moonpool.conductor.api.schemas import (
     MAX_STOP_CHARS,
@@ -63,7 +64,7 @@ def _listed(items: Schema) -> Schema:
     return _object(object={"const": "list"}, data=_list_of(items))
 
 
-_STRING, _INTEGER = {"type": "string"}, {"type": "integer"}
+_STRING, _INTEGER, _NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"}
 
 _USAGE = _object(
     prompt_tokens=_INTEGER,
@@ -191,6 +192,14 @@ def _paths() -> dict[str, Any]:
             404,
             id="path",
             format={"enum": list(TIMELINE_FORMATS), "default": "json"},
+        ),
+        "/v1/usage": _page(
+            "Tokens, seconds of nodes and cost by tenant, model and day (UTC), and the nodes' whole time",
+            _listed(_object(day=_STRING, model=_STRING, tenant=_STRING, cost=_NUMBER)),
+            400,
+            503,
+            day={"type": "string", "format": "date"},
+            days={"type": "integer", "minimum": 1, "maximum": KEEP_DAYS, "default": 1},
         ),
         "/v1/about": _page("Code, machine and options of this conductor, without secrets", about),
         "/v1/benchmarks": _page("Results of benchmarks, newest first", _listed(_object(name=_STRING))),

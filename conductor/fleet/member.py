@@ -40,6 +40,7 @@ class Member:
         conductor_id: str,
         on_reachable: Callable[[Member], None],
         on_change: Callable[[Member], None],
+        on_late: Callable[[float], None] = lambda seconds: None,
         engine: EngineFacts | None = None,
         learned: LearnedCosts | None = None,
         engine_key: str = "",
@@ -48,7 +49,7 @@ class Member:
         """``engine``: facts of another project's engine, whose server asks for ``engine_key``, and whose
         cost is one of ``learned``.
         ``on_reachable``: its connection came up or broke; ``on_change``: anything else that placement depends
-        on changed.
+        on changed. ``on_late``: see ``DecodeClient``.
         """
         self.record = record
         self.clock_offset = ClockOffset()
@@ -78,6 +79,7 @@ class Member:
                 lambda: on_reachable(self),
                 conductor_id=conductor_id,
                 on_step=self._on_step,
+                on_late=on_late,
             )
         else:
             self.client = NodeClient(record.node_id, record.rpc_address, lambda: on_reachable(self))

@@ -236,11 +236,14 @@ class DecodeClient(NodeClient):
         *,
         conductor_id: str,
         on_step: Callable[[node_pb2.StepTokens, int], None],
+        on_late: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        """``on_step``: called with each message and the number of its tokens that were delivered."""
+        """``on_step``: called with each message and the number of its tokens that were delivered.
+        ``on_late``: called with the seconds that the node took for one that was not."""
         super().__init__(node_id, address, on_change)
         self._conductor_id = conductor_id
         self._on_step = on_step
+        self._on_late = on_late
         self._decode = node_pb2_grpc.DecodeNodeStub(self._channel)
 
     async def decode(self, request: node_pb2.DecodeRequest, timeout_s: float) -> node_pb2.DecodeReply:
@@ -280,7 +283,10 @@ class DecodeClient(NodeClient):
             if dependent is not None:
                 dependent.put(token)
                 num_delivered += 1
-            elif not token.finish_reason:
+                continue
+            if token.busy_s:
+                self._on_late(token.busy_s)
+            if not token.finish_reason:
                 # The attempt was given up. A node that was stopped (SIGSTOP) for longer than its lease has
                 # missed that.
                 self.cancel(key)

@@ -90,6 +90,8 @@ class NodeRegistry:
         self._changed: asyncio.Future[None] | None = None
         self._turn = 0
         # Called with a prefill node that joins: the copies to await before it gets requests; None: none.
+        # Called with seconds that a node took for a request that has ended.
+        self.on_late: Callable[[float], None] = lambda seconds: None
         self.on_newcomer: Callable[[str], Awaitable[object] | None] = lambda node_id: None
 
     async def start(self) -> None:
@@ -364,6 +366,7 @@ class NodeRegistry:
             conductor_id=self._conductor_id,
             on_reachable=self._reachable,
             on_change=self.touched,
+            on_late=lambda seconds: self.on_late(seconds),
             engine=engine,
             learned=None if engine is None else self._learned,
             engine_key=self._engine_key,

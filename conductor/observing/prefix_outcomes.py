@@ -48,10 +48,12 @@ _PENDING_S = 5.0
 @dataclass(frozen=True, slots=True)
 class PrefixOutcome:
     """``outcome``: one of ``OUTCOMES``. ``missed``: of a hit, one of ``MISSED``; empty: every whole block
-    that could be used was."""
+    that could be used was. ``known_tokens``: leading ones that had come before and could have been cached, as
+    far as is remembered."""
 
     outcome: str = ""
     missed: str = ""
+    known_tokens: int = 0
 
 
 class _Latest:
@@ -127,7 +129,8 @@ class PrefixWatch:
         if before is not None:
             self._salts.put(root, before + 1)
         self._num_salts_once += (before is None) - (before == 1) - (dropped == 1)
-        return PrefixOutcome(outcome, missed)
+        num_known = max((mark.block + 1 for mark in marks if mark.first_s is not None), default=0)
+        return PrefixOutcome(outcome, missed, min(num_known, num_usable) * size)
 
     def _outcome(
         self,

@@ -33,15 +33,18 @@ class RequestRecord:
     prefix_missed: str = ""  # likewise: see prefix_outcomes.MISSED
     cached_from: dict[str, int] = field(default_factory=dict)  # likewise, tokens: pool, host, ssd, fetched
     output_tokens: int = 0
+    cost: float = 0.0  # of all sequences: their shares of nodes' seconds, at model.price
     status: str = "running"  # then done, cancelled, or the error's name
     sequences: list[str] = field(default_factory=list)  # the core's request ids, one a choice
 
     def see(self, timeline_of: Callable[[str], RequestTimeline | None]) -> RequestRecord:
-        """Take over what is known of its prefix while its timeline is kept; returns itself."""
+        """Take over what is known of its prefix and cost while its timelines are kept; returns itself."""
         if self.sequences and (timeline := timeline_of(self.sequences[0])):
             summary = timeline.summary
             self.prefix_outcome, self.prefix_missed = summary.prefix_outcome, summary.prefix_missed
             self.cached_from = summary.sources()
+            known = filter(None, map(timeline_of, self.sequences))
+            self.cost = sum(one.summary.cost for one in known)
         return self
 
     def to_dict(self) -> dict[str, Any]:

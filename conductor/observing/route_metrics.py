@@ -14,7 +14,7 @@ escalations = Counter(
 )
 cost = Counter(
     "moonpool_route_cost_total",
-    "Price of the seconds that requests of a route ran, drafts that were not used included",
+    "Cost of the seconds of nodes that requests of a route took, drafts that were not used included",
     ["route"],
 )
 added = Histogram(

@@ -6,9 +6,10 @@ import asyncio
 from collections import deque
 from collections.abc import Coroutine
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from moonpool.conductor.accounts.spent import Spent
 from moonpool.conductor.fleet.member import Member
 from moonpool.conductor.fleet.node_client import RequestKey
 from moonpool.conductor.placing.placement import Placement
@@ -55,6 +56,7 @@ class AttemptPlan:
     expected_tokens: int  # it will probably produce
     num_blocks: int  # of KV in the end, probably
     timeout_s: float
+    spent: Spent = field(default_factory=Spent)  # of the request
 
 
 class Attempt:
@@ -210,6 +212,7 @@ class Attempt:
     def put(self, token: node_pb2.TokenOut) -> None:
         self._num_delivered += 1
         self._heard()
+        self.plan.spent.decoded(token)
         if token.HasField("received"):
             self.kv_received = True
             if self.plan.decode is not self.plan.prefill:
@@ -268,8 +271,9 @@ class Attempt:
     async def _prefill(self) -> None:
         plan = self.plan
         reply = await plan.prefill.client.prefill(plan.prefill_request, plan.timeout_s)
+        num_tokens = len(plan.prefill_request.work.token_ids) // 4
+        plan.spent.prefilled(reply.token, num_tokens, reply.num_cached_tokens)
         if plan.prefill.load.prefilled_alone(plan.key):
-            num_tokens = len(plan.prefill_request.work.token_ids) // 4
             plan.prefill.prefilled(num_tokens, reply.num_cached_tokens, reply.compute_s)
         plan.prefill.load.end_prefill(plan.key)
         plan.prefill.breaker.succeeded()

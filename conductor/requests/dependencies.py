@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from moonpool.conductor.accounts.ledger import Ledger
 from moonpool.conductor.admission.adapter_shares import AdapterShares
 from moonpool.conductor.admission.batch_queue import BatchQueue
 from moonpool.conductor.admission.fair_share import FairShare
@@ -47,6 +48,8 @@ class RequestDependencies:
     batch_queue: BatchQueue
     replicator: Replicator
     prefixes: PrefixWatch
+    ledger: Ledger
+    price: float  # of a second of a node
     slo: Slo
     max_attempts: int
     timeout_s: float  # a request may run, from its placement

@@ -58,7 +58,14 @@ class RequestRun:
         timeline = RequestTimeline(request.request_id, time.time(), self._started_s, request.client.name)
         self._deps = deps
         self._recorder = Recorder(
-            timeline, deps.cost_model, deps.activity, deps.clock, request.client.name, deps.slo
+            timeline,
+            deps.cost_model,
+            deps.activity,
+            deps.clock,
+            request.client.name,
+            deps.slo,
+            deps.ledger,
+            deps.price,
         )
         self._lineage = Lineage(request.prompt_token_ids, deps.model.block_size)
         self._lineage.output_ids += request.output_ids
@@ -402,7 +409,7 @@ class RequestRun:
         self._deps.batch_queue.notify()
         if error is None and num_new > 0:
             self._send_hint()
-        self._recorder.done(finish_reason, num_tokens, error)
+        self._recorder.done(finish_reason, num_tokens, self._placer.spent, num_new, error)
 
     def _send_hint(self) -> None:
         request, attempt, deps = self._request, self._attempt, self._deps

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from moonpool.conductor.accounts.spent import Spent
 from moonpool.conductor.admission.fair_share import Work
 from moonpool.conductor.admission.rejection import DecodeOutlook
 from moonpool.conductor.engines.attempt import EngineAttempt
@@ -57,6 +58,7 @@ class RequestPlacer:
         self.first_attempt = 0  # number of the first one in messages to nodes
         self._prefixes: Mapping[str, int] = {}  # leading blocks on each node at the latest decision
         self.prefix = PrefixOutcome()  # what came of it at the first attempt
+        self.spent = Spent()  # by the nodes, of all attempts
         self.hash_s = 0.0  # spent on block keys by the latest decision
         self.place_s = 0.0  # spent on look-up and placement
         self._request = request
@@ -165,6 +167,7 @@ class RequestPlacer:
             expected_tokens=self.expected_tokens(),
             num_blocks=self.num_blocks,
             timeout_s=self._deadline.run_s(deps.clock()) + _CALL_MARGIN_S,
+            spent=self.spent,
         )
         if self._request.adapter is not None:
             for member in filter(None, (plan.prefill, plan.decode)):
@@ -186,6 +189,7 @@ class RequestPlacer:
                 reads_cache=not self._wants_prompt_logprobs,
                 elsewhere=lambda after: deps.registry.in_other_layout(self._request.tenant, token_ids, after),
             )
+            self.spent.known_tokens = self.prefix.known_tokens
         deps.replicator.note(self._lineage.keys, self._prefixes, estimate.compute_s)
         return attempt
 

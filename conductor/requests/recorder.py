@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from moonpool.conductor.accounts.ledger import Ledger
+from moonpool.conductor.accounts.spent import Spent
 from moonpool.conductor.costs.model import CostModel
 from moonpool.conductor.errors import RequestEndsLives, RequestFailed, RequestRejected
 from moonpool.conductor.observing import scheduling_metrics as core_metrics
@@ -40,8 +42,10 @@ class Recorder:
         clock: Callable[[], float],
         tenant: str,
         slo: Slo,
+        ledger: Ledger,
+        price: float,
     ) -> None:
-        """``tenant``: the name of a configured one, or empty."""
+        """``tenant``: the name of a configured one, or empty. ``price``: of a second of a node."""
         self.timeline = timeline
         self._summary = timeline.summary
         self.num_accepted = 0  # tokens that took no decode step of their own, by speculation
@@ -50,6 +54,8 @@ class Recorder:
         self._tenant = tenant
         self._clock = clock
         self._slo = slo
+        self._ledger = ledger
+        self._price = price
         self._asked = False
         self._started_s = timeline.started_s
         self._first_s = 0.0  # time of the first token; 0: none yet
@@ -312,8 +318,11 @@ class Recorder:
             self._activity.demand.rejected()
         self._activity.rejections[error.stage] += 1
 
-    def done(self, finish_reason: str, num_tokens: int, error: Exception | None = None) -> None:
-        """``finish_reason``: stop, length, cancelled, or the error's name."""
+    def done(
+        self, finish_reason: str, num_tokens: int, spent: Spent, num_new: int, error: Exception | None = None
+    ) -> None:
+        """``finish_reason``: stop, length, cancelled, or the error's name. ``num_new``: tokens of its output
+        that are from here: the others were another conductor's."""
         now_s = self._clock()
         self._recovery.ended()
         summary = self._summary
@@ -329,6 +338,13 @@ class Recorder:
             # The first token comes from the prefill.
             summary.tokens_per_step = (num_tokens - 1) / (num_tokens - 1 - self.num_accepted)
             facts |= {"accepted_tokens": self.num_accepted, "tokens_per_step": summary.tokens_per_step}
+        if not num_new:
+            spent.ended_unanswered("abandoned" if finish_reason == "cancelled" else "rejected")
+        if spent.total_s:
+            summary.node_s, summary.wasted_s = spent.total_s, spent.wasted_s.total()
+            summary.cost = self._price * spent.total_s
+            facts |= {"node_s": spent.uses(), "cost": summary.cost}
+        self._ledger.add(self._tenant, spent, summary.prompt_tokens, num_new)
         self.timeline.add("done", now_s, finish_reason=finish_reason, output_tokens=num_tokens, **facts)
         log.debug("%s after %d tokens and %.4f s %s", finish_reason, num_tokens, summary.e2e_s, error or "")
         if finish_reason in ("stop", "length"):

@@ -416,6 +416,7 @@ class Scheduler:
     def _strip(self, sequence: Sequence) -> None:
         """Release all blocks and reset the progress. Sealed blocks stay cached while there is room."""
         self._release_table(sequence)
+        sequence.num_lost_tokens = max(sequence.num_lost_tokens, sequence.num_computed_tokens)
         sequence.num_computed_tokens = sequence.num_sealed_blocks = 0
 
     def _add_chunk(self, chunks: list[Chunk], sequence: Sequence, budget: int) -> int:

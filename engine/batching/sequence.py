@@ -36,6 +36,15 @@ class TokenLogprobs:
     top_logprobs: list[float]
 
 
+@dataclass(slots=True)
+class Spent:
+    """Seconds of steps that a sequence took."""
+
+    busy_s: float = 0.0
+    rejected_s: float = 0.0  # of them, for proposed tokens that the model rejected
+    again_s: float = 0.0  # of them, for tokens that had been computed: their blocks were taken
+
+
 class State(Enum):
     """State of a sequence. KEPT_FOR_TRANSFER: prefilled; the blocks stay until ``Engine.release``."""
 
@@ -116,6 +125,8 @@ class Sequence:
         self.num_passed_blocks = 0  # leading blocks of block_table that were released: -1
         self.num_sealed_blocks = 0  # leading blocks of block_table known to carry their keys
         self.num_preemptions = 0
+        self.num_lost_tokens = 0  # leading tokens whose KV was here before its blocks were taken
+        self.spent = Spent()  # since the last message about it
         self.state = State.NEW
         self.finish_reason = FinishReason.NONE
         self.cancelled = False

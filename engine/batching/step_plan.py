@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -77,6 +78,25 @@ class StepPlan:
     def has_adapters(self) -> bool:
         """Whether any of its sequences has a LoRA adapter."""
         return any(sequence.adapter >= 0 for sequence in self.sequences())
+
+    def charge(self, seconds: float, events: list[StepEvent]) -> None:
+        """Divide the seconds of the step, which has had these events, among its sequences by their rows."""
+        decodes = self.decodes
+        if self.after is not None:
+            pairs = zip(decodes, self.after, strict=True)
+            decodes = [sequence for sequence, row in pairs if row != ENDS]
+        row_s = seconds / max(len(decodes) + sum(run.num_tokens for run in self.runs), 1)
+        for sequence in decodes:
+            sequence.spent.busy_s += row_s
+        accepted = Counter(event.sequence.key for event in events if self.drafts and event.accepted)
+        for draft in self.drafts:
+            spent = draft.sequence.spent
+            spent.busy_s += draft.num_tokens * row_s
+            spent.rejected_s += max(draft.num_tokens - accepted[draft.sequence.key], 0) * row_s
+        for chunk in self.chunks:
+            spent, num_again = chunk.sequence.spent, chunk.sequence.num_lost_tokens - chunk.start
+            spent.busy_s += chunk.num_tokens * row_s
+            spent.again_s += min(max(num_again, 0), chunk.num_tokens) * row_s
 
     def preemptions(self) -> list[StepEvent]:
         return [StepEvent(sequence, 0, preempted=True) for sequence in self.preempted]

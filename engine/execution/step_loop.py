@@ -85,11 +85,13 @@ class StepLoop:
         self.num_steps = 0
         self.num_failed_steps = 0
         self.step_s = 0.0
+        self.busy_s = 0.0  # with work to do: all of it is charged to sequences, a step's until its end
         self._worker = worker
         self._clock = clock
         self._report = report
         self._wake = asyncio.Event()
         self._in_flight: list[StepPlan] = []
+        self._charged_s = clock()  # time is charged up to here
         self._ended_s: float | None = None  # of the step before; None: there was no work in between
         self._error: RankLost | None = None
 
@@ -128,6 +130,7 @@ class StepLoop:
                 self._publish(events)
                 events, self._ended_s = [], None
                 await self._wake.wait()
+                self._charged_s = self._clock()
                 continue
             if not plan.decodes and not plan.chunks:
                 # All running sequences were preempted and wait for blocks.
@@ -275,9 +278,12 @@ class StepLoop:
         except Exception as error:
             log.exception("a step failed; requests that end with it: %s", _request_ids(plan))
             self.num_failed_steps += 1
-            return self._fail(plan, error)
+            events = self._fail(plan, error)
+            self._charge(plan, self._clock(), events)
+            return events
         ended_s = self._clock()
         events = self.scheduler.postprocess(plan, output, ended_s)
+        self._charge(plan, ended_s, events)
         for chunk in plan.chunks:
             chunk.sequence.chunks.append((begun_s, ended_s, chunk.num_tokens))
         self.num_steps += 1
@@ -285,6 +291,12 @@ class StepLoop:
         self.costs.correct(plan, predicted_s, output.model_s)
         (PREFILL_SECONDS if plan.chunks else DECODE_SECONDS).observe(output.model_s)
         return events
+
+    def _charge(self, plan: StepPlan, ended_s: float, events: list[StepEvent]) -> None:
+        """Charge the time since the step before, or since there was work, to the step's sequences."""
+        seconds, self._charged_s = ended_s - self._charged_s, ended_s
+        self.busy_s += seconds
+        plan.charge(seconds, events)
 
     def _execute(self, plan: StepPlan) -> StepOutput:
         """Run the tensors, on either thread."""

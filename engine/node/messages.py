@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from moonpool.engine.batching.sampling import Sampling
-from moonpool.engine.batching.sequence import Sequence, TokenLogprobs
+from moonpool.engine.batching.sequence import Sequence, Spent, TokenLogprobs
 from moonpool.engine.batching.step_plan import StepEvent
 from moonpool.kvstore.blocks import keys as block_keys
 from moonpool.protos import node_pb2
@@ -34,8 +34,8 @@ def sequence_of(work: node_pb2.Work, *, arrived_s: float, prompt_logprobs: bool 
     )
 
 
-def token_out(event: StepEvent) -> node_pb2.TokenOut:
-    """Return the message of one event: a token, the end, or a preemption."""
+def token_out(event: StepEvent, spent: Spent) -> node_pb2.TokenOut:
+    """Return the message of one event: a token, the end, or a preemption. ``spent``: since the one before."""
     sequence, logprobs = event.sequence, event.logprobs
     return node_pb2.TokenOut(
         request_id=sequence.request_id,
@@ -53,6 +53,9 @@ def token_out(event: StepEvent) -> node_pb2.TokenOut:
         ended_life=event.ended_life,
         invalid=_is_invalid(sequence),
         failure=failure_of_event(event).value if event.error else "",
+        busy_s=spent.busy_s,
+        rejected_s=spent.rejected_s,
+        again_s=spent.again_s,
     )
 
 

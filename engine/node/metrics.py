@@ -97,6 +97,11 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily(
             "moonpool_engine_step_seconds", "Duration of the last step", value=stats.step_s
         )
+        yield CounterMetricFamily(
+            "moonpool_engine_busy_seconds",
+            "Seconds with work to do; the rest of the node's time it was idle",
+            value=stats.busy_s,
+        )
         yield from adapter_metrics(self._engine)
         yield from _rank_metrics(self._engine.rank_times())
         if self._engine.config.moe is not None:

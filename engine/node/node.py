@@ -23,6 +23,7 @@ from moonpool.engine.node.engine_memory import EngineMemory
 from moonpool.engine.node.first_connections import connect_nodes
 from moonpool.engine.node.join_phases import JoinPhases
 from moonpool.engine.node.metrics import NODE_JOIN_SECONDS, RANKS_LOST, observe_engine
+from moonpool.engine.node.work_time import WorkTime
 from moonpool.engine.prefix_cache.peer_exchange import PeerExchange
 from moonpool.engine.prefix_cache.store import NodeStore
 from moonpool.engine.prefix_cache.tenant_cache import TenantCache
@@ -89,6 +90,7 @@ class EngineNode(ABC):
         self.num_starts = self.replica.start_number if self.replica is not None else 1
         self._versions = versions_of(("moonpool", "torch"))
         self._began_s = self._ready_s = 0.0  # of this start
+        self.work_time = WorkTime(time.monotonic())  # likewise
         self.tenant_labels = TenantLabels()
         self.events: EventPublisher | None = None  # where configured
 
@@ -215,6 +217,7 @@ class EngineNode(ABC):
     async def _run_once(self, context: ServiceContext) -> RankLost | None:
         """Run until drained; return None. Return the error when a rank is lost."""
         self._began_s = time.monotonic()
+        self.work_time = WorkTime(self._began_s)
         self._join = JoinPhases(first=self.num_starts == 1)
         try:
             async with AsyncExitStack() as stack:
@@ -457,6 +460,7 @@ class EngineNode(ABC):
             "evicted": evicted_totals(),
             "paths": path_totals(),
             "structured": not self.grammars.lacking,
+            "work": self.work_time.facts(self.engine.stats().busy_s),
         }
         if self.config.node.gated:
             extra["gated"] = True

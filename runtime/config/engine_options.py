@@ -19,6 +19,12 @@ class ModelOptions(Section, name="model"):
     path: str = option(
         "", "path", "Hugging Face checkpoint directory; empty: the model that ships with Moonpool"
     )
+    price: float = option(
+        1.0,
+        "money/second",
+        "price of a node for a second, in any currency: an hour's divided by 3600",
+        least=0,
+    )
     name: str = option(
         "", "text", "name in the API; empty: the directory's name, or moonpool-demo for the shipped model"
     )

@@ -19,12 +19,11 @@ _FIELDS = ("name", "path", "aliases", "price", "set")
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One model. ``config``: of its nodes. ``price``: of a second of one node, in any currency."""
+    """One model. ``config``: of its nodes; ``price`` in the file is their ``model.price``."""
 
     name: str
     config: Config
     aliases: tuple[str, ...] = ()
-    price: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,7 @@ def _model(base: Config, given: Mapping[str, Any], *, first: bool) -> ModelConfi
             "models.path",
         )
     settings, aliases = _texts(given, "set"), _texts(given, "aliases")
-    price = given.get("price", 1.0)
+    price = given.get("price", base.model.price)
     if not isinstance(price, int | float) or price < 0:
         raise ConfigError(f"model {name}: price must be a number from 0, got {price!r}", "models.path")
     # Each model has an index of its own. That of the first one is where tools look.
@@ -103,8 +102,13 @@ def _model(base: Config, given: Mapping[str, Any], *, first: bool) -> ModelConfi
     if not isinstance(path, str):
         raise ConfigError(f"model {name}: path must be a text, got {path!r}", "models.path")
     absolute = str(Path(path).absolute()) if path else ""
-    own = (f"model.path={absolute}", f"model.name={name}", f"index.namespace={namespace}")
-    return ModelConfig(name, override(base, (*settings, *own)), tuple(aliases), float(price))
+    own = (
+        f"model.path={absolute}",
+        f"model.name={name}",
+        f"model.price={float(price)!r}",
+        f"index.namespace={namespace}",
+    )
+    return ModelConfig(name, override(base, (*settings, *own)), tuple(aliases))
 
 
 def _texts(given: Mapping[str, Any], field: str) -> Sequence[str]:

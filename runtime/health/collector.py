@@ -61,6 +61,8 @@ def _host(now: Readings) -> Iterator[Metric]:
     yield _counter("moonpool_host_network_bytes", text, [((), host.network_nbytes)])
     text = "Packets with errors and dropped packets"
     yield _counter("moonpool_host_network_errors", text, [((), host.network_errors)])
+    text = "Energy of the machine's processors since this process started (RAPL); absent: not available"
+    yield _counter("moonpool_host_energy_joules", text, [((), host.energy_joules)])
     free, write_s = (disk.free_nbytes, disk.write_s) if disk is not None else (None, None)
     yield _gauge("moonpool_host_disk_free_bytes", "Free space at store.ssd.path", [((), free)])
     text = "Duration of a durable write of a page at store.ssd.path"
@@ -76,6 +78,9 @@ def _gpus(gpus: tuple[GpuReading, ...]) -> Iterator[Metric]:
     ):
         samples = [((gpu.gpu,), getattr(gpu, attribute)) for gpu in gpus]
         yield _gauge(f"moonpool_gpu_{name}", text, samples, ["gpu"])
+    energy = [((gpu.gpu,), gpu.energy_joules) for gpu in gpus]
+    text = "Energy of a GPU since this process started (NVML); absent: not available"
+    yield _counter("moonpool_gpu_energy_joules", text, energy, ["gpu"])
     memory: list[Sample] = []
     for gpu in gpus:
         if gpu.memory_used_nbytes is not None and gpu.memory_nbytes is not None:

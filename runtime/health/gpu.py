@@ -37,6 +37,7 @@ class GpuWatch:
         self._gpus: list[tuple[str, Any]] = []  # number, NVML's handle
         self._events: Any = None  # NVML's set of events, where the driver has events
         self._xids: dict[str, list[int]] = {}
+        self._first_joules: dict[str, float] = {}
         if not uuids:
             return
         if pynvml is None:
@@ -63,10 +64,14 @@ class GpuWatch:
     def read(self) -> tuple[GpuReading, ...]:
         """Take a reading, about a millisecond a GPU. Never raises for errors of a GPU or its driver."""
         self._take_xids()
-        return tuple(
-            replace(_read(number, handle), xids=tuple(self._xids.get(number, ())))
-            for number, handle in self._gpus
-        )
+        readings = []
+        for number, handle in self._gpus:
+            reading = replace(_read(number, handle), xids=tuple(self._xids.get(number, ())))
+            if (joules := reading.energy_joules) is not None:
+                first = self._first_joules.setdefault(number, joules)
+                reading = replace(reading, energy_joules=joules - first)
+            readings.append(reading)
+        return tuple(readings)
 
     def _take_xids(self) -> None:
         while self._events is not None:
@@ -125,6 +130,7 @@ def _read(number: str, handle: Any) -> GpuReading:
         busy = ask(pynvml.nvmlDeviceGetUtilizationRates)
         memory = ask(pynvml.nvmlDeviceGetMemoryInfo)
         power = ask(pynvml.nvmlDeviceGetPowerUsage)
+        energy = ask(pynvml.nvmlDeviceGetTotalEnergyConsumption)  # millijoules since the driver started
         clock = ask(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM)
         reasons = ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons) or 0
         temperature = ask(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU)
@@ -140,6 +146,7 @@ def _read(number: str, handle: Any) -> GpuReading:
             corrected_errors=errors(pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
             uncorrected_errors=errors(pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
             throttles=tuple(name for name, bit in _THROTTLES.items() if reasons & getattr(pynvml, bit)),
+            energy_joules=None if energy is None else energy / 1e3,
         )
     except _GpuLost as lost:
         return GpuReading(number, lost=str(lost))

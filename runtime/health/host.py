@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+from moonpool.runtime.health.rapl import RaplWatch
 from moonpool.runtime.health.readings import HostReading
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -82,6 +83,7 @@ class HostWatch:
     def __init__(self) -> None:
         self._limits = memory_limits()
         self._process = psutil.Process()
+        self._energy = RaplWatch()
         psutil.cpu_percent(None)  # the first call only starts the measurement
 
     def read(self) -> HostReading:
@@ -104,4 +106,5 @@ class HostWatch:
             open_files=self._process.num_fds(),
             max_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             memory_stalled_s=memory_stalled_s(),
+            energy_joules=self._energy.read(),
         )

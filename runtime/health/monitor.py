@@ -111,6 +111,7 @@ class HealthMonitor:
         figures: dict[str, Any] = {
             "memory_available_nbytes": now.host.memory_available_nbytes,
             "cpu_ratio": round(now.host.cpu_ratio, 2),
+            "energy_joules": now.host.energy_joules,
         }
         if now.disk is not None:
             figures |= {"disk_free_nbytes": now.disk.free_nbytes, "disk_write_s": round(now.disk.write_s, 4)}
@@ -121,6 +122,7 @@ class HealthMonitor:
                     "utilization": gpu.utilization,
                     "temperature_celsius": gpu.temperature_celsius,
                     "power_watts": gpu.power_watts,
+                    "energy_joules": gpu.energy_joules,
                     "throttles": list(gpu.throttles),
                 }
                 for gpu in now.gpus

@@ -25,6 +25,7 @@ class GpuReading:
     uncorrected_errors: int | None = None
     throttles: tuple[str, ...] = ()  # those of THROTTLES that are active
     xids: tuple[int, ...] = ()  # numbers of the driver's error reports since the node started, each once
+    energy_joules: float | None = None  # since the first reading of this process
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class HostReading:
     open_files: int  # file descriptors of this process
     max_files: int
     memory_stalled_s: float | None = None  # in which all processes waited for memory; None: not reported
+    energy_joules: float | None = None  # of the processors, since this process started; None: not available
 
 
 @dataclass(frozen=True, slots=True)

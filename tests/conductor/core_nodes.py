@@ -98,6 +98,7 @@ class ScriptedNode(
         self.state = "ready"
         self.profile = {"prefill_base_s": 1e-3, "prefill_token_s": 1e-5, "decode_base_s": 1e-3}
         self.num_cached_tokens, self.compute_s = 16, 1e-3  # of every prefill, as it says
+        self.spent: dict[str, float] = {}  # of every message with a token: fields of TokenOut
         self.works: list[node_pb2.Work] = []
         self.prefills: list[node_pb2.PrefillRequest] = []
         self.cancelled: list[tuple[str, int]] = []
@@ -308,6 +309,7 @@ class ScriptedNode(
             token_id=token_id,
             has_token=True,
             finish_reason=node_pb2.FINISH_STOP if index == self.stop_at else reason,
+            **self.spent,
         )
 
     async def _generate(self, request: node_pb2.DecodeRequest) -> None:

@@ -46,7 +46,7 @@ def test_without_names_there_is_the_model_of_its_path() -> None:
 def test_each_model_has_its_options_and_an_index_of_its_own(tmp_path: Path) -> None:
     served = served_models(with_file(tmp_path, GOOD))
     large, small = served.models
-    assert (large.name, large.aliases, large.price) == ("large", ("gpt",), 4.0)
+    assert (large.name, large.aliases, large.config.model.price) == ("large", ("gpt",), 4.0)
     assert (small.config.model.path, small.config.engine.parallel.tp) == ("/models/small", 2)
     assert (large.config.cluster.both, small.config.cluster.both) == (0, 3)
     assert (large.config.index.namespace, small.config.index.namespace) == ("moonpool", "moonpool/small")

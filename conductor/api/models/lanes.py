@@ -29,7 +29,6 @@ class Lane:
     conductor: Conductor
     load: Callable[[], ApiContext]
     aliases: Sequence[str] = ()
-    price: float = 1.0  # of a second of one node
     loaded: ApiContext | None = None
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -127,7 +126,7 @@ class Lanes:
             {
                 "name": lane.name,
                 "aliases": list(lane.aliases),
-                "price": lane.price,
+                "price": lane.conductor.price,
                 "ready": lane.conductor.ready()[0],
                 "num_nodes": len(each[lane.name]["nodes"]),
                 "num_requests": each[lane.name]["num_requests"],

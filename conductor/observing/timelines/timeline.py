@@ -45,6 +45,9 @@ class RequestSummary:
     tpot_s: float = 0.0  # mean seconds between tokens after the first
     tokens_per_step: float = 0.0  # after the first token, where speculation was of use
     e2e_s: float = 0.0
+    node_s: float = 0.0  # its shares of the nodes' steps
+    wasted_s: float = 0.0  # of these: see ``accounts.spent``
+    cost: float = 0.0  # of ``node_s``, in the currency of model.price
     finish_reason: str = ""  # stop, length, cancelled, or the error's name
 
     def sources(self) -> dict[str, int]:

@@ -23,7 +23,7 @@ _EMIT = "hincrby xadd xtrim rpush lindex lpop zscore zrem"
 _PUBLISH = f"{_FOLLOW} {_EMIT} hset type llen ltrim zadd"
 _COMMANDS = {
     NODE: f"{_PUBLISH} hscan",
-    CONDUCTOR: f"{_FOLLOW} {_EMIT} hset hkeys hgetall zadd zremrangebyscore llen pexpire",
+    CONDUCTOR: f"{_FOLLOW} {_EMIT} hset hkeys hgetall zadd zremrangebyscore llen pexpire hincrbyfloat hlen",
     OPERATOR: _PUBLISH,
     CLIENT: _READ,
 }
@@ -33,6 +33,7 @@ _KEYS = {
     CONDUCTOR: (
         *_INDEX,
         *("{%s}:conductors", "{%s}:facts", "{%s}:planner", "{%s}:stream:*", "{%s}:responses:*"),
+        "{%s}:usage:*",
     ),
     OPERATOR: _INDEX,
     CLIENT: ("{%s}:meta", "{%s}:leases", "{%s}:node:*", "{%s}:log:*"),
