@@ -15,8 +15,9 @@ from moonpool.conductor.api.choice import Choice, Delta
 from moonpool.conductor.api.context import ApiContext
 from moonpool.conductor.api.errors import ApiError, bad_request, name_of
 from moonpool.conductor.api.models.cascade import Draft, draft
+from moonpool.conductor.api.models.facts import facts_of
 from moonpool.conductor.api.models.lanes import LANES, Lane
-from moonpool.conductor.api.models.routing import choose, facts_of
+from moonpool.conductor.api.models.routing import choose
 from moonpool.conductor.api.prompts import Prompt, output_limit
 from moonpool.conductor.api.request_body import read_object
 from moonpool.conductor.api.schemas import CompletionBody, GenerationBody, parse
@@ -136,7 +137,8 @@ class GenerationExchange:
         body = parse(schema, given if translate is None else await translate(given))
         if (route := self._lanes.routes.get(body.model or "")) is not None:
             # A stream that goes on elsewhere has one model: a draft cannot be gone on with.
-            names = choose(route, facts_of(body, self._client.name))
+            facts = facts_of(body, self._client.name)
+            names = choose(route, facts, self._lanes.classifiers.get(route.name))
             self._tiers = [self._lanes[name] for name in (names[-1:] if body.resumable else names)]
             self._route, self._model = route, names[0]
         else:

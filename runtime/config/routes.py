@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
+from moonpool.runtime.config.engine_options import shipped
 from moonpool.runtime.errors import ConfigError
+
+SHIPPED = shipped("classifier.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +28,15 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
+class Classified:
+    """Prompts whose score by the classifier in ``path`` is at least ``threshold`` go to the second model."""
+
+    models: tuple[str, str]
+    threshold: float = 0.5
+    path: Path = SHIPPED
+
+
+@dataclass(frozen=True, slots=True)
 class Cascade:
     """The models in turn, until one is sure enough of its answer: the last one's answer always counts."""
 
@@ -33,10 +47,12 @@ class Cascade:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The first rule that fits decides, then the first that is set of ``cascade``, ``weights``, ``model``."""
+    """The first rule that fits decides, then the first that is set of ``classifier``, ``cascade``,
+    ``weights`` and ``model``."""
 
     name: str
     rules: tuple[Rule, ...] = ()
+    classifier: Classified | None = None
     cascade: Cascade | None = None
     weights: tuple[tuple[str, float], ...] = ()  # shares of the requests, by model
     model: str = ""
@@ -45,8 +61,8 @@ class Route:
     def models(self) -> tuple[str, ...]:
         """All models that it may choose."""
         others = (*(rule.model for rule in self.rules), *(name for name, _ in self.weights), self.model)
-        cascade = self.cascade.models if self.cascade is not None else ()
-        return tuple(dict.fromkeys(name for name in (*others, *cascade) if name))
+        several = (one.models for one in (self.classifier, self.cascade) if one is not None)
+        return tuple(dict.fromkeys(name for name in (*others, *chain.from_iterable(several)) if name))
 
 
 def read_route(given: Mapping[str, Any]) -> Route:
@@ -54,8 +70,9 @@ def read_route(given: Mapping[str, Any]) -> Route:
     name = given.get("name")
     if not isinstance(name, str) or not name:
         raise _wrong("a route", "needs a name")
-    _known(name, given, ("name", "rule", "cascade", "weights", "model"))
+    _known(name, given, ("name", "rule", "classifier", "cascade", "weights", "model"))
     rules = tuple(_rule(name, each) for each in given.get("rule", []))
+    classifier = _classifier(name, given["classifier"]) if "classifier" in given else None
     cascade = _cascade(name, given["cascade"]) if "cascade" in given else None
     weights = given.get("weights", {})
     if not isinstance(weights, dict) or any(type(w) not in (int, float) or w < 0 for w in weights.values()):
@@ -63,9 +80,9 @@ def read_route(given: Mapping[str, Any]) -> Route:
     if weights and not sum(weights.values()):
         raise _wrong(name, "one of the weights must be above 0")
     model = given.get("model", "")
-    if not (cascade or weights or model):
-        raise _wrong(name, "needs a cascade, weights or a model for requests that no rule fits")
-    return Route(name, rules, cascade, tuple(weights.items()), str(model))
+    if not (classifier or cascade or weights or model):
+        raise _wrong(name, "needs a classifier, a cascade, weights or a model for requests that no rule fits")
+    return Route(name, rules, classifier, cascade, tuple(weights.items()), str(model))
 
 
 def _rule(name: str, given: Mapping[str, Any]) -> Rule:
@@ -77,6 +94,19 @@ def _rule(name: str, given: Mapping[str, Any]) -> Rule:
         if type(value) is not types.get(field, int):
             raise _wrong(name, f"{field} of a rule must be {types.get(field, int).__name__}, got {value!r}")
     return Rule(**given)
+
+
+def _classifier(name: str, given: Mapping[str, Any]) -> Classified:
+    _known(f"{name}, its classifier", given, tuple(field.name for field in fields(Classified)))
+    models, threshold, path = given.get("models"), given.get("threshold", 0.5), given.get("path", "")
+    if not isinstance(models, list) or len(models) != 2 or not all(isinstance(each, str) for each in models):
+        raise _wrong(name, f"a classifier needs two models, the smaller first, got {models!r}")
+    if type(threshold) not in (int, float) or not 0 <= threshold <= 1:
+        raise _wrong(name, f"threshold must be a number from 0 to 1, got {threshold!r}")
+    if not isinstance(path, str):
+        raise _wrong(name, f"path must be a text, got {path!r}")
+    small, large = models
+    return Classified((small, large), float(threshold), Path(path).absolute() if path else SHIPPED)
 
 
 def _cascade(name: str, given: Mapping[str, Any]) -> Cascade:
