@@ -43,6 +43,7 @@ class Cascade:
     models: tuple[str, ...]
     least_logprob: float  # mean of the answer's tokens, natural logarithm
     min_tokens: int = 1  # answers of fewer tokens are not trusted
+    after_tokens: int = 0  # judged by so many first tokens, and then streamed; 0: by the whole answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,10 @@ def _cascade(name: str, given: Mapping[str, Any]) -> Cascade:
     min_tokens = given.get("min_tokens", 1)
     if type(min_tokens) is not int or min_tokens < 1:
         raise _wrong(name, f"min_tokens must be a number from 1, got {min_tokens!r}")
-    return Cascade(tuple(models), float(least), min_tokens)
+    after_tokens = given.get("after_tokens", 0)
+    if type(after_tokens) is not int or 0 != after_tokens < min_tokens:
+        raise _wrong(name, f"after_tokens must be min_tokens ({min_tokens}) or more, got {after_tokens!r}")
+    return Cascade(tuple(models), float(least), min_tokens, after_tokens)
 
 
 def _known(name: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:

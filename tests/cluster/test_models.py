@@ -43,6 +43,18 @@ name = "unsure"
 cascade = { models = ["second", "large"], least_logprob = 0.0 }
 
 [[route]]
+name = "sure-early"
+cascade = { models = ["second", "large"], least_logprob = -100.0, after_tokens = 3 }
+
+[[route]]
+name = "unsure-early"
+cascade = { models = ["second", "large"], least_logprob = 0.0, after_tokens = 3 }
+
+[[route]]
+name = "classified"
+classifier = { models = ["second", "large"], threshold = 0.5 }
+
+[[route]]
 name = "canary"
 weights = { large = 9, second = 1 }
 """
@@ -101,6 +113,9 @@ async def test_the_list_has_every_model_with_its_own_limits(cluster: LocalCluste
         "canary": 512,
         "sure": 8192,
         "unsure": 8192,
+        "sure-early": 8192,
+        "unsure-early": 8192,
+        "classified": 8192,
     }
 
 
@@ -121,7 +136,16 @@ async def test_a_rule_chooses_by_the_length_of_the_prompt(ask: Ask) -> None:
     assert await ask("auto", prompt="In the beginning " * 10) == "large"
 
 
-@pytest.mark.parametrize(("route", "model"), [("sure", "second"), ("unsure", "large")])
+async def test_a_classifier_chooses_by_the_words_of_the_prompt(ask: Ask) -> None:
+    whole: Any = {"extra_body": {"ignore_eos": True}}
+    assert await ask("classified", prompt="What is the capital of Peru?", **whole) == "second"
+    assert await ask("classified", prompt="Prove that there are infinitely many primes.", **whole) == "large"
+
+
+@pytest.mark.parametrize(
+    ("route", "model"),
+    [("sure", "second"), ("unsure", "large"), ("sure-early", "second"), ("unsure-early", "large")],
+)
 async def test_a_cascade_answers_as_the_model_that_it_chose(
     cluster: LocalCluster, ask: Ask, route: str, model: str
 ) -> None:

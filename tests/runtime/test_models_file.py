@@ -83,6 +83,11 @@ def test_models_of_the_command_line() -> None:
             "tool",
         ),
         ("[[model]]\nname = 'a'\n[[route]]\nname = 'r'\ncascade = {models = ['a']}", "two models"),
+        (
+            "[[model]]\nname = 'a'\n[[route]]\nname = 'r'\n"
+            "cascade = {models = ['a', 'a'], least_logprob = -1, min_tokens = 4, after_tokens = 3}",
+            "after_tokens must be min_tokens",
+        ),
         ("[[model]]\nname = 'a'\n[[route]]\nname = 'r'\nweights = {a = -1}", "weights"),
         ("name = ", "not valid TOML"),
     ],
