@@ -96,15 +96,18 @@ def validated(l2: float, seed: int) -> float:
     """Mean accuracy on templates of the training set that were left out, over folds of templates."""
     found = []
     for fold in range(_FOLDS):
-        parts = [
-            (*(t for i, t in enumerate(all_of) if (i % _FOLDS == fold) == left_out),)
-            for left_out in (False, True)
-            for all_of in (SIMPLE, DEMANDING)
-        ]
         rng = random.Random(seed)
-        rows, others = list(examples(*parts[:2], EACH, rng)), list(examples(*parts[2:], EACH, rng))
+        rows, others = (
+            list(examples(_part(SIMPLE, fold, held), _part(DEMANDING, fold, held), EACH, rng))
+            for held in (False, True)
+        )
         found.append(accuracy(fitted(rows, l2), others))
     return float(np.mean(found))
+
+
+def _part(templates: Sequence[str], fold: int, held: bool) -> list[str]:
+    """The templates of a fold, or all others."""
+    return [one for i, one in enumerate(templates) if (i % _FOLDS == fold) == held]
 
 
 def labelled(file: Path) -> list[Example]:

@@ -29,6 +29,10 @@ price = 6.0
 name = "second"
 set = ["model.max_model_len=512"]
 
+[[model]]
+name = "rare"
+set = ["planner.min_warm=0", "planner.hold_s=4"]
+
 [[route]]
 name = "auto"
 model = "second"
@@ -109,6 +113,7 @@ async def test_the_list_has_every_model_with_its_own_limits(cluster: LocalCluste
         "large": 8192,
         "gpt": 8192,
         "second": 512,
+        "rare": 8192,
         "auto": 512,
         "canary": 512,
         "sure": 8192,
@@ -194,3 +199,26 @@ async def test_a_node_of_one_model_that_dies_leaves_the_other_alone(
 
     await eventually(back)
     assert await ask("second") == "second"
+
+
+async def test_a_model_without_a_node_is_started_by_a_request_and_ends_when_idle(
+    cluster: LocalCluster, client: Client, ask: Ask
+) -> None:
+    def children() -> list[str]:
+        return [name for name in cluster.children if "rare" in name]
+
+    assert not children(), "nothing has asked for it"
+    with pytest.raises(openai.InternalServerError, match="starts, and may serve in") as caught:
+        await ask("rare", extra_body={"timeout": 0.3})
+    assert (caught.value.status_code, caught.value.code) == (503, "no_nodes")
+    assert int(caught.value.response.headers["Retry-After"]) >= 1
+    assert await ask("rare") == "rare"
+    assert children() == ["both-rare-0"], "both requests had one node started"
+
+    async def ended() -> bool:
+        return not children()
+
+    await eventually(ended)
+    assert await ask("rare") == "rare"
+    assert children() == ["both-rare-1"]
+    assert await ask("large") == "large"

@@ -40,9 +40,9 @@ def vector(facts: Facts) -> Vector:
     names = (*words, *map(" ".join, pairwise(words)))
     codes = np.fromiter((crc32(name.encode(errors="replace")) for name in names), np.uint32, len(names))
     raw = np.frombuffer(f"   {text} ".encode(errors="replace"), np.uint8).astype(np.uint32)
-    runs = raw[:-3] << 24 | raw[1:-2] << 16 | raw[2:-1] << 8 | raw[3:]
+    runs = (raw[:-3] << 24 | raw[1:-2] << 16 | raw[2:-1] << 8 | raw[3:]).astype(np.uint32)
     # Fibonacci hashing: neighbouring runs differ in low bits, and the product's high bits have all of them.
-    runs = runs * np.uint32(2654435769)
+    runs *= np.uint32(2654435769)
     sized = (math.log1p(facts.num_chars) / 10, math.log1p(len(facts.asked)) / 10)
     rest = (1.0, float(facts.tools), min(facts.turns, _MOST_TURNS) / _MOST_TURNS, *sized)
     return np.concatenate((_counted(codes), _counted(runs), np.array(rest, np.float32)))
@@ -51,7 +51,8 @@ def vector(facts: Facts) -> Vector:
 def _counted(codes: npt.NDArray[np.uint32]) -> Vector:
     """Square roots of counts, by the high bits of the codes."""
     counts = np.sqrt(np.bincount(codes >> (32 - _BITS), minlength=_HALF).astype(np.float32))
-    return counts / np.float32(max(float(np.linalg.norm(counts)), 1.0))
+    counts /= np.float32(max(float(np.linalg.norm(counts)), 1.0))
+    return counts
 
 
 class Classifier:
