@@ -23,6 +23,7 @@ from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.server import ApiServer
 from moonpool.conductor.text.chat_template import load_chat_template
 from moonpool.conductor.text.tokenizer import Tokenizer
+from moonpool.kvstore.index.redis.node_record import STAGES
 from moonpool.runtime.config.agreement import agreement_of, own_version
 from moonpool.runtime.config.loading import shown_options
 from moonpool.runtime.config.models_file import served_models
@@ -83,6 +84,7 @@ def conductor_of(config: Config, peer_port: int) -> Conductor:
         provider=provider_of(config),
         planner=config.planner,
         price=config.model.price,
+        first_roles=("both",) if config.cluster.both else STAGES,
     )
 
 

@@ -8,7 +8,7 @@ import math
 import random
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -44,6 +44,7 @@ from moonpool.conductor.observing.timelines.timeline import RequestTimeline, Tim
 from moonpool.conductor.observing.transfer_paths import paths_of
 from moonpool.conductor.placing.policies import POLICIES
 from moonpool.conductor.planning.lease import PlannerLease
+from moonpool.conductor.planning.on_demand import OnDemand
 from moonpool.conductor.planning.planner import ACT, PERIOD_S, Planner, rules_of
 from moonpool.conductor.replication.copier import Replicator
 from moonpool.conductor.request import GenerateRequest, TokenEvent
@@ -58,6 +59,7 @@ from moonpool.kvstore.blocks.layout import KVLayout
 from moonpool.kvstore.index.redis.changes import encode
 from moonpool.kvstore.index.redis.client import connect
 from moonpool.kvstore.index.redis.kv_index import KVIndex
+from moonpool.kvstore.index.redis.node_record import STAGES
 from moonpool.runtime.config.options import ConductorOptions, IndexOptions, PlannerOptions
 from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.security import posture, process
@@ -91,12 +93,14 @@ class Conductor:
         provider: Provider | None = None,
         planner: PlannerOptions | None = None,
         price: float = 1.0,
+        first_roles: Sequence[str] = STAGES,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
         """``clock`` must run with the event loop's time. Other conductors connect to ``peer_host`` and
         ``peer_port`` (0: a free one). ``provider``: starts and stops nodes; closed here.
         ``price``: of a second of a node.
+        ``first_roles``: of the nodes that it starts for a model without any.
 
         Raises ``ConfigError`` without a Redis URL.
         """
@@ -147,6 +151,15 @@ class Conductor:
             kv_index, model.name, conductor_id, lambda: (one.record for one in registry.members.values())
         )
         registry.on_late = self.ledger.add_late
+        self._on_demand = OnDemand(
+            registry,
+            self.fleet,
+            roles=first_roles,
+            min_warm=planner.min_warm,
+            idle_s=planner.hold_s,
+            activity=lambda: (demand.total.num_requests, admission.num_requests),
+            clock=clock,
+        )
         self._planner = Planner(
             registry,
             self.fleet,
@@ -157,6 +170,7 @@ class Conductor:
             slo=Slo.of(options),
             clock=clock,
             on_decision=activity.event,
+            asleep=lambda: self._on_demand.asleep,
             # Renewed before it ends: each lapse is a new epoch.
             period_s=min(PERIOD_S, index.lease_ttl_s / 3),
         )
@@ -192,6 +206,7 @@ class Conductor:
             timeout_s=options.request_timeout_s,
             wait_timeout_s=options.wait_timeout_s,
             suspects=asyncio.Lock(),
+            on_demand=self._on_demand,
             clock=clock,
             rng=rng,
         )
@@ -233,6 +248,7 @@ class Conductor:
         self.describe(peer_address=peers.address)
         self._deps.replicator.start()
         self._planner.start()
+        self._on_demand.start()
         self.rollouts.start()
         self._migrator.start()
         self._other_conductors.start()
@@ -249,6 +265,7 @@ class Conductor:
         await self._engines.close()
         await self._migrator.close()
         await self._planner.close()
+        await self._on_demand.close()
         await self.rollouts.close()
         await self.fleet.close()
         await self.streams.close()
@@ -384,7 +401,7 @@ class Conductor:
         serves = True
         for role in ("prefill", "decode"):
             if registry.available(role) == 0:
-                serves = False
+                serves = self._on_demand.starts_nodes
                 degraded.append(f"no {role} node is available")
             elif registry.unhealthy(role):
                 degraded.append(f"every {role} node is unhealthy, and they serve nevertheless")

@@ -70,11 +70,12 @@ class NoNodes(ConductorError):
     code = "UNAVAILABLE"
     failure = FailureClass.NODE
 
-    def __init__(self, role: str, waited_s: float) -> None:
-        super().__init__(
-            f"no {role} node is available (waited {waited_s:.1f} s): start one, or see /v1/cluster"
-        )
+    def __init__(self, role: str, waited_s: float, why: str = "", retry_after_s: float = 1.0) -> None:
+        """``why``: there is none."""
+        said = why or "start one, or see /v1/cluster"
+        super().__init__(f"no {role} node is available (waited {waited_s:.1f} s): {said}")
         self.role = role
+        self.retry_after_s = retry_after_s
 
 
 class DeadlineExceeded(ConductorError):

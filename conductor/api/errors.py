@@ -115,7 +115,7 @@ def as_api_error(error: Exception) -> ApiError:
                 429, str(error), kind="rate_limit_error", code="rate_limit_exceeded", headers=wait
             )
         case NoNodes():
-            return _unavailable(str(error), "no_nodes")
+            return _unavailable(str(error), "no_nodes", error.retry_after_s)
         case ConductorClosed():
             return _unavailable(str(error), "draining")
         case NoStructures() | StructureUnsupported():
@@ -177,8 +177,9 @@ def name_of(error: Exception) -> str:
     return (isinstance(error, ApiError) and error.error_code) or type(error).__name__
 
 
-def _unavailable(message: str, code: str) -> ApiError:
-    return ApiError(503, message, kind="service_unavailable_error", code=code, headers={"Retry-After": "1"})
+def _unavailable(message: str, code: str, retry_after_s: float = 1.0) -> ApiError:
+    wait = {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
+    return ApiError(503, message, kind="service_unavailable_error", code=code, headers=wait)
 
 
 def _from_http(error: web.HTTPException) -> ApiError:

@@ -14,22 +14,21 @@ from moonpool.conductor.api.answer import Answer, Outcome, Usage
 from moonpool.conductor.api.choice import Choice, Delta
 from moonpool.conductor.api.context import ApiContext
 from moonpool.conductor.api.errors import ApiError, bad_request, name_of
-from moonpool.conductor.api.models.cascade import Draft, draft
-from moonpool.conductor.api.models.lanes import LANES, Lane
-from moonpool.conductor.api.models.routing import choose, facts_of
+from moonpool.conductor.api.models.cascade import Draft
+from moonpool.conductor.api.models.lanes import LANES
+from moonpool.conductor.api.models.tiers import Tiers
 from moonpool.conductor.api.prompts import Prompt, output_limit
 from moonpool.conductor.api.request_body import read_object
 from moonpool.conductor.api.schemas import CompletionBody, GenerationBody, parse
 from moonpool.conductor.api.sequence_runs import SequenceRun, Sink, run_all
+from moonpool.conductor.api.streams.heartbeats import Heartbeats
 from moonpool.conductor.api.streams.resume import Resumable, resumable
-from moonpool.conductor.api.streams.streaming import EventStream
+from moonpool.conductor.api.streams.streaming import EventStream, error_event, new_stream
 from moonpool.conductor.api.transcript import transcribed
-from moonpool.conductor.observing import route_metrics
 from moonpool.conductor.observing.recent_requests import RequestRecord
 from moonpool.conductor.request import GenerateRequest
 from moonpool.conductor.tools.use import ToolUse
 from moonpool.protos import node_pb2
-from moonpool.runtime.config.routes import Route
 from moonpool.runtime.observing import audit, tracing
 from moonpool.runtime.observing.log import request_id
 from moonpool.runtime.structure.grammars import Structure, StructureUnsupported
@@ -59,9 +58,9 @@ class GenerationExchange:
         unique = f"{client_id}-{context.new_id()[:8]}" if REQUEST_ID_HEADER in http.headers else client_id
         self._id = kind.id_prefix + unique
         self._explains = False
-        self._tiers: list[Lane] = []  # that shall answer, in turn
-        self._route: Route | None = None
-        self._draft: Draft | None = None  # an answer that is there already
+        self._tiers = Tiers([])  # from ``parse`` on, those of the model or route asked for
+        self._draft: Draft | None = None  # of the model whose turn it is
+        self._beats: Heartbeats | None = None
         self._model = context.conductor.model.name  # or the name of the adapter
         self._adapter: node_pb2.Adapter | None = None
         request_id.set(self._id)
@@ -135,17 +134,15 @@ class GenerationExchange:
         started_s = self._context.clock()
         body = parse(schema, given if translate is None else await translate(given))
         if (route := self._lanes.routes.get(body.model or "")) is not None:
-            # A stream that goes on elsewhere has one model: a draft cannot be gone on with.
-            names = choose(route, facts_of(body, self._client.name))
-            self._tiers = [self._lanes[name] for name in (names[-1:] if body.resumable else names)]
-            self._route, self._model = route, names[0]
+            self._tiers = Tiers.of(self._lanes, route, body, self._client.name)
+            self._model = self._tiers.now.name
         else:
             lane = self._lanes.find(body.model)
             if lane is None:
                 assert body.model is not None
                 lane, self._adapter = await self._lanes.adapter(body.model)
-            self._tiers, self._model = [lane], body.model or lane.name
-        self._context = await self._tiers[0].context()
+            self._tiers, self._model = Tiers([lane]), body.model or lane.name
+        self._context = await self._tiers.now.context()
         self.record.stream = body.stream
         self.record.parse_s = self._observe("parse", started_s)
         return body
@@ -154,9 +151,34 @@ class GenerationExchange:
         self, ask: Callable[[ApiContext], Awaitable[web.StreamResponse | None]]
     ) -> web.StreamResponse:
         """Call ``ask``, which calls ``answer``, for each model in turn, until it returns a response."""
+        if self._tiers.is_last:
+            response = await ask(self._context)
+            assert response is not None
+            return response
+        try:
+            if not self.record.stream:
+                return await self._in_turn(ask)
+            async with Heartbeats(self._http, new_stream()) as self._beats:
+                try:
+                    return await self._in_turn(ask)
+                except Exception as error:
+                    await self._beats.stop()
+                    response = self._beats.response
+                    if isinstance(error, ConnectionError) or not response.prepared:
+                        raise
+                    self.record.status = name_of(error)
+                    await response.write(error_event(error))
+                    await response.write_eof()
+                    return response
+        finally:
+            if self._draft is not None:
+                await self._draft.drop()
+
+    async def _in_turn(
+        self, ask: Callable[[ApiContext], Awaitable[web.StreamResponse | None]]
+    ) -> web.StreamResponse:
         while (response := await ask(self._context)) is None:
-            self._tiers = self._tiers[1:]
-            self._context = await self._tiers[0].context()
+            self._context = await self._tiers.now.context()
         return response
 
     async def tokenize(self, prompts: Awaitable[T]) -> T:
@@ -177,21 +199,21 @@ class GenerationExchange:
         called with the answer before it is written. None: the next model shall answer (see ``respond``)."""
         structure = body.structure if tools is None or tools.structure is None else tools.structure
         await self._check(structure)
-        drafts = len(self._tiers) > 1 and body.token_limit != 0
+        drafts = not self._tiers.is_last and body.token_limit != 0
         try:
             runs = self._plan(body, prompts, default_limit, structure, tools, drafts=drafts)
         except ApiError:
             if not drafts:
                 raise
             # Too long for this model, perhaps not for the next.
-            self._escalated("failed", self._context.clock())
+            self._tiers.escalate("failed", 0.0)
             return None
         self._runs = runs
         self.record.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self.record.sequences = [run.request.request_id for run in runs]
         context, self._draft = self._context, None
-        if self._route is not None:
-            self._model = self._tiers[0].name
+        if self._tiers.route is not None:
+            self._model = self._tiers.now.name
         if drafts and not await self._drafted(runs, body):
             return None
         stream = await resumable(self._http, context, self._id, body, runs) if body.stream else None
@@ -286,7 +308,7 @@ class GenerationExchange:
             await answer.finish()
             return last
 
-        stream = EventStream(self._http, self._context, answer, self.record, resumed)
+        stream = EventStream(self._http, self._context, answer, self.record, resumed, self._beats)
         return await stream.run(lambda sink: self._generate(runs, sink, body), end)
 
     async def _generate(self, runs: list[SequenceRun], sink: Sink, body: GenerationBody) -> None:
@@ -295,43 +317,37 @@ class GenerationExchange:
                 for run in runs:
                     await sink(run, run.choice.echo())
             elif self._draft is not None:
-                for run in runs:
-                    await sink(run, self._draft.deltas[run.choice.index])
+                if body.stream:
+                    self._tiers.held(self._draft.held_s(self._context.clock()))
+                try:
+                    await self._draft.deliver(sink)
+                finally:
+                    self._spent(runs)
             else:
                 try:
                     await run_all(runs, sink, self._context, self._arrived_s)
                 finally:
                     self._spent(runs)
-        if self._route is not None:
-            route_metrics.answered.labels(self._route.name, self._model).inc()
+        self._tiers.answered()
         self.record.status = "done"
 
     async def _drafted(self, runs: list[SequenceRun], body: GenerationBody) -> bool:
-        """Whether this model's answer counts; it is kept for ``_generate``."""
-        assert self._route is not None and self._route.cascade is not None
-        started_s, cascade = self._context.clock(), self._route.cascade
-        logprobs = body.num_logprobs >= 0
-        made = await draft(runs, self._context, self._arrived_s, cascade, logprobs=logprobs)
+        """Whether this model's answer counts; ``_generate`` goes on with it."""
+        assert self._tiers.route is not None and self._tiers.route.cascade is not None
+        draft = self._draft = Draft(runs, self._tiers.route.cascade, logprobs=body.num_logprobs >= 0)
+        cause = await draft.judge(self._context, self._arrived_s)
+        if not cause:
+            return True
+        await draft.drop()
+        self._draft = None
         self._spent(runs)
-        if made.cause:
-            self._escalated(made.cause, started_s)
-            return False
-        self._draft = made
-        return True
-
-    def _escalated(self, cause: str, started_s: float) -> None:
-        """This model's answer, begun at ``started_s``, does not count."""
-        assert self._route is not None
-        seconds = self._context.clock() - started_s
-        route_metrics.escalations.labels(self._route.name, self._tiers[0].name, cause).inc()
-        route_metrics.added.labels(self._route.name).observe(seconds)
+        self._tiers.escalate(cause, draft.seconds)
+        return False
 
     def _spent(self, runs: Sequence[SequenceRun]) -> None:
         """The sequences have run on the nodes of this model."""
-        if self._route is not None:
-            timelines = (self._context.conductor.timeline(run.request.request_id) for run in runs)
-            cost = sum(one.summary.cost for one in timelines if one is not None)
-            route_metrics.cost.labels(self._route.name).inc(cost)
+        timelines = (self._context.conductor.timeline(run.request.request_id) for run in runs)
+        self._tiers.spent(sum(one.summary.cost for one in timelines if one is not None))
 
     def _explained(self) -> list[dict[str, Any]]:
         """The placements of each sequence."""

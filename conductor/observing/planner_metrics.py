@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter, Gauge, Histogram
 
 leads = Gauge(
     "moonpool_planner_leads", "1: this conductor plans the number of nodes; 0: another one, or none"
@@ -24,6 +24,11 @@ queue_seconds = Gauge(
     "moonpool_role_queue_seconds",
     "Predicted wait of a request that comes now, on average over the nodes of a role (prefill, decode, both)",
     ["role"],
+)
+woken_seconds = Histogram(
+    "moonpool_planner_woken_seconds",
+    "Time from the first request for a model without a node until nodes served it (planner.min_warm=0)",
+    buckets=(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0),
 )
 attained = Gauge(
     "moonpool_role_slo_attained_ratio",

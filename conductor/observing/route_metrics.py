@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Histogram
 
+_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
 answered = Counter(
     "moonpool_route_requests_total", "Requests of a route by the model that answered", ["route", "model_name"]
 )
@@ -21,5 +23,11 @@ added = Histogram(
     "moonpool_route_added_seconds",
     "Time that requests spent on answers which were not used",
     ["route"],
-    buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
+    buckets=_BUCKETS,
+)
+held = Histogram(
+    "moonpool_route_held_seconds",
+    "Time that the first tokens of streams were held until it was known that the answer is used",
+    ["route"],
+    buckets=_BUCKETS,
 )

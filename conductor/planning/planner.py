@@ -62,9 +62,10 @@ class Planner:
         clock: Callable[[], float],
         on_decision: Callable[[str, str, str], None],
         period_s: float = PERIOD_S,
+        asleep: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``demand``: totals of all conductors. ``on_decision``: called with ``plan``, node or role, and a
-        sentence for each new decision.
+        """``asleep``: no node shall be started. ``demand``: totals of all conductors. ``on_decision``: called
+        with ``plan``, node or role, and a sentence for each new decision.
         """
         self.status: dict[str, Any] = {"mode": mode, "state": "not started", "roles": {}, "steps": []}
         self._registry = registry
@@ -77,6 +78,7 @@ class Planner:
         self._clock = clock
         self._on_decision = on_decision
         self._period_s = period_s
+        self._asleep = asleep
         self._window = DemandWindow()
         self._memory = Memory()
         self._supplies = {role: Supply() for role in ROLES}
@@ -121,6 +123,10 @@ class Planner:
         self._show(seen, now_s)
         if not held.epoch:
             # Whoever plans next begins anew: what this conductor remembers is not what the fleet does.
+            self._memory, self._advised = Memory(), ()
+            return
+        if self._asleep():
+            self.status["state"] = "asleep: the first request starts nodes (planner.min_warm=0)"
             self._memory, self._advised = Memory(), ()
             return
         decided, memory = plan(seen.roles, self._rules, self._memory, now_s)

@@ -23,6 +23,7 @@ from moonpool.conductor.observing.prefix_outcomes import PrefixWatch
 from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.observing.timelines.timeline import TimelineRing
 from moonpool.conductor.placing.policies import Policy
+from moonpool.conductor.planning.on_demand import OnDemand
 from moonpool.conductor.replication.copier import Replicator
 from moonpool.conductor.requests.cache_hints import CacheHints
 from moonpool.conductor.requests.migration import Movable
@@ -55,6 +56,7 @@ class RequestDependencies:
     timeout_s: float  # a request may run, from its placement
     wait_timeout_s: float  # a request may wait for its turn
     suspects: asyncio.Lock  # see ``Suspicion``
+    on_demand: OnDemand
     clock: Callable[[], float]  # monotonic seconds
     rng: random.Random
     hints: CacheHints = field(default_factory=CacheHints)

@@ -34,8 +34,6 @@ from moonpool.runtime.failures import FailureClass
 
 log = logging.getLogger(__name__)
 
-# How long a request waits for a node of a role to appear when there is none.
-NODE_WAIT_S = 2.0
 # A circuit breaker closes by time, so waiting requests check this often.
 _LOOK_AGAIN_S = 0.1
 # The first and the longest pause before busy nodes are asked again.
@@ -244,22 +242,26 @@ class RequestRun:
         return attempt
 
     async def _decide(self) -> Placement:
-        """Place the request, waiting ``NODE_WAIT_S`` for nodes when there are none."""
+        """Place the request, waiting for nodes when there are none: within its deadline, if they start."""
         began_s = self._deps.clock()
         waits_for = ""
+        absent: NoNodes | None = None
         while self._ending is None:
             outcome = self._placer.decide()
             if isinstance(outcome, Placement):
                 return outcome
             if not outcome.role:
                 self._refuse(outcome)
-            waited_s = self._deps.clock() - began_s
-            if waited_s >= NODE_WAIT_S:
-                raise NoNodes(outcome.role, waited_s)
+            waited_s, prospect = self._deps.clock() - began_s, self._deps.on_demand.ask()
+            absent = NoNodes(outcome.role, waited_s, prospect.why, prospect.retry_after_s)
+            if waited_s >= min(prospect.wait_s, self._deps.timeout_s):
+                raise absent
             if waits_for != outcome.role:
                 waits_for = outcome.role
                 self._recorder.waits(waits_for)
-            await self._deps.registry.change(min(_LOOK_AGAIN_S, NODE_WAIT_S - waited_s))
+            await self._deps.registry.change(min(_LOOK_AGAIN_S, prospect.wait_s - waited_s))
+        if absent is not None and self._deps.on_demand.starts_nodes and self._expired:
+            raise absent from self._ending
         raise self._ending
 
     def _refuse(self, rejection: Rejection | None) -> None:
@@ -372,6 +374,10 @@ class RequestRun:
         if failure.cause == "refused" or self._num_without_decode > self._deps.max_attempts:
             num_pauses = max(self._num_failures, self._num_without_decode) - 1
             await asyncio.sleep(min(_REFUSED_PAUSE_S * num_pauses, _LONGEST_PAUSE_S))
+
+    @property
+    def _expired(self) -> bool:
+        return isinstance(self._ending, DeadlineExceeded)
 
     def _set_timer(self) -> None:
         """Expire at the deadline as it is now."""

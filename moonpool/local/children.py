@@ -68,9 +68,11 @@ class Children:
     def conductor(self, *options: str) -> Child:
         return self._child("conductor", ("moonpool.conductor",), "node.port=0", *options)
 
-    def first_nodes(self) -> list[Child]:
-        """Those that ``cluster.*`` names."""
+    def first_nodes(self, *, on_demand: bool = False) -> list[Child]:
+        """Those that ``cluster.*`` names. ``on_demand``: others start when they are asked for."""
         counts, configs = self._config.cluster, node_configs(self._config)
+        if on_demand and not self._config.planner.min_warm:
+            return [self._node("store", (), range(0)) for _ in range(counts.store)]
         if self._config.fleet.provider == "ray":  # its machines have the others
             return [self._node("store", (), range(0)) for _ in range(counts.store)]
         roles = [role for role in _COMPUTE for _ in range(getattr(counts, role))]

@@ -229,7 +229,7 @@ class LocalCluster:
             else Children(one.config, self.directory, self._loaded, one.name)
             for one in served.models
         }
-        self._elastic.begin(self.config, nodes)
+        self._elastic.begin(self.config, nodes, supervises=bool(self.supervisor_address))
 
     async def _start_child(self, child: Child) -> None:
         began_s = asyncio.get_running_loop().time()

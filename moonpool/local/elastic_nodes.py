@@ -46,12 +46,13 @@ class ElasticNodes:
         self._failed: dict[str, str] = {}  # why nodes ended that are not started again
         self._changes: set[asyncio.Task[None]] = set()
 
-    def begin(self, config: Config, made: Mapping[str, Children]) -> None:
-        """Add the children that a cluster starts with, ``made`` by model; they are not started."""
+    def begin(self, config: Config, made: Mapping[str, Children], *, supervises: bool) -> None:
+        """Add the children that a cluster starts with, ``made`` by model; they are not started.
+        ``supervises``: conductors start others."""
         self._made = dict(made)
         self._drain_s = config.node.drain_s + config.store.flush_s
         for model, children in made.items():
-            for child in children.first_nodes():
+            for child in children.first_nodes(on_demand=supervises):
                 self._add(child, model)
 
     @property

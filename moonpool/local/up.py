@@ -51,7 +51,10 @@ async def up(config: Config, console: Console, *, once: bool) -> int:
         counts = one.config.cluster
         by_role = ((role, getattr(counts, role)) for role in ("prefill", "decode", "both", "store"))
         nodes = ", ".join(f"{count} {role}" for role, count in by_role if count)
-        report(f"starting nodes ({nodes}) with {one.config.model.directory}")
+        if once or one.config.planner.min_warm:
+            report(f"starting nodes ({nodes}) with {one.config.model.directory}")
+        else:
+            report(f"the first request for {one.name} starts its nodes (planner.min_warm=0)")
     bars = LoadBars(console)
     try:
         async with LocalCluster(

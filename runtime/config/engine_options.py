@@ -9,8 +9,8 @@ from pathlib import Path
 from moonpool.runtime.config.section import Section, option, require, section
 
 
-def _shipped(name: str) -> Path:
-    """The directory of a checkpoint that ships with Moonpool."""
+def shipped(name: str) -> Path:
+    """What ships with Moonpool: a checkpoint, or another file beside it."""
     return Path(__file__).parents[2] / "demo" / name
 
 
@@ -46,7 +46,7 @@ class ModelOptions(Section, name="model"):
     @property
     def directory(self) -> Path:
         """The checkpoint directory: ``path``, or the model that ships. It need not exist."""
-        return Path(self.path) if self.path else _shipped("model")
+        return Path(self.path) if self.path else shipped("model")
 
     @property
     def served_name(self) -> str:
@@ -173,7 +173,7 @@ class SpeculativeOptions(Section, name="engine.speculative"):
     @property
     def draft_directory(self) -> Path:
         """The checkpoint directory of the smaller model. It need not exist."""
-        return Path(self.draft_path) if self.draft_path else _shipped("small")
+        return Path(self.draft_path) if self.draft_path else shipped("small")
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,14 @@ class PlannerOptions(Section, name="planner"):
     decode_least: int = option(1, "nodes", "fewest decode nodes", least=1)
     decode_most: int = option(8, "nodes", "most decode nodes", least=1)
     spare: int = option(1, "nodes", "nodes of each role beyond the load, for the loss of one", least=0)
+    min_warm: int = option(
+        1,
+        "nodes",
+        "0: the model's first nodes are started by the provider when a request asks for it, and ended after "
+        "planner.hold_s without any; 1: they stay",
+        least=0,
+        most=1,
+    )
     attained: float = option(
         0.95, "fraction", "requests that should keep conductor.slo_ttft_s and slo_tbt_s", above=0, most=0.999
     )

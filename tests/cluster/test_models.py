@@ -29,6 +29,10 @@ price = 6.0
 name = "second"
 set = ["model.max_model_len=512"]
 
+[[model]]
+name = "rare"
+set = ["planner.min_warm=0", "planner.hold_s=4"]
+
 [[route]]
 name = "auto"
 model = "second"
@@ -41,6 +45,18 @@ cascade = { models = ["second", "large"], least_logprob = -100.0 }
 [[route]]
 name = "unsure"
 cascade = { models = ["second", "large"], least_logprob = 0.0 }
+
+[[route]]
+name = "sure-early"
+cascade = { models = ["second", "large"], least_logprob = -100.0, after_tokens = 3 }
+
+[[route]]
+name = "unsure-early"
+cascade = { models = ["second", "large"], least_logprob = 0.0, after_tokens = 3 }
+
+[[route]]
+name = "classified"
+classifier = { models = ["second", "large"], threshold = 0.5 }
 
 [[route]]
 name = "canary"
@@ -97,10 +113,14 @@ async def test_the_list_has_every_model_with_its_own_limits(cluster: LocalCluste
         "large": 8192,
         "gpt": 8192,
         "second": 512,
+        "rare": 8192,
         "auto": 512,
         "canary": 512,
         "sure": 8192,
         "unsure": 8192,
+        "sure-early": 8192,
+        "unsure-early": 8192,
+        "classified": 8192,
     }
 
 
@@ -121,7 +141,16 @@ async def test_a_rule_chooses_by_the_length_of_the_prompt(ask: Ask) -> None:
     assert await ask("auto", prompt="In the beginning " * 10) == "large"
 
 
-@pytest.mark.parametrize(("route", "model"), [("sure", "second"), ("unsure", "large")])
+async def test_a_classifier_chooses_by_the_words_of_the_prompt(ask: Ask) -> None:
+    whole: Any = {"extra_body": {"ignore_eos": True}}
+    assert await ask("classified", prompt="What is the capital of Peru?", **whole) == "second"
+    assert await ask("classified", prompt="Prove that there are infinitely many primes.", **whole) == "large"
+
+
+@pytest.mark.parametrize(
+    ("route", "model"),
+    [("sure", "second"), ("unsure", "large"), ("sure-early", "second"), ("unsure-early", "large")],
+)
 async def test_a_cascade_answers_as_the_model_that_it_chose(
     cluster: LocalCluster, ask: Ask, route: str, model: str
 ) -> None:
@@ -170,3 +199,26 @@ async def test_a_node_of_one_model_that_dies_leaves_the_other_alone(
 
     await eventually(back)
     assert await ask("second") == "second"
+
+
+async def test_a_model_without_a_node_is_started_by_a_request_and_ends_when_idle(
+    cluster: LocalCluster, client: Client, ask: Ask
+) -> None:
+    def children() -> list[str]:
+        return [name for name in cluster.children if "rare" in name]
+
+    assert not children(), "nothing has asked for it"
+    with pytest.raises(openai.InternalServerError, match="starts, and may serve in") as caught:
+        await ask("rare", extra_body={"timeout": 0.3})
+    assert (caught.value.status_code, caught.value.code) == (503, "no_nodes")
+    assert int(caught.value.response.headers["Retry-After"]) >= 1
+    assert await ask("rare") == "rare"
+    assert children() == ["both-rare-0"], "both requests had one node started"
+
+    async def ended() -> bool:
+        return not children()
+
+    await eventually(ended)
+    assert await ask("rare") == "rare"
+    assert children() == ["both-rare-1"]
+    assert await ask("large") == "large"

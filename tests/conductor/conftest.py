@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as TokenizerCore
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from moonpool.conductor.api.context import ApiContext
+from moonpool.conductor.api.models.lanes import Lanes
 from moonpool.conductor.api.sampling_defaults import SamplingDefaults
 from moonpool.conductor.fleet.served_model import ServedModel
 from moonpool.conductor.observing.request_metrics import ClusterCounts, RequestMetrics
@@ -258,7 +259,9 @@ class Api:
 
 
 @asynccontextmanager
-async def serving(checkpoint: Path, options: ConductorOptions) -> AsyncIterator[Api]:
+async def serving(
+    checkpoint: Path, options: ConductorOptions, lanes_of: Callable[[ApiContext], Lanes] = Lanes.alone
+) -> AsyncIterator[Api]:
     tokenizer = Tokenizer.from_checkpoint(checkpoint)
     core = ScriptedConductor(tokenizer)
     registry = CollectorRegistry()
@@ -271,7 +274,7 @@ async def serving(checkpoint: Path, options: ConductorOptions) -> AsyncIterator[
         options=options,
         grammars=Grammars(checkpoint, core.model.vocab_size, core.model.eos_token_ids),
     )
-    server = ApiServer(context)
+    server = ApiServer(context, lanes_of(context))
     await server.start()
     async with aiohttp.ClientSession() as client:
         try:

@@ -24,6 +24,7 @@ import redis
 from grpc.aio import ServicerContext
 
 from moonpool.conductor.core import Conductor
+from moonpool.conductor.fleet.providers.provider import Provider
 from moonpool.conductor.fleet.served_model import ServedModel
 from moonpool.conductor.observing.replica_groups import holders
 from moonpool.conductor.request import GenerateRequest, SamplingParams, TokenEvent
@@ -36,7 +37,7 @@ from moonpool.kvstore.index.redis.node_record import NodeLoad, NodeRecord
 from moonpool.local.redis_server import find_redis
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
-from moonpool.runtime.config.options import ConductorOptions, IndexOptions
+from moonpool.runtime.config.options import ConductorOptions, IndexOptions, PlannerOptions
 from moonpool.runtime.errors import LifeEnded, MoonpoolError
 from moonpool.runtime.service.tied_command import tied_command
 from tests.processes import stop
@@ -477,12 +478,20 @@ def redis_process() -> Iterator[RedisProcess]:
 
 @asynccontextmanager
 async def running(
-    url: str, *node_ids: str, namespace: str = "test", lease_ttl_s: float = LEASE_TTL_S, **options: Any
+    url: str,
+    *node_ids: str,
+    namespace: str = "test",
+    lease_ttl_s: float = LEASE_TTL_S,
+    provider: Provider | None = None,
+    planner: PlannerOptions | None = None,
+    **options: Any,
 ) -> AsyncIterator[Cluster]:
     """A cluster of these nodes on the Redis at ``url``; ``options`` are the conductor's."""
     client = connect(url)
     index_options = IndexOptions(redis_url=url, namespace=namespace, lease_ttl_s=lease_ttl_s)
-    conductor = Conductor(MODEL, ConductorOptions(**options), index_options)
+    conductor = Conductor(
+        MODEL, ConductorOptions(**options), index_options, provider=provider, planner=planner
+    )
     cluster = Cluster(KVIndex(client, namespace), conductor, lease_ttl_s)
     await conductor.start()
     try:

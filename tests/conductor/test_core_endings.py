@@ -55,7 +55,7 @@ async def test_what_fits_nowhere_is_invalid(url: str) -> None:
 
 
 async def test_without_a_node_of_a_role_it_says_which(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moonpool.conductor.requests.lifecycle.NODE_WAIT_S", 0.2)
+    monkeypatch.setattr("moonpool.conductor.planning.on_demand.NODE_WAIT_S", 0.2)
     async with running(url, "p0", namespace="alone") as cluster:
         with pytest.raises(NoNodes) as raised:
             await cluster.generate(request())

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from moonpool.conductor.api.models.routing import Facts, choose, facts_of
+from moonpool.conductor.api.models.classifier import Classifier
+from moonpool.conductor.api.models.facts import Facts, facts_of
+from moonpool.conductor.api.models.routing import choose
 from moonpool.conductor.api.schemas import ChatBody, CompletionBody, parse
-from moonpool.runtime.config.routes import Route, read_route
+from moonpool.runtime.config.routes import SHIPPED, Route, read_route
 
 
 def facts(
@@ -43,6 +45,24 @@ def test_weights_divide_conversations_and_keep_each_on_one_model() -> None:
 
 def test_facts_of_both_kinds_of_requests() -> None:
     messages = [{"role": "system", "content": "Be."}, {"role": "user", "content": "Hello"}]
-    assert facts_of(parse(ChatBody, {"messages": messages}), "t") == Facts("t", 8, False, 0, "Hello")
+    assert facts_of(parse(ChatBody, {"messages": messages}), "t") == Facts("t", 8, False, 0, "Hello", "Hello")
+    messages += [{"role": "assistant", "content": "Hi."}, {"role": "user", "content": "Why?"}]
+    later = facts_of(parse(ChatBody, {"messages": messages}), "t")
+    assert (later.head, later.asked, later.turns) == ("Hello", "Why?", 2)
     several = parse(CompletionBody, {"prompt": [[1, 2], "four"], "priority": 3})
     assert (facts_of(several, "").num_chars, facts_of(several, "").priority) == (12, 3)
+    assert facts_of(several, "").asked == "four"
+    assert facts_of(parse(CompletionBody, {"prompt": [1, 2]}), "").asked == ""
+
+
+def test_a_classifier_decides_by_its_threshold_after_the_rules() -> None:
+    classifier = Classifier.load(SHIPPED)
+    asked = Facts("", 20, False, 0, "", "What is the capital of Peru?")
+    score = classifier.score(asked)
+    for threshold, model in ((score + 1e-6, "small"), (score, "large")):
+        given = {"models": ["small", "large"], "threshold": threshold}
+        rules = [{"model": "tools", "tools": True}]
+        route = read_route({"name": "auto", "rule": rules, "classifier": given, "weights": {"other": 1}})
+        assert route.models == ("tools", "other", "small", "large")
+        assert choose(route, asked, classifier) == (model,)
+        assert choose(route, facts(tools=True), classifier) == ("tools",)

@@ -68,12 +68,26 @@ def test_models_of_the_command_line() -> None:
         ("[[models]]\nname = 'a'", "unknown models"),
         ("[[model]]\nname = 'a'\nprice = -1", "price"),
         ("[[model]]\nname = 'a'\n[[route]]\nname = 'r'\nmodel = 'b'", "unknown model: b"),
-        ("[[model]]\nname = 'a'\n[[route]]\nname = 'r'", "needs a cascade"),
+        ("[[model]]\nname = 'a'\n[[route]]\nname = 'r'", "needs a classifier"),
+        ("[[model]]\nname = 'a'\n[[route]]\nname = 'r'\nclassifier = {models = ['a']}", "two models"),
+        (
+            "[[model]]\nname = 'a'\n[[route]]\nname = 'r'\nclassifier = {models = ['a', 'a'], threshold = 2}",
+            "threshold must be a number from 0 to 1",
+        ),
+        (
+            "[[model]]\nname = 'a'\n[[route]]\nname = 'r'\nclassifier = {models = ['a', 'b']}",
+            "unknown model: b",
+        ),
         (
             "[[model]]\nname = 'a'\n[[route]]\nname = 'r'\nmodel = 'a'\nrule = [{model = 'a', tool = 1}]",
             "tool",
         ),
         ("[[model]]\nname = 'a'\n[[route]]\nname = 'r'\ncascade = {models = ['a']}", "two models"),
+        (
+            "[[model]]\nname = 'a'\n[[route]]\nname = 'r'\n"
+            "cascade = {models = ['a', 'a'], least_logprob = -1, min_tokens = 4, after_tokens = 3}",
+            "after_tokens must be min_tokens",
+        ),
         ("[[model]]\nname = 'a'\n[[route]]\nname = 'r'\nweights = {a = -1}", "weights"),
         ("name = ", "not valid TOML"),
     ],

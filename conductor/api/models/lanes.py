@@ -12,6 +12,7 @@ from aiohttp import web
 
 from moonpool.conductor.api.context import ApiContext
 from moonpool.conductor.api.errors import ApiError
+from moonpool.conductor.api.models.classifier import Classifier
 from moonpool.conductor.core import Conductor
 from moonpool.conductor.observing.request_metrics import ClusterCounts
 from moonpool.conductor.observing.timelines.timeline import RequestTimeline
@@ -44,8 +45,14 @@ class Lanes:
     """The first lane answers requests that name no model, and its context is that of all handlers."""
 
     def __init__(self, lanes: Sequence[Lane], routes: Sequence[Route] = ()) -> None:
+        """Raises ConfigError: a route's classifier cannot be used."""
         assert lanes and lanes[0].loaded is not None
         self.routes = {route.name: route for route in routes}
+        self.classifiers = {
+            route.name: Classifier.load(route.classifier.path)
+            for route in routes
+            if route.classifier is not None
+        }
         self.first: ApiContext = lanes[0].loaded
         self._lanes = {lane.name: lane for lane in lanes}
         self._names = self._lanes | {alias: lane for lane in lanes for alias in lane.aliases}

@@ -2,52 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from zlib import crc32
 
-from moonpool.conductor.api.schemas import ChatBody, CompletionBody, GenerationBody
+from moonpool.conductor.api.models.classifier import Classifier
+from moonpool.conductor.api.models.facts import Facts
 from moonpool.runtime.config.routes import Route, Rule
 
-_HEAD_CHARS = 256
-# A token id stands for about so many characters.
-_CHARS_A_TOKEN = 4
 
+def choose(route: Route, facts: Facts, classifier: Classifier | None = None) -> tuple[str, ...]:
+    """Return the models that shall answer, in turn: all but the last one only if they are sure enough.
 
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What rules see of a request. ``head``: equal for all turns of a conversation."""
-
-    tenant: str
-    num_chars: int
-    tools: bool
-    priority: int
-    head: str
-
-
-def facts_of(body: GenerationBody, tenant: str) -> Facts:
-    """The facts of a request that was parsed, before it is tokenized."""
-    if isinstance(body, ChatBody):
-        texts = [message.content or "" for message in body.messages]
-        first = next((one.content or "" for one in body.messages if one.role == "user"), "")
-        head = first[:_HEAD_CHARS]
-        return Facts(tenant, sum(map(len, texts)), bool(body.tools), body.priority, head)
-    prompt = body.prompt if isinstance(body, CompletionBody) else ""
-    return Facts(tenant, _chars(prompt), False, body.priority, str(prompt)[:_HEAD_CHARS])
-
-
-def _chars(prompt: object) -> int:
-    if isinstance(prompt, str):
-        return len(prompt)
-    if not isinstance(prompt, list):
-        return 0
-    return sum(_CHARS_A_TOKEN if isinstance(each, int) else _chars(each) for each in prompt)
-
-
-def choose(route: Route, facts: Facts) -> tuple[str, ...]:
-    """Return the models that shall answer, in turn: all but the last one only if they are sure enough."""
+    ``classifier``: that of the route, if it has one.
+    """
     for rule in route.rules:
         if _fits(rule, facts):
             return (rule.model,)
+    if route.classifier is not None and classifier is not None:
+        small, large = route.classifier.models
+        return (large if classifier.score(facts) >= route.classifier.threshold else small,)
     if route.cascade is not None:
         return route.cascade.models
     if route.weights:

@@ -13,6 +13,7 @@ from moonpool.conductor.api.choice import Delta
 from moonpool.conductor.api.context import ApiContext
 from moonpool.conductor.api.errors import as_api_error, draining, name_of
 from moonpool.conductor.api.sequence_runs import SequenceRun, Sink
+from moonpool.conductor.api.streams.heartbeats import Heartbeats
 from moonpool.conductor.api.streams.resume import HANDED_OVER, Resumable
 from moonpool.conductor.api.streams.stream_writer import StreamWriter
 from moonpool.conductor.observing.recent_requests import RequestRecord
@@ -26,6 +27,16 @@ SSE_HEADERS = {
 }
 
 
+def new_stream() -> web.StreamResponse:
+    """A response for server-sent events."""
+    return web.StreamResponse(headers=SSE_HEADERS)
+
+
+def error_event(error: Exception) -> bytes:
+    """The end of a stream that broke."""
+    return b"data: " + as_api_error(error).body() + b"\n\n"
+
+
 class EventStream:
     """Headers are sent with the first token: until then an error still has its own status."""
 
@@ -36,14 +47,17 @@ class EventStream:
         answer: Answer,
         record: RequestRecord,
         resumable: Resumable | None,
+        beats: Heartbeats | None = None,
     ) -> None:
+        """``beats``: comments until the first token, on the response that the stream goes on with."""
         self._http = http
         self._context = context
         self._answer = answer
         self._record = record
         self._resumable = resumable
         self._opened = set[int]() if resumable is None else resumable.opened
-        self._response = web.StreamResponse(headers=SSE_HEADERS)
+        self._beats = beats
+        self._response = new_stream() if beats is None else beats.response
         self._writer = StreamWriter(http, self._response, context.options.write_timeout_s, context.clock)
 
     async def run(
@@ -56,14 +70,16 @@ class EventStream:
                 try:
                     async with self._handover():
                         await generate(self._sink)
+                        await self._only_writer()
                         if not response.prepared:
                             await response.prepare(self._http)  # the client had all but the end
                     last = await end()
                 except Exception as error:
+                    await self._only_writer()
                     if isinstance(error, ConnectionError) or not response.prepared:
                         raise
                     record.status = name_of(error)
-                    last = b"data: " + as_api_error(error).body() + b"\n\n"
+                    last = error_event(error)
                     if isinstance(error, _HandedOver):
                         last = HANDED_OVER
                 await self._writer.write(last)
@@ -93,6 +109,7 @@ class EventStream:
         if run.choice.index not in self._opened:
             self._opened.add(run.choice.index)
             opening = self._answer.opening(run.choice.index)
+        await self._only_writer()
         if not self._response.prepared:
             await self._response.prepare(self._http)
         if event or opening:
@@ -100,6 +117,10 @@ class EventStream:
             tag = b"" if self._resumable is None else self._resumable.id_line(run)
             await self._writer.write(opening + tag + event if event else tag + opening)
         self._record.write_s += clock() - started_s
+
+    async def _only_writer(self) -> None:
+        if self._beats is not None:
+            await self._beats.stop()
 
     @asynccontextmanager
     async def _handover(self) -> AsyncIterator[None]:

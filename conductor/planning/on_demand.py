@@ -1,0 +1,165 @@
+"""A model without a node: its first ones start when a request asks for it, and end when none did for long."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from moonpool.conductor.fleet.administration import FleetAdmin
+from moonpool.conductor.fleet.errors import ProviderFailed
+from moonpool.conductor.fleet.providers.provider import SuppliedNode
+from moonpool.conductor.fleet.registry import NodeRegistry
+from moonpool.conductor.observing import planner_metrics as metrics
+from moonpool.conductor.planning.observation import UNKNOWN_JOIN_S
+from moonpool.conductor.planning.supply import Supply
+from moonpool.kvstore.index.redis.node_record import STAGES, stages_of
+from moonpool.runtime.service.vital import restarted
+
+log = logging.getLogger(__name__)
+
+PERIOD_S = 1.0
+# How long a request waits for a node to appear when none starts.
+NODE_WAIT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prospect:
+    """Of a request without a node: how long to wait, why there is none, and when to come back."""
+
+    wait_s: float
+    why: str
+    retry_after_s: float = 1.0
+
+
+class OnDemand:
+    """Of one model, with ``planner.min_warm`` 0; otherwise it says why there is no node, and changes nothing.
+
+    ``asleep``: no request wants a node, and none is kept.
+    """
+
+    def __init__(
+        self,
+        registry: NodeRegistry,
+        admin: FleetAdmin,
+        *,
+        roles: Sequence[str],
+        min_warm: int,
+        idle_s: float,
+        activity: Callable[[], tuple[int, int]],
+        clock: Callable[[], float],
+    ) -> None:
+        """``roles``: one node of each is started. ``activity``: requests placed so far by all conductors, and
+        those in flight in this one."""
+        self._registry = registry
+        self._admin = admin
+        self._roles = roles
+        self._idle_s = idle_s
+        self._activity = activity
+        self._clock = clock
+        self._is_on = min_warm == 0 and admin.provider is not None
+        self.asleep = self._is_on
+        self._supply = Supply()
+        self._asked = asyncio.Event()
+        self._is_wanted = False  # requests wait
+        self._began_s: float | None = None  # when the nodes that are missing were asked for
+        self._took_s = UNKNOWN_JOIN_S  # the last time
+        self._starting: Sequence[str] = ()
+        self._seen, self._busy_s = 0, clock()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def starts_nodes(self) -> bool:
+        """Whether a request that finds no node has one started."""
+        return self._is_on
+
+    def start(self) -> None:
+        if self._is_on:
+            self._task = restarted(self._run, "nodes on demand")
+
+    async def close(self) -> None:
+        """Idempotent; nodes stay."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait((task,))
+
+    def ask(self) -> Prospect:
+        """A request has no node to go to."""
+        if self._admin.provider is None:
+            return Prospect(NODE_WAIT_S, "this conductor has no provider that starts nodes (fleet.provider)")
+        if not self._is_on:
+            return Prospect(NODE_WAIT_S, "requests start none (planner.min_warm is 1)")
+        now_s = self._clock()
+        if not self._is_wanted:
+            self._asked.set()
+        self._is_wanted, self.asleep = True, False
+        if held := self._supply.held(now_s):
+            return Prospect(NODE_WAIT_S, held, self._supply.held_until_s - now_s)
+        left_s = max((now_s if self._began_s is None else self._began_s) + self._took_s - now_s, 1.0)
+        names = ", ".join(self._starting) or "a node"
+        return Prospect(math.inf, f"{names} starts, and may serve in {left_s:.0f} s", left_s)
+
+    async def _run(self) -> None:
+        while True:
+            await self.round()
+            try:
+                await asyncio.wait_for(self._asked.wait(), PERIOD_S)
+            except TimeoutError:
+                continue
+            self._asked.clear()
+
+    async def round(self) -> None:
+        """Look once, and start or end nodes."""
+        now_s = self._clock()
+        num_placed, num_running = self._activity()
+        members = self._registry.members.values()
+        loads = sum(one.record.load.num_running + one.record.load.num_waiting for one in members)
+        if num_placed != self._seen or num_running or loads:
+            self._seen, self._busy_s = num_placed, now_s
+        serves = all(self._registry.available(stage) for stage in STAGES)
+        if serves and self._began_s is not None:
+            self._took_s = now_s - self._began_s
+            metrics.woken_seconds.observe(self._took_s)
+            self._began_s, self._starting = None, ()
+        self._is_wanted &= num_running > 0 and not serves
+        is_idle, slept = now_s - self._busy_s >= self._idle_s, self.asleep
+        self.asleep = not self._is_wanted and (is_idle or not serves)
+        try:
+            if self._is_wanted:
+                await self._start_missing(now_s)
+            elif is_idle and (members or not slept):
+                await self._end_idle()
+        except ProviderFailed as error:
+            log.warning("nodes on demand: %s", error)
+            if self._is_wanted:
+                self._supply.failed(str(error), now_s)
+                self._began_s = None
+
+    async def _start_missing(self, now_s: float) -> None:
+        supplied = await self._admin.supplied()
+        joined = {one.owner for one in self._registry.members.values()}
+        expected, gives_up = self._supply.look(supplied, joined, self._took_s, now_s)
+        for node_id, why in gives_up.items():
+            await self._admin.stop(node_id, why)
+        self._starting = expected
+        if self._supply.held(now_s):
+            self._began_s = None
+            return
+        if self._began_s is None:
+            self._began_s = now_s
+        coming = {node.role for node in supplied if node.node_id in expected}
+        for role in self._roles:
+            if role in coming or all(self._registry.available(stage) for stage in stages_of(role)):
+                continue
+            node_id = await self._admin.start(role, "a request asked for a model without a node")
+            self._starting = (*self._starting, node_id)
+
+    async def _end_idle(self) -> None:
+        live: list[SuppliedNode] = [node for node in await self._admin.supplied() if node.counts]
+        for node in live:
+            if node.can_stop and node.role != "store":
+                why = f"nothing was asked of the model for {self._idle_s:g} s"
+                await self._admin.stop(node.node_id, why)

@@ -1,0 +1,180 @@
+"""A model without a node: a request starts the first ones, and they end when none comes for long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from uuid import uuid4
+
+import pytest
+
+from moonpool.conductor.api.errors import as_api_error
+from moonpool.conductor.errors import NoNodes
+from moonpool.conductor.fleet.errors import ProviderFailed
+from moonpool.conductor.fleet.providers.provider import FAILED, RUNNING, STARTING, STOPPING, SuppliedNode
+from moonpool.conductor.planning import on_demand
+from moonpool.runtime.config.options import PlannerOptions
+from tests.conductor.core_nodes import PROMPT, Cluster, Script, continuation, obedient, request, running
+
+ON_DEMAND = PlannerOptions(min_warm=0)
+
+
+class Machines:
+    """A provider of scripted nodes. ``cluster``: where they join, once ``may_join`` is set."""
+
+    name = "fake"
+
+    def __init__(self) -> None:
+        self.cluster: Cluster | None = None
+        self.may_join = asyncio.Event()
+        self.may_join.set()
+        self.fails: ProviderFailed | None = None
+        self.script: Script = obedient
+        self.started: list[str] = []
+        self.stopped: list[str] = []
+        self.states: dict[str, SuppliedNode] = {}
+        self._joins: list[asyncio.Task[None]] = []
+
+    async def start(self, role: str, model: str, fence: int = 0) -> str:
+        if self.fails is not None:
+            raise self.fails
+        node_id = f"{role[0]}{len(self.started)}"
+        self.started.append(node_id)
+        self.states[node_id] = SuppliedNode(node_id, role, STARTING)
+        self._joins.append(asyncio.create_task(self._join(node_id)))
+        return node_id
+
+    async def _join(self, node_id: str) -> None:
+        await self.may_join.wait()
+        assert self.cluster is not None
+        await self.cluster.add(node_id, self.script)
+        self.states[node_id] = replace(self.states[node_id], state=RUNNING)
+
+    async def stop(self, node_id: str, fence: int = 0) -> None:
+        assert self.cluster is not None
+        if node_id not in self.stopped:
+            self.stopped.append(node_id)
+            self.states[node_id] = replace(self.states[node_id], state=STOPPING)
+            await self.cluster.nodes[node_id].leave()
+
+    async def list(self) -> Sequence[SuppliedNode]:
+        return list(self.states.values())
+
+    async def close(self) -> None:
+        for task in self._joins:
+            task.cancel()
+
+
+async def test_the_first_request_starts_the_nodes_and_waits_for_them(url: str) -> None:
+    machines = Machines()
+    machines.may_join.clear()
+    async with running(url, namespace=uuid4().hex, provider=machines, planner=ON_DEMAND) as cluster:
+        machines.cluster = cluster
+        assert cluster.conductor.ready()[0], "it can serve, if not at once"
+        asked = [asyncio.create_task(cluster.generate(request(name))) for name in ("a", "b", "c")]
+        await cluster.until(lambda: len(machines.started) == 2)
+        machines.may_join.set()
+        assert await asyncio.gather(*asked) == [continuation(PROMPT, 8)] * 3
+        assert {name[0] for name in machines.started} == {"p", "d"}
+        assert "waits_for_node" in cluster.names("a")
+        assert await cluster.generate(request("d")) == continuation(PROMPT, 8)
+        assert len(machines.started) == 2
+
+
+async def test_a_request_whose_deadline_is_shorter_is_told_when_to_come_back(url: str) -> None:
+    machines = Machines()
+    machines.may_join.clear()
+    async with running(url, namespace=uuid4().hex, provider=machines, planner=ON_DEMAND) as cluster:
+        machines.cluster = cluster
+        with pytest.raises(NoNodes, match=r"starts, and may serve in \d+ s") as caught:
+            await cluster.generate(request(deadline_s=0.5))
+        answer = as_api_error(caught.value)
+        assert (answer.status, answer.error_code) == (503, "no_nodes")
+        assert 1 < int(answer.headers["Retry-After"]) <= 30
+        machines.may_join.set()
+        assert await cluster.generate(request("later")) == continuation(PROMPT, 8)
+        assert len(machines.started) == 2, "the nodes of the first request"
+
+
+async def test_a_provider_that_fails_is_named_and_not_asked_at_once_again(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_demand, "NODE_WAIT_S", 0.2)
+    machines = Machines()
+    machines.fails = ProviderFailed("no machine is free")
+    async with running(url, namespace=uuid4().hex, provider=machines, planner=ON_DEMAND) as cluster:
+        for name in ("a", "b"):
+            with pytest.raises(NoNodes, match=r"none is asked for within .* no machine is free") as caught:
+                await cluster.generate(request(name))
+            assert caught.value.retry_after_s > 1
+
+
+async def test_a_node_that_fails_to_start_is_named(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_demand, "NODE_WAIT_S", 0.2)
+    machines = Machines()
+    machines.may_join.clear()
+    async with running(url, namespace=uuid4().hex, provider=machines, planner=ON_DEMAND) as cluster:
+        machines.cluster = cluster
+        asked = asyncio.create_task(cluster.generate(request()))
+        await cluster.until(lambda: len(machines.started) == 2)
+        machines.states["p0"] = replace(machines.states["p0"], state=FAILED, reason="has no weights")
+        with pytest.raises(NoNodes, match="p0 has no weights"):
+            await asked
+
+
+async def test_idle_nodes_end_and_the_next_request_starts_others(url: str) -> None:
+    machines, planner = Machines(), PlannerOptions(min_warm=0, hold_s=0.5)
+    async with running(url, namespace=uuid4().hex, provider=machines, planner=planner) as cluster:
+        machines.cluster = cluster
+        assert await cluster.generate(request("a")) == continuation(PROMPT, 8)
+        await cluster.until(lambda: len(machines.stopped) == 2)
+        assert set(machines.stopped) == set(machines.started)
+        await cluster.until(lambda: not cluster.conductor.nodes)
+        assert await cluster.generate(request("b")) == continuation(PROMPT, 8)
+        assert len(machines.started) == 4
+
+
+async def test_a_node_that_works_is_not_idle(url: str) -> None:
+    machines, planner = Machines(), PlannerOptions(min_warm=0, hold_s=0.2)
+    gate = asyncio.Event()
+
+    async def waits(*_: object) -> None:
+        await gate.wait()
+
+    machines.script = waits
+    async with running(url, namespace=uuid4().hex, provider=machines, planner=planner) as cluster:
+        machines.cluster = cluster
+        asked = asyncio.create_task(cluster.generate(request()))
+        await cluster.until(lambda: any(node.works for node in cluster.nodes.values()))
+        await asyncio.sleep(3 * on_demand.PERIOD_S)  # there would be time to end it
+        stopped = list(machines.stopped)
+        gate.set()
+        assert (await asked, stopped) == (continuation(PROMPT, 8), [])
+
+
+@pytest.mark.parametrize(
+    ("provides", "min_warm", "why"),
+    [(False, 0, "no provider that starts nodes"), (True, 1, "planner.min_warm is 1")],
+)
+async def test_where_nothing_is_started_the_answer_says_why(
+    url: str, monkeypatch: pytest.MonkeyPatch, provides: bool, min_warm: int, why: str
+) -> None:
+    monkeypatch.setattr(on_demand, "NODE_WAIT_S", 0.2)
+    provider, planner = Machines() if provides else None, PlannerOptions(min_warm=min_warm)
+    async with running(url, namespace=uuid4().hex, provider=provider, planner=planner) as cluster:
+        with pytest.raises(NoNodes, match=why):
+            await cluster.generate(request())
+        assert not cluster.conductor.ready()[0]
+        assert provider is None or not provider.started
+
+
+async def test_a_planner_starts_nothing_before_a_request_does(url: str) -> None:
+    machines = Machines()
+    planner = PlannerOptions(mode="act", min_warm=0, spare=0)
+    async with running(url, namespace=uuid4().hex, provider=machines, planner=planner) as cluster:
+        machines.cluster = cluster
+        await cluster.until(lambda: "asleep" in cluster.conductor.planner()["state"], 20)
+        assert not machines.started
+        assert await cluster.generate(request()) == continuation(PROMPT, 8)
+        await cluster.until(lambda: "plans" in cluster.conductor.planner()["state"])
