@@ -1,4 +1,4 @@
-"""What token masks cost: decode steps whose sequences have a structure, beside the same ones without."""
+"""The cost of token masks: decode steps of sequences with a structure, beside the same steps without."""
 
 from __future__ import annotations
 

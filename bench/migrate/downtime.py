@@ -1,4 +1,4 @@
-"""The gap in a stream whose request moves to another decode node, against the time of its decode steps."""
+"""The gap in a stream while its request moves to another decode node, beside the time of its decode steps."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ async def _move(server: Server, client: Client, prompt: Sequence[int]) -> Moved 
 
 
 def moved(answer: Answer, began_s: float, ended_s: float, event: dict[str, Any]) -> Moved:
-    """The gaps of an answer whose move was asked for at ``began_s`` and answered at ``ended_s``."""
+    """The gaps of an answer. Its move was asked for at ``began_s`` and answered at ``ended_s``."""
     assert len(answer.token_s) == answer.output_tokens, "an event has one token"
     first, others, longest_s = event["first_index"], [], 0.0
     # The source's last tokens may arrive together with the target's first: the gap is before them then.

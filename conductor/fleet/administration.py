@@ -84,7 +84,7 @@ class FleetAdmin:
 
     async def scale(self, role: str, count: int) -> dict[str, Any]:
         """Have the provider run ``count`` nodes of ``role``. Returns the names of nodes asked to start and to
-        stop; those that stop are the ones whose cached blocks are used least.
+        stop: the ones with the least used cached blocks.
 
         Raises:
             FleetUnchanged: there is no provider, or no such role, or ``count`` is out of range.

@@ -66,7 +66,7 @@ class EligibleNodes:
 
 
 def _move(member: Member, groups: list[NodeTable], wanted: int | None) -> None:
-    """Leave ``member`` in one group, whose position is ``wanted``; None: in none."""
+    """Leave ``member`` only in the group at the position ``wanted``; None: in none."""
     for number, group in enumerate(groups):
         if member.view in group:
             if number == wanted:

@@ -46,8 +46,8 @@ class Member:
         engine_key: str = "",
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
-        """``engine``: facts of another project's engine, whose server asks for ``engine_key``, and whose
-        cost is one of ``learned``.
+        """``engine``: facts of another project's engine. Its server asks for ``engine_key``, and its cost is
+        one of ``learned``.
         ``on_reachable``: its connection came up or broke; ``on_change``: anything else that placement depends
         on changed. ``on_late``: see ``DecodeClient``.
         """

@@ -1,4 +1,4 @@
-"""Nodes whose blocks are in the index, and cannot be read by the nodes in use."""
+"""Nodes with blocks in the index that the nodes in use cannot read."""
 
 from __future__ import annotations
 

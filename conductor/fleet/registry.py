@@ -76,7 +76,7 @@ class NodeRegistry:
         self._others = OtherLayouts(self.mirror, self._layouts)
         self._engine_key = engine_key
         self._learned = LearnedCosts()
-        self._engine: EngineFacts | None = None  # of the first engine in use, whose keys are those of all
+        self._engine: EngineFacts | None = None  # of the first engine in use: all have its keys
         self._identity: tuple[str, str] | None = None  # model and layout of the nodes in use
         self._tenants_secret = b""  # empty until a tenant needs it
         self._cost_model = cost_model

@@ -1,4 +1,4 @@
-"""Which node of a role to remove: the one whose blocks are reused least."""
+"""Choose the node of a role to remove: the one with the least reused blocks."""
 
 from __future__ import annotations
 

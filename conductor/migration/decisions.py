@@ -104,7 +104,7 @@ class DecodeLoad:
 def best_target(
     request: Running, loads: Iterable[DecodeLoad], *, block_size: int, now_s: float
 ) -> DecodeLoad | None:
-    """The node with room whose step would be shortest with the request; None: no other node has room."""
+    """The node with room and the shortest step with the request; None: no other node has room."""
     fits = [
         load for load in loads if load.view.node_id != request.node_id and load.has_room(request, block_size)
     ]
@@ -210,7 +210,7 @@ def plan_hot_spots(
     block_size: int,
     now_s: float,
 ) -> list[Move]:
-    """One move from each node whose predicted step is longer than ``tbt_s``, to the node with the shortest
+    """One move from each node with a predicted step longer than ``tbt_s``, to the node with the shortest
     step, if that stays well below: the request that will last longest, of equal ones the smallest."""
     loads = {view.node_id: DecodeLoad.of(view, closed) for view in nodes}
     hot = [load for load in loads.values() if load.num_running > 1 and load.step_s(now_s) > tbt_s]

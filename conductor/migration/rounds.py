@@ -47,7 +47,7 @@ class MoveRounds:
     ) -> list[Move]:
         """Return the moves to begin, which are in flight then.
 
-        ``nodes``: all that decode; ``draining``: those whose requests should leave; ``targets``: those that
+        ``nodes``: all that decode; ``draining``: those that requests should leave; ``targets``: those that
         requests may move to.
         """
         self._not_before_s = {name: at_s for name, at_s in self._not_before_s.items() if at_s > now_s}

@@ -20,7 +20,7 @@ from moonpool.kvstore.index.prefix_map import PrefixMap
 _ESTIMATED = 16
 # Breaks ties in favour of nodes with fewer requests, as the estimates do.
 _PLACED_S = 1e-6
-# Longer than any wait, so that a node whose pool would cut an answer short is among the last.
+# Longer than any wait, so that a node with a pool too small for the answer is among the last.
 _CUT_SHORT_S = 1e6
 
 _Array = npt.NDArray[np.float64]
@@ -63,7 +63,7 @@ def decode_shortlist(
 ) -> Sequence[NodeView]:
     """Nodes with a pool that the request fits, in no particular order; empty: there is none.
 
-    Where a pool holds the whole answer, nodes whose pool would cut it short are left out.
+    Where a pool holds the whole answer, nodes with smaller pools are left out.
     """
     fleet, needed = view.decode, needed_blocks(request, view)
     if (same := view.prefill.get(prefill.node_id)) is not None and same.serves_whole:

@@ -158,7 +158,7 @@ def _late(busy: float, nodes: int, slack_s: float, load: PrefillLoad) -> float:
 
 
 def decode_need(load: DecodeLoad, slo: Slo) -> Need:
-    """The fewest nodes whose steps keep the TBT SLO and whose pools have room."""
+    """The fewest nodes that keep the TBT SLO with their steps and have room in their pools."""
     nodes, why = 1, "one node's step and pool suffice"
     room_s = _STEP_PART * slo.tbt_s - load.base_s
     if math.isfinite(slo.tbt_s) and room_s > 0 and (by_step := math.ceil(load.load_s / room_s)) > nodes:

@@ -25,7 +25,7 @@ class Supply:
     num_failures: int = 0  # in a row
     held_until_s: float = 0.0
     why: str = ""
-    _counted: set[str] = field(default_factory=set)  # nodes that joined once, or whose failure was counted
+    _counted: set[str] = field(default_factory=set)  # nodes that joined once, or were counted as failed
     _ended: set[str] = field(default_factory=set)  # nodes that were given up
     _seen_s: dict[str, float] = field(default_factory=dict)  # when each was first looked at
     _away_s: dict[str, float] = field(default_factory=dict)  # since when nodes are gone that had joined

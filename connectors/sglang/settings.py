@@ -14,7 +14,7 @@ from moonpool.runtime.config.loading import load_config
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.errors import ConfigError
 
-# Versions of SGLang whose interface this was run with.
+# Versions of SGLang that this was run with.
 VERSIONS = ("0.5.23",)
 _KNOWN = ("url", "tenant", "config", "set")
 # Read by SGLang itself.

@@ -142,7 +142,7 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
         )
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        # Blocks are copied out and let go: those that wait for a reader would keep an idle engine busy.
+        # Blocks are copied out and released: those that wait for a reader would keep an idle engine busy.
         return False, self._schedules.finished(request.request_id)
 
 

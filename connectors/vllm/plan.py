@@ -19,7 +19,7 @@ class Load:
     blocks: list[int]
     source: bytes  # KvAddress of another node, packed; empty: this one has all keys
     tail: BlockKey | None = None  # the last of ``keys``, if it serves this request alone
-    tenant: str = ""  # to whose quota the blocks count; empty: to none
+    tenant: str = ""  # the blocks count to its quota; empty: to none
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Save:
     keys: list[BlockKey]
     blocks: list[int]
     parent: BlockKey | None
-    tenant: str = ""  # whose quota limits them; empty: none does
+    tenant: str = ""  # its quota limits them; empty: none does
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from moonpool.runtime.security import process
 from moonpool.runtime.security.local_key import local_key
 from moonpool.runtime.security.roles import NODE, Caller
 
-# Versions of vLLM whose interface this was run with.
+# Versions of vLLM that this was run with.
 VERSIONS = (("0", "32"),)
 _KNOWN = ("url", "api_key", "config", "set", "node_id", "server", "role")
 _REDIS = ("redis://", "rediss://", "unix://")

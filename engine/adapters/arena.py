@@ -19,7 +19,7 @@ from moonpool.engine.sharding.tensor_slices import TensorSlices
 from moonpool.kernels import add_lora
 
 Fused = tuple[str, tuple[str, ...]]
-# Projections whose results are side by side, by their block.
+# Projections with results side by side, by their block.
 QKV: Fused = ("self_attn", ("q_proj", "k_proj", "v_proj"))
 OUT: Fused = ("self_attn", ("o_proj",))
 GATE_UP: Fused = ("mlp", ("gate_proj", "up_proj"))

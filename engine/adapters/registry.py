@@ -60,7 +60,7 @@ class AdapterRegistry:
         return adapter
 
     def page(self, after: str, most: int) -> tuple[list[AdapterRef], bool]:
-        """Return at most so many adapters whose names sort after ``after``, and whether there are more."""
+        """Return at most so many adapters with names after ``after``, and whether there are more."""
         names = sorted(name for name in self._refs if name > after)
         return [self._refs[name] for name in names[:most]], len(names) > most
 

@@ -61,8 +61,8 @@ def choose_device(option: str) -> Device:
 
 
 def choose_dtype(option: str, config: ModelConfig, device: Device) -> str:
-    """Return the dtype; ``auto``: that of the checkpoint, and on a CPU float32 for small models, whose
-    time is not in their products.
+    """Return the dtype; ``auto``: that of the checkpoint, and on a CPU float32 for small models: they
+    spend their time elsewhere than in products.
 
     It must not depend on a measurement: nodes with different dtypes cannot exchange blocks.
     """

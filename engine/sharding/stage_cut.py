@@ -36,7 +36,7 @@ def slowest_s(layers_s: Sequence[float], head_s: float, layers: Sequence[int]) -
 
 
 def better_cut(stages_s: Sequence[float], layers: Sequence[int], num_steps: int) -> tuple[int, ...] | None:
-    """Return a cut whose slowest stage takes at most 1 / ``_LEAST_GAIN`` of the time, or None.
+    """Return a cut with a slowest stage that takes at most 1 / ``_LEAST_GAIN`` of the time, or None.
 
     stages_s: compute of each stage in ``num_steps`` steps. layers: of each stage now. A layer takes what
     those of its stage take on average, one of the last stage what those of the others do. The rest is the

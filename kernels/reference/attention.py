@@ -110,7 +110,7 @@ def paged_prefill_attention(
     max_q_len: most new tokens of a sequence, where that is known to be few (verification of proposed tokens);
     0: any number. With it a form may compute as in decode, and give its bits.
 
-    The pool has the dtype of q, or is float8_e4m3fn, whose values are multiplied by k_scale and v_scale, or
+    The pool has the dtype of q, or is float8_e4m3fn with values multiplied by k_scale and v_scale, or
     is int8 with scales in the pool (``codes_and_scales``; only on CPUs). With
     ``key_only`` the caller uses the result from that element of each head on only: the first ones, which a
     latent has for scores, are undefined.

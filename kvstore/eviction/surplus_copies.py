@@ -1,4 +1,4 @@
-"""Blocks that go first: unused copies made because a prefix was in demand, and what clients let go."""
+"""Blocks that go first: unused copies made because a prefix was in demand, and what clients released."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class SurplusCopies(Generic[Key]):
             self._used_s.move_to_end(key, last=False)
 
     def use(self, chain: Iterable[Key]) -> None:
-        """A request uses these blocks: what was let go is as any other block again. Others are ignored."""
+        """A request uses these blocks: what was released is as any other block again. Others are ignored."""
         known = {key: self._used_s[key] for key in chain if key in self._used_s}
         for key, used_s in known.items():
             if used_s == -math.inf:

@@ -136,7 +136,7 @@ def check_kernels() -> Iterator[Finding]:
 
 
 async def check_engine(url: str) -> list[Finding]:
-    """Diagnose the engine whose metrics page is at ``url``."""
+    """Diagnose the engine with its metrics page at ``url``."""
     try:
         return list(diagnose_engine(await gather_engine(url)))
     except ApiError as error:

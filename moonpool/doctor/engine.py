@@ -48,7 +48,7 @@ def is_engine(url: str) -> bool:
 
 
 async def gather_engine(url: str) -> EngineEvidence:
-    """Read the pages of the engine whose ``/metrics`` this is. Raises ``ApiError``: there is none."""
+    """Read the pages of the engine with this ``/metrics``. Raises ``ApiError``: there is none."""
     try:
         async with aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),
@@ -79,7 +79,7 @@ def diagnose_engine(evidence: EngineEvidence) -> Iterator[Finding]:
 
 
 def check_engines(evidence: Evidence) -> Iterator[Finding]:
-    """Report engines in the index whose layouts differ."""
+    """Report engines in the index with different layouts."""
     records = evidence.records or {}
     yield from check_layouts(
         {name: record.extra[LAYOUT_FACTS] for name, record in records.items() if LAYOUT_FACTS in record.extra}

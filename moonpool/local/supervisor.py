@@ -42,7 +42,7 @@ class Superseded(MoonpoolError):
 
 
 class Supervised(Protocol):
-    """A cluster whose nodes may be started and stopped."""
+    """A cluster with nodes that may be started and stopped."""
 
     @property
     def served_names(self) -> Sequence[str]:

@@ -239,6 +239,6 @@ def _end(code: object) -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it any more
+        with contextlib.suppress(OSError, ValueError):  # closed, or without a reader
             stream.flush()
     os._exit((code or 0) & 0xFF)

@@ -187,8 +187,8 @@ class KubernetesApi:
     async def scale(self, workload: Workload, change: int) -> None:
         """Add ``change`` to the replicas of ``workload``, which had ``workload.replicas``.
 
-        Where somebody else has changed their number meanwhile, nothing is changed and ``ProviderFailed``
-        raised. A conflict with any other change is tried again.
+        If their number was changed meanwhile, nothing is changed and ``ProviderFailed`` is raised.
+        A conflict with any other change is tried again.
         """
         where = (
             *(workload.kind.group, workload.kind.version, self._namespace),

@@ -62,7 +62,7 @@ class Provider(Protocol):
 
 @runtime_checkable
 class VersionedProvider(Provider, Protocol):
-    """A provider whose nodes can have other settings than those before: ``section.key=value``.
+    """A provider that can start nodes with other settings than those before: ``section.key=value``.
 
     ``rollout``: the epoch of the rollout that asks; one older than it has seen is refused.
     """

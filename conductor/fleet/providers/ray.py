@@ -136,7 +136,7 @@ class RayProvider:
             while any(node.node_id == node_id for node in await self.list() if node.state != FAILED):  # noqa: ASYNC110
                 await asyncio.sleep(_LOOK_S)
         except ProviderFailed:
-            return  # whoever lists next does it
+            return  # the next listing does it
 
     async def _call(self, what: str, call: Callable[[RayCluster], T]) -> T:
         def calls() -> T:
@@ -144,7 +144,7 @@ class RayProvider:
             try:
                 if self._connected is None:
                     connected = module.RayCluster(self._config.fleet.ray, self._fleet)
-                    if self._closed:  # nobody waited for it
+                    if self._closed:  # its caller has given up
                         connected.close()
                         raise ProviderFailed("it was given up")
                     self._connected = connected

@@ -15,7 +15,7 @@ import psutil
 
 # Before its import: nothing is reported to Ray's makers.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-# Ray ends a process whose connection to its control store was lost for this long, by default after a minute.
+# Ray ends a process that has lost its connection to the control store for this long; its default is a minute.
 # A conductor serves on.
 os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(10 * 365 * 24 * 3600))
 
@@ -73,7 +73,7 @@ class RayCluster:
         """
         global _users
         self._fleet = fleet
-        self._fence = f"{fleet}-fence"  # not one of the nodes, whose names are in the fleet
+        self._fence = f"{fleet}-fence"  # no node: those have their names in the fleet
         self._actors: dict[str, Any] = {}  # handles, also of actors that are gone
         with _users_lock:
             try:

@@ -112,7 +112,7 @@ class RolloutRecord:
         return int(await self._run("begin", _BEGIN, self._ttl_ms, self._sealed(status)))
 
     async def take_over(self) -> int:
-        """Return the new epoch of one whose conductor is gone; 0: there is none."""
+        """Return the new epoch of a rollout that has lost its conductor; 0: there is none."""
         return int(await self._run("take over", _TAKE_OVER, self._ttl_ms))
 
     async def save(self, epoch: int, status: RolloutStatus, *, leaves: bool = False) -> bool:

@@ -28,7 +28,7 @@ from moonpool.runtime.service.vital import restarted
 log = logging.getLogger(__name__)
 
 SECTIONS: Final = ("engine", "log", "model", "store", "transfer")
-"""Options that a rollout may change: of what a node does, not of who it is or whom it trusts."""
+"""Options that a rollout may change: what a node does, not its identity or which callers it trusts."""
 MOST_SETTINGS: Final = 32
 # How often the record is read, and renewed by the conductor that runs the rollout.
 _POLL_S = 0.5
@@ -37,7 +37,7 @@ _POLL_S = 0.5
 class Rollouts:
     """One rollout at a time in a cluster. Where its conductor ends, another one goes on with it.
 
-    Every conductor keeps requests from nodes whose gate has not passed.
+    Every conductor keeps requests from nodes that have not passed their gate.
     """
 
     def __init__(

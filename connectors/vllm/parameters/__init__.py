@@ -1,1 +1,1 @@
-"""What a request says beside its prompt: to hand it over, whose it is, what to do with its blocks."""
+"""What a request says beside its prompt: hand-over, tenant, and what to do with its blocks."""

@@ -87,7 +87,7 @@ MP_INLINE int64_t tall_rows(int64_t rows) {
     return less ? MOST - 1 : std::min<int64_t>(rows, MOST);
 }
 
-// Splits rows x C vectors into tiles of at most MOST rows whose sums fill the registers. Calls f(first row, number of
+// Splits rows x C vectors into tiles of at most MOST rows, so that sums fill the registers. Calls f(first row, number of
 // rows as a constant, first vector, number of vectors as a constant).
 template <int C, int MOST = TALL_ROWS, class F>
 MP_INLINE void for_tiles(int64_t rows, F f) {
