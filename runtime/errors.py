@@ -6,7 +6,6 @@ boundary maps them to a status.
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import ClassVar
 
@@ -117,6 +116,8 @@ def failure_of(error: BaseException) -> FailureClass:
     """What failed: as an error of ours says; else a call that was cancelled or out of time, or a defect."""
     if isinstance(error, MoonpoolError):
         return error.failure
+    import asyncio  # here: `moonpool --help` needs none of it
+
     if isinstance(error, TimeoutError | asyncio.CancelledError):
         return FailureClass.REQUEST
     return FailureClass.WORKER

@@ -13,6 +13,13 @@ from moonpool.client import Client, Reply
 from moonpool.local.cluster import LocalCluster
 from tests.cluster.conftest import eventually
 
+
+@pytest.fixture(scope="module")
+def cluster(own_cluster: LocalCluster) -> LocalCluster:
+    """Other modules call nodes without their conductor, which charges them to none."""
+    return own_cluster
+
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 # Heartbeats tell a node's totals, and requests their seconds at their ends: at rest both agree.

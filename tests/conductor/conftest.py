@@ -40,6 +40,7 @@ CHAT_TEMPLATE = (
 SPECIAL = ["<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|system|>"]
 CORPUS = ["In the beginning God created the heaven and the earth. The end of it, naïve café 你好 👩‍👩‍👧."]
 EOS = 1
+COST = 0.5  # of each sequence, whatever it took
 
 
 @pytest.fixture(scope="session")
@@ -148,9 +149,9 @@ class ScriptedConductor:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
         """Each item of the script: a token id, an event to wait for, or an exception to raise."""
         self.requests.append(request)
-        self.timelines[request.request_id] = RequestTimeline(
-            request.request_id, 0.0, 0.0, request.client.name
-        )
+        timeline = RequestTimeline(request.request_id, 0.0, 0.0, request.client.name)
+        timeline.summary.cost = COST
+        self.timelines[request.request_id] = timeline
         self.running.add(request.request_id)
         self._notify()
         index, sampling = 0, request.sampling

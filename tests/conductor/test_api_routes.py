@@ -20,7 +20,7 @@ from moonpool.conductor.api.streams import heartbeats
 from moonpool.conductor.errors import NoNodes, RequestFailed
 from moonpool.runtime.config.options import ConductorOptions
 from moonpool.runtime.config.routes import read_route
-from tests.conductor.conftest import Api, ScriptedConductor, serving
+from tests.conductor.conftest import COST, Api, ScriptedConductor, serving
 
 SIMPLE = "What is the capital of Peru?"
 DEMANDING = "Write a Python function that merges intervals, prove that it is correct, and analyse it."
@@ -47,7 +47,7 @@ async def tiers(checkpoint: Path, *given: dict[str, Any]) -> AsyncIterator[Tiers
         made.update(small=small, large=large)
         other = replace(context, conductor=small)
         lanes = [
-            Lane("large", large, lambda: context, price=3.0, loaded=context),
+            Lane("large", large, lambda: context, loaded=context),
             Lane("small", small, lambda: other),
         ]
         return Lanes(lanes, [read_route(one) for one in given])
@@ -83,7 +83,7 @@ async def test_a_classifier_chooses_the_model(checkpoint: Path, prompt: str, mod
         assert {one["model"] for one in chunks[:-1]} == {model}
         assert len(getattr(served, model).requests) == 2
     assert answered() == 2
-    assert cost() > 0
+    assert cost() == 2 * COST
 
 
 SURE, UNSURE = 16, 160  # tokens: the scripted model gives them log-probabilities of -1 and -10
@@ -140,7 +140,7 @@ async def test_after_n_unsure_tokens_the_larger_model_begins_anew(checkpoint: Pa
             assert (answer["model"], answer["choices"][0]["text"]) == ("large", "Hello, world.")
         assert len(served.small.cancelled) == 1, "the node is told, and computes no more of it"
     assert (unsure(), added()) == (1, 1)
-    assert cost() > 0
+    assert cost() == 2 * COST
 
 
 async def test_an_answer_that_ends_early_is_judged_by_what_there_is(checkpoint: Path) -> None:
