@@ -305,6 +305,15 @@ def url(redis: RedisProcess) -> str:
     return redis.url
 
 
+@pytest.fixture
+async def client(api: Any) -> AsyncIterator[Any]:
+    """OpenAI's own."""
+    import openai
+
+    async with openai.AsyncOpenAI(base_url=f"{api.url}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
 TOOL_TEMPLATE = (
     "{% if tools %}<|system|>Call these as <tool_call>: {{ tools | tojson }}<|eos|>{% endif %}"
     "{% for m in messages %}<|{{ 'user' if m.role == 'tool' else m.role }}|>{{ m.content or '' }}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -13,12 +12,6 @@ from tests.lazily import Lazily
 openai = Lazily("openai")
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]
-
-
-@pytest.fixture
-async def client(api: Any) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{api.url}/v1", api_key="any", max_retries=0) as client:
-        yield client
 
 
 async def test_models(client: openai.AsyncOpenAI) -> None:

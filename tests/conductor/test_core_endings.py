@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
 
 import pytest
 
@@ -19,25 +18,12 @@ from moonpool.conductor.errors import (
 from moonpool.conductor.request import TokenEvent
 from tests.conductor.core_nodes import (
     PROMPT,
-    RedisProcess,
     continuation,
     obedient,
-    redis_process,
     request,
     running,
 )
 from tests.conductor.faults import hangs, once
-
-
-@pytest.fixture(scope="module")
-def redis() -> Iterator[RedisProcess]:
-    with redis_process() as process:
-        yield process
-
-
-@pytest.fixture
-def url(redis: RedisProcess) -> str:
-    return redis.url
 
 
 async def test_what_fits_nowhere_is_invalid(url: str) -> None:

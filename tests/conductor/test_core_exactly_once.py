@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -19,19 +18,12 @@ from tests.conductor.core_nodes import (
     RedisProcess,
     ScriptedNode,
     continuation,
-    redis_process,
     request,
     running,
 )
 
 MAX_TOKENS = 12
 _namespaces = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def redis() -> Iterator[RedisProcess]:
-    with redis_process() as process:
-        yield process
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
 
 import pytest
 
@@ -13,28 +12,15 @@ from moonpool.conductor.placing.placement import Placement
 from moonpool.protos import node_pb2
 from tests.conductor.core_nodes import (
     PROMPT,
-    RedisProcess,
     Script,
     ScriptedNode,
     Wrong,
     continuation,
     lineage,
-    redis_process,
     request,
     running,
 )
 from tests.conductor.faults import Lives, breaks, dies, ends, hangs, is_busy, once
-
-
-@pytest.fixture(scope="module")
-def redis() -> Iterator[RedisProcess]:
-    with redis_process() as process:
-        yield process
-
-
-@pytest.fixture
-def url(redis: RedisProcess) -> str:
-    return redis.url
 
 
 @pytest.mark.parametrize("fault", [dies, breaks, is_busy])

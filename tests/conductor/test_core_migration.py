@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -19,7 +19,6 @@ from tests.conductor.core_nodes import (
     RedisProcess,
     ScriptedNode,
     continuation,
-    redis_process,
     request,
     running,
 )
@@ -27,12 +26,6 @@ from tests.conductor.core_nodes import (
 NUM_TOKENS = 12
 PAUSE = 5  # the source's token before which it waits
 STOP = 8  # the first token that comes from the target
-
-
-@pytest.fixture(scope="module")
-def redis() -> Iterator[RedisProcess]:
-    with redis_process() as process:
-        yield process
 
 
 class Scene:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import pytest
 
@@ -13,19 +12,12 @@ from tests.conductor.core_nodes import (
     RedisProcess,
     ScriptedNode,
     continuation,
-    redis_process,
     request,
     running,
 )
 
 # A prompt is predicted to take so long; what waits behind another waits that long.
 PROFILE = {"prefill_base_s": 60.0, "prefill_token_s": 1e-5, "decode_base_s": 1e-3}
-
-
-@pytest.fixture(scope="module")
-def redis() -> Iterator[RedisProcess]:
-    with redis_process() as process:
-        yield process
 
 
 @pytest.mark.parametrize("causes", [("queue",), ("drain",)])

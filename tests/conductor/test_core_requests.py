@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-
-import pytest
 
 from moonpool.conductor.request import SamplingParams
 from moonpool.kvstore.blocks.keys import chain
@@ -13,26 +10,13 @@ from moonpool.protos import node_pb2
 from tests.conductor.core_nodes import (
     MODEL,
     PROMPT,
-    RedisProcess,
     ScriptedNode,
     continuation,
     lineage,
-    redis_process,
     request,
     running,
 )
 from tests.conductor.faults import breaks, hangs, once
-
-
-@pytest.fixture(scope="module")
-def redis() -> Iterator[RedisProcess]:
-    with redis_process() as process:
-        yield process
-
-
-@pytest.fixture
-def url(redis: RedisProcess) -> str:
-    return redis.url
 
 
 async def test_tokens_come_in_order_from_both_nodes(url: str) -> None:

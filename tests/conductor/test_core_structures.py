@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,25 +15,12 @@ from moonpool.runtime.structure.grammars import Structure
 from tests.conductor.core_nodes import (
     PROMPT,
     Cluster,
-    RedisProcess,
     ScriptedNode,
     continuation,
-    redis_process,
     request,
     running,
 )
 from tests.conductor.faults import dies, once
-
-
-@pytest.fixture(scope="module")
-def redis() -> Iterator[RedisProcess]:
-    with redis_process() as process:
-        yield process
-
-
-@pytest.fixture
-def url(redis: RedisProcess) -> str:
-    return redis.url
 
 
 async def enforces(cluster: Cluster, *names: str) -> None:

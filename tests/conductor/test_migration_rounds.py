@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,6 @@ from tests.conductor.core_nodes import (
     RedisProcess,
     ScriptedNode,
     continuation,
-    redis_process,
     request,
     running,
 )
@@ -26,12 +24,6 @@ PAUSE, STOP = 2, 5  # the source's token before which it waits; the first one of
 FREE_BLOCKS, OTHER_BLOCKS, PROMPT_TOKENS = 12, 12, 200
 # A step takes 1 ms, and 1 ms more for each sequence.
 PROFILE = {"prefill_base_s": 1e-3, "prefill_token_s": 1e-5, "decode_base_s": 1e-3, "decode_sequence_s": 1e-3}
-
-
-@pytest.fixture(scope="module")
-def redis() -> Iterator[RedisProcess]:
-    with redis_process() as process:
-        yield process
 
 
 @pytest.mark.parametrize("causes", [("hot-spot",), ("drain",)])

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import replace
 from io import StringIO
 from typing import Any
 
 import numpy as np
-import pytest
 from rich.console import Console
 
 from moonpool.commands.status import cluster_view
@@ -21,16 +19,9 @@ from tests.conductor.core_nodes import (
     Cluster,
     RedisProcess,
     continuation,
-    redis_process,
     request,
     running,
 )
-
-
-@pytest.fixture(scope="module")
-def redis() -> Iterator[RedisProcess]:
-    with redis_process() as process:
-        yield process
 
 
 async def add_replicas(cluster: Cluster, node_id: str, count: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,16 +16,9 @@ from tests.conductor.core_nodes import (
     PROMPT,
     RedisProcess,
     ScriptedNode,
-    redis_process,
     request,
     running,
 )
-
-
-@pytest.fixture(scope="module")
-def redis() -> Iterator[RedisProcess]:
-    with redis_process() as process:
-        yield process
 
 
 def replicator_of(conductor: Conductor, clock_s: list[float], nbytes_per_s: float = 1e9) -> Replicator:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -24,12 +23,6 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"city": "Ulm"}}\n</tool_call
 @pytest.fixture
 def api(tools_api: Any) -> Any:
     return tools_api
-
-
-@pytest.fixture
-async def client(api: Any) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{api.url}/v1", api_key="any", max_retries=0) as client:
-        yield client
 
 
 async def test_text_and_the_next_turn(api: Any, client: openai.AsyncOpenAI) -> None:

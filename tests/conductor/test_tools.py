@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +38,6 @@ TWO = (
 @pytest.fixture
 def api(tools_api: Any) -> Any:
     return tools_api
-
-
-@pytest.fixture
-async def client(api: Any) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{api.url}/v1", api_key="any", max_retries=0) as client:
-        yield client
 
 
 async def test_calls(api: Any, client: openai.AsyncOpenAI) -> None:

@@ -12,7 +12,8 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ from moonpool.bench.harness.peers import PeerAbsent, peers_dir, python_of
 from moonpool.doctor.evidence import Page
 from moonpool.local.redis_server import find_redis
 from moonpool.runtime.service.tied_command import tied_command
+from tests.connectors.small_engine import SmallEngine
 from tests.processes import are_gone, descendants_of
 
+Make = Callable[..., SmallEngine]
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "moonpool" / "demo" / "model"
 BLOCK_SIZE = 32
@@ -213,6 +216,19 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Redis]:
     yield server
     server.process.kill()
     server.process.wait()
+
+
+@pytest.fixture
+def engine(redis: Redis) -> Iterator[Make]:
+    """Makes engines, and closes them after the test."""
+    with ExitStack() as stack:
+
+        def make(name: str, *sets: str, **facts: str) -> SmallEngine:
+            made = SmallEngine(redis.url, name, sets=sets, **facts)
+            stack.callback(made.close)
+            return made
+
+        yield make
 
 
 def hit_everything(

@@ -6,8 +6,7 @@ import asyncio
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -18,24 +17,10 @@ from moonpool.connectors import service_thread
 from moonpool.connectors.vllm.engine_node import EngineNode
 from moonpool.connectors.vllm.pages import PageReading
 from moonpool.runtime.service.vital import VITAL
-from tests.connectors.conftest import Redis
+from tests.connectors.conftest import Make, Redis
 from tests.connectors.small_engine import BLOCK, Peer, Request, SmallEngine, until
 from tests.processes import stop
 from tests.small_disk import mounted
-
-Make = Callable[..., SmallEngine]
-
-
-@pytest.fixture
-def engine(redis: Redis) -> Iterator[Make]:
-    with ExitStack() as stack:
-
-        def make(name: str, *sets: str, **facts: str) -> SmallEngine:
-            made = SmallEngine(redis.url, name, sets=sets, **facts)
-            stack.callback(made.close)
-            return made
-
-        yield make
 
 
 def prompt(name: str, num_blocks: int = 6) -> Request:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,24 +10,11 @@ import pytest
 
 from moonpool.connectors.vllm import engine_node
 from moonpool.connectors.vllm.parameters.hand_over import hand_over_of
-from tests.connectors.conftest import Redis
+from tests.connectors.conftest import Make, Redis
 from tests.connectors.small_engine import BLOCK, Peer, Request, SmallEngine, until
 from tests.processes import stop
 
-Make = Callable[..., SmallEngine]
 GIVE = {"do_remote_decode": True}
-
-
-@pytest.fixture
-def engine(redis: Redis) -> Iterator[Make]:
-    with ExitStack() as stack:
-
-        def make(name: str, *sets: str) -> SmallEngine:
-            made = SmallEngine(redis.url, name, sets=sets)
-            stack.callback(made.close)
-            return made
-
-        yield make
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,22 +14,8 @@ from moonpool.connectors.vllm.parameters.hints import NO_HINTS, Hints, hints_of
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.blocks.vllm_keys import key_of
-from tests.connectors.conftest import Redis
+from tests.connectors.conftest import Make, Redis
 from tests.connectors.small_engine import BLOCK, Peer, Request, SmallEngine, until
-
-Make = Callable[..., SmallEngine]
-
-
-@pytest.fixture
-def engine(redis: Redis) -> Iterator[Make]:
-    with ExitStack() as stack:
-
-        def make(name: str, *sets: str) -> SmallEngine:
-            made = SmallEngine(redis.url, name, sets=sets)
-            stack.callback(made.close)
-            return made
-
-        yield make
 
 
 def hinted(request_id: str, num_blocks: int, name: str = "", **hint: Any) -> Request:

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY
 
 from moonpool.connectors.vllm import engine_node
-from tests.connectors.conftest import Redis
+from tests.connectors.conftest import Make, Redis
 from tests.connectors.small_engine import BLOCK, PAGE_NBYTES, Peer, Request, SmallEngine, until
 
-Make = Callable[..., SmallEngine]
 BLOCK_NBYTES = 2 * PAGE_NBYTES  # of two layers
 CAPACITY = 128  # blocks of host memory
-
-
-@pytest.fixture
-def engine(redis: Redis) -> Iterator[Make]:
-    with ExitStack() as stack:
-
-        def make(name: str, *sets: str) -> SmallEngine:
-            made = SmallEngine(redis.url, name, sets=sets)
-            stack.callback(made.close)
-            return made
-
-        yield make
 
 
 def prompt(name: str, num_blocks: int, tenant: str, quota: int, **params: Any) -> Request:
