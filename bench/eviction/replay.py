@@ -37,16 +37,21 @@ def replay(requests: Sequence[Request], policy: str, capacity: int) -> Replay:
     for blocks in requests:
         num_hit = cache.use(blocks)
         num_hits += num_hit
-        slots = cache.match(blocks)
-        cache.pin(slots)
-        for position in range(num_hit, len(blocks)):
-            slot = cache.add(blocks[position], blocks[position - 1] if position else None)
-            if slot is None:
-                break
-            slots.append(slot)
-            cache.pin((slot,))
-        cache.unpin(slots)
+        insert(cache, blocks, num_hit)
     return Replay(num_hits, sum(map(len, requests)), cache.num_bypassed, process_time() - started_s)
+
+
+def insert(cache: ChainCache[int], blocks: Request, num_hit: int) -> None:
+    """Add the blocks of a request after its first ``num_hit``, which are there."""
+    slots = cache.match(blocks)
+    cache.pin(slots)
+    for position in range(num_hit, len(blocks)):
+        slot = cache.add(blocks[position], blocks[position - 1] if position else None)
+        if slot is None:
+            break
+        slots.append(slot)
+        cache.pin((slot,))
+    cache.unpin(slots)
 
 
 def optimum(requests: Sequence[Request], capacity: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from moonpool.bench.eviction.replay import insert
 from moonpool.bench.paper.setup import PAPER
 from moonpool.kvstore.eviction import make_policy
 from moonpool.kvstore.eviction.chain_cache import ChainCache
@@ -52,17 +53,5 @@ def hit_ratio(requests: Sequence[TraceRequest], policy: str, capacity_tokens: in
         num_hits = cache.use(request.block_ids)
         whole = min(num_hits * BLOCK_TOKENS, request.input_tokens)
         hit_tokens += whole + min(BLOCK_TOKENS / 2, request.input_tokens - whole)
-        _insert(cache, request.block_ids, num_hits)
+        insert(cache, request.block_ids, num_hits)
     return hit_tokens / sum(request.input_tokens for request in requests)
-
-
-def _insert(cache: ChainCache[int], ids: Sequence[int], num_hits: int) -> None:
-    slots = cache.match(ids)
-    cache.pin(slots)
-    for i in range(num_hits, len(ids)):
-        slot = cache.add(ids[i], ids[i - 1] if i else None)
-        if slot is None:
-            break
-        slots.append(slot)
-        cache.pin((slot,))
-    cache.unpin(slots)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 
@@ -17,21 +16,12 @@ from moonpool.bench.store.disk_tier import disk_rows
 from moonpool.bench.store.host_tier import host_rows
 from moonpool.bench.store.remote_objects import remote_rows
 from moonpool.runtime.config.options import SsdTierOptions
-from moonpool.runtime.reports.report import Row
 
 _QUICK_NBYTES = 32 * MIB
 
 
-async def _page_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
-    # It needs torch, which the other parts do without.
-    from moonpool.bench.store.engine_pages import page_rows
-
-    async for row in page_rows(run, settings):
-        yield row
-
-
 @benchmark(
-    {"host": host_rows, "disk": disk_rows, "remote": remote_rows, "pages": _page_rows},
+    {"host": host_rows, "disk": disk_rows, "remote": remote_rows},
     packages=("numpy", "xxhash", "lmdb", "uvloop", "grpcio", "protobuf"),
     peers={name: partial(python_of, name) for name in ("lmcache", "mooncake")},
     rounds=7,
