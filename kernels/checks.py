@@ -23,70 +23,41 @@ from moonpool.runtime.failures import FailureClass
 Form = TypeVar("Form", bound=Callable[..., Any])
 Arguments = Mapping[str, Any]
 
-_KV = "[n, num_kv_heads, head_dim]"
-# Operation -> tensor -> dtype (default: that of the first tensor) and shape. A dimension named twice must be
-# equal. All but "strided" tensors must be contiguous.
+# Operation -> name, dtype (default: that of the first tensor) and shape of each tensor. A dimension named
+# twice must be equal. All but "strided" tensors must be contiguous.
+_SIGNATURES = {
+    "add_lora": """y: strided [n, out]; x: [n, in]; a: [rows, in]; b: [rows, out];
+        adapter_ids: int32 [n]; extents: int32 [adapters, 2]""",
+    "argmax_rows": "logits: strided [n, vocab]",
+    "checksum_spans": "memory: [n]; offsets: int64 [k]; nbytes: int64 [k]",
+    "combine_experts": "weights: float32 [n, k]; order: int64 [n * k]; rows: strided [n * k, hidden]",
+    "group_by_expert": "expert_ids: int32 [n, k]",
+    "group_rows": "x: strided [n, width]; order: int64 [n * k]",
+    "grouped_matmul": "weights: strided [experts, out, in]; x: [m, in]; offsets: int32 [experts + 1]",
+    "merge_attention_states": """outs: [parts, n, num_heads, head_dim];
+        lses: float32 [parts, n, num_heads]""",
+    "paged_decode_attention": """q: [batch, q_len, num_heads, head_dim]; context_lens: int32 [batch];
+        q_positions: int32 [batch]; out: [batch, q_len, num_heads, head_dim];
+        lse: float32 [batch, q_len, num_heads]""",
+    "paged_prefill_attention": """q: [num_tokens, num_heads, head_dim]; cu_seqlens_q: int32 [batch + 1];
+        context_lens: int32 [batch]; q_positions: int32 [batch]; out: [num_tokens, num_heads, head_dim];
+        lse: float32 [num_tokens, num_heads]""",
+    "quantised_matmul": """x: strided [n, in]; codes: uint8 [out, row]; scales: float32 [out, groups];
+        zeros: int16 [out, groups]""",
+    "rms_norm": "x: [n, hidden]; weight: [hidden]; residual: [n, hidden]",
+    "rotate_and_write": """qkv: [n, (num_heads + 2 * num_kv_heads) * head_dim]; positions: int64 [n];
+        cos: float32 [max_position, angles]; sin: float32 [max_position, angles];
+        slot_mapping: int64 [n]; q_norm: [head_dim]; k_norm: [head_dim]""",
+    "route_experts": "logits: strided [n, num_experts]",
+    "silu_mul": "gate_up: [n, 2 * inter]",
+    "write_kv": """k: [n, num_kv_heads, head_dim]; v: [n, num_kv_heads, head_dim];
+        slot_mapping: int64 [n]""",
+}
 _TENSORS = {
-    "add_lora": {
-        "y": "strided [n, out]",
-        "x": "[n, in]",
-        "a": "[rows, in]",
-        "b": "[rows, out]",
-        "adapter_ids": "int32 [n]",
-        "extents": "int32 [adapters, 2]",
-    },
-    "argmax_rows": {"logits": "strided [n, vocab]"},
-    "checksum_spans": {"memory": "[n]", "offsets": "int64 [k]", "nbytes": "int64 [k]"},
-    "combine_experts": {
-        "weights": "float32 [n, k]",
-        "order": "int64 [n * k]",
-        "rows": "strided [n * k, hidden]",
-    },
-    "group_by_expert": {"expert_ids": "int32 [n, k]"},
-    "group_rows": {"x": "strided [n, width]", "order": "int64 [n * k]"},
-    "grouped_matmul": {
-        "weights": "strided [experts, out, in]",
-        "x": "[m, in]",
-        "offsets": "int32 [experts + 1]",
-    },
-    "merge_attention_states": {
-        "outs": "[parts, n, num_heads, head_dim]",
-        "lses": "float32 [parts, n, num_heads]",
-    },
-    "paged_decode_attention": {
-        "q": "[batch, q_len, num_heads, head_dim]",
-        "context_lens": "int32 [batch]",
-        "q_positions": "int32 [batch]",
-        "out": "[batch, q_len, num_heads, head_dim]",
-        "lse": "float32 [batch, q_len, num_heads]",
-    },
-    "paged_prefill_attention": {
-        "q": "[num_tokens, num_heads, head_dim]",
-        "cu_seqlens_q": "int32 [batch + 1]",
-        "context_lens": "int32 [batch]",
-        "q_positions": "int32 [batch]",
-        "out": "[num_tokens, num_heads, head_dim]",
-        "lse": "float32 [num_tokens, num_heads]",
-    },
-    "quantised_matmul": {
-        "x": "strided [n, in]",
-        "codes": "uint8 [out, row]",
-        "scales": "float32 [out, groups]",
-        "zeros": "int16 [out, groups]",
-    },
-    "rms_norm": {"x": "[n, hidden]", "weight": "[hidden]", "residual": "[n, hidden]"},
-    "rotate_and_write": {
-        "qkv": "[n, (num_heads + 2 * num_kv_heads) * head_dim]",
-        "positions": "int64 [n]",
-        "cos": "float32 [max_position, angles]",
-        "sin": "float32 [max_position, angles]",
-        "slot_mapping": "int64 [n]",
-        "q_norm": "[head_dim]",
-        "k_norm": "[head_dim]",
-    },
-    "route_experts": {"logits": "strided [n, num_experts]"},
-    "silu_mul": {"gate_up": "[n, 2 * inter]"},
-    "write_kv": {"k": _KV, "v": _KV, "slot_mapping": "int64 [n]"},
+    operation: [
+        (name.strip(), spec.strip()) for name, _, spec in (part.partition(":") for part in text.split(";"))
+    ]
+    for operation, text in _SIGNATURES.items()
 }
 
 
@@ -132,7 +103,7 @@ def _first(a: Arguments) -> tuple[str, Tensor]:
 
 def _check_tensors(operation: str, a: Arguments) -> None:
     sizes = _known_sizes(a)
-    for name, spec in _TENSORS[operation].items():
+    for name, spec in _TENSORS[operation]:
         x: Tensor | None = a[name]
         if x is None:
             continue

@@ -44,18 +44,9 @@ ENVIRONMENTS = {
     # What its storage backends and host pools import; its other requirements need CUDA.
     "sglang": Environment(
         (
-            "torch==2.13.0+cpu",
-            "triton==3.6.0",
-            "transformers==5.17.0",
-            "compressed-tensors==0.18.0",
-            "apache-tvm-ffi==0.1.11",
-            "gguf",
-            "ipython",
-            "pillow",
-            "pybase64",
-            "fastapi",
-            "python-multipart",
-            "dill",
+            *("torch==2.13.0+cpu", "triton==3.6.0", "transformers==5.17.0", "compressed-tensors==0.18.0"),
+            *("apache-tvm-ffi==0.1.11", "gguf", "ipython", "pillow", "pybase64", "fastapi"),
+            *("python-multipart", "dill"),
         ),
         "{pip} install --no-deps sglang==0.5.23",
     ),
