@@ -30,15 +30,14 @@ class DecodeSteps:
 
     step_s: float
     device_s: float
-    cpu_s: float  # of all threads of the process
     context: float  # tokens of each sequence, in the middle of what was measured
 
 
 class Session:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        # When, how many tokens, device seconds, CPU seconds of the process by then.
-        self._arrivals: list[tuple[float, int, float, float]] = []
+        # When, how many tokens, device seconds.
+        self._arrivals: list[tuple[float, int, float]] = []
         self._news = asyncio.Event()
         self._random = np.random.default_rng(0)
         self._count = 0
@@ -46,8 +45,7 @@ class Session:
 
     def _on_step(self, events: list[StepEvent]) -> None:
         num_tokens = sum(event.token_id >= 0 for event in events)
-        device_s = self.engine.stats().step_s
-        self._arrivals.append((time.perf_counter(), num_tokens, device_s, time.process_time()))
+        self._arrivals.append((time.perf_counter(), num_tokens, self.engine.stats().step_s))
         self._news.set()
 
     def weight_nbytes(self) -> int:
@@ -95,7 +93,6 @@ class Session:
         return DecodeSteps(
             statistics.median(seconds),
             statistics.median(self._arrivals[i][2] for i in whole),
-            statistics.mean(self._arrivals[i][3] - self._arrivals[i - 1][3] for i in whole),
             context + slack + len(whole) / 2,
         )
 

@@ -20,7 +20,6 @@ Request = Sequence[int]  # the ids of its blocks, in order; equal ids mean equal
 class Replay:
     num_hits: int
     num_blocks: int  # of all requests
-    num_bypassed: int
     seconds: float  # of CPU
 
     @property
@@ -38,7 +37,7 @@ def replay(requests: Sequence[Request], policy: str, capacity: int) -> Replay:
         num_hit = cache.use(blocks)
         num_hits += num_hit
         insert(cache, blocks, num_hit)
-    return Replay(num_hits, sum(map(len, requests)), cache.num_bypassed, process_time() - started_s)
+    return Replay(num_hits, sum(map(len, requests)), process_time() - started_s)
 
 
 def insert(cache: ChainCache[int], blocks: Request, num_hit: int) -> None:

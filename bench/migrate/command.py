@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -10,7 +11,6 @@ from pathlib import Path
 import click
 
 from moonpool.bench.harness.command import Run, benchmark
-from moonpool.bench.migrate.checkpoint import with_positions
 from moonpool.bench.migrate.downtime import OUTPUT_TOKENS, downtime_rows
 from moonpool.bench.migrate.simulated import simulated_rows
 from moonpool.bench.migrate.tail_latency import tail_rows
@@ -88,3 +88,15 @@ def migrate(
     folder = run.stack.enter_context(tempfile.TemporaryDirectory(prefix="model-"))
     directory = with_positions(directory, max(contexts) + OUTPUT_TOKENS, Path(folder))
     return Settings(contexts, moves, tbt_s, (*sets, f"model.path={directory}"))
+
+
+def with_positions(directory: Path, num_positions: int, scratch: Path) -> Path:
+    """``directory``, or a copy in ``scratch`` with links to its files and at least ``num_positions``."""
+    words = json.loads((directory / "config.json").read_text())
+    if words["max_position_embeddings"] >= num_positions:
+        return directory
+    for file in directory.iterdir():
+        if file.name != "config.json":
+            (scratch / file.name).symlink_to(file.resolve())
+    (scratch / "config.json").write_text(json.dumps(words | {"max_position_embeddings": num_positions}))
+    return scratch

@@ -135,9 +135,9 @@ class NodeCost:
 class PredictionErrors:
     """Absolute errors in percent of what was measured, and the latest pairs of predicted and measured."""
 
-    def __init__(self, window: int = 256, shown: int = 48) -> None:
+    def __init__(self, window: int = 256) -> None:
         self._percents: deque[float] = deque(maxlen=window)
-        self._latest: deque[tuple[float, float]] = deque(maxlen=shown)
+        self._latest: deque[tuple[float, float]] = deque(maxlen=48)
         self.count = 0
 
     def add(self, predicted: float, actual: float) -> None:

@@ -34,11 +34,13 @@ def node_servicers(node: EngineNode) -> list[rpc.Servicer]:
     ]
 
 
-class NodeService(node_pb2_grpc.NodeServicer):
-    """``protos.Node``, on the node's loop."""
-
+class _Service:
     def __init__(self, node: EngineNode) -> None:
         self._node = node
+
+
+class NodeService(_Service, node_pb2_grpc.NodeServicer):
+    """``protos.Node``, on the node's loop."""
 
     async def Status(self, request: node_pb2.StatusRequest, context: RpcContext) -> node_pb2.NodeStatus:
         node = self._node
@@ -143,11 +145,8 @@ class NodeService(node_pb2_grpc.NodeServicer):
         return node_pb2.CancelReply()
 
 
-class RoleService(node_pb2_grpc.RolesServicer):
+class RoleService(_Service, node_pb2_grpc.RolesServicer):
     """``protos.Roles``, on the node's loop."""
-
-    def __init__(self, node: EngineNode) -> None:
-        self._node = node
 
     async def Switch(self, request: node_pb2.SwitchRequest, context: RpcContext) -> node_pb2.SwitchReply:
         former = self._node.role
@@ -155,11 +154,8 @@ class RoleService(node_pb2_grpc.RolesServicer):
         return node_pb2.SwitchReply(former_role=former, num_left=num_left)
 
 
-class ExpertService(node_pb2_grpc.ExpertsServicer):
+class ExpertService(_Service, node_pb2_grpc.ExpertsServicer):
     """``protos.Experts``, on the node's loop."""
-
-    def __init__(self, node: EngineNode) -> None:
-        self._node = node
 
     async def Load(
         self, request: node_pb2.ExpertLoadRequest, context: RpcContext
@@ -176,11 +172,8 @@ class ExpertService(node_pb2_grpc.ExpertsServicer):
         )
 
 
-class AdapterService(node_pb2_grpc.AdaptersServicer):
+class AdapterService(_Service, node_pb2_grpc.AdaptersServicer):
     """``protos.Adapters``, on the node's loop."""
-
-    def __init__(self, node: EngineNode) -> None:
-        self._node = node
 
     async def Load(self, request: node_pb2.LoadAdapterRequest, context: RpcContext) -> node_pb2.Adapter:
         self._node.check_takes_work()

@@ -43,7 +43,6 @@ class ChainCache(Generic[Key]):
         self.kept: KeptBlocks[Key] = KeptBlocks()
         self.num_evictions = 0
         self.num_refusals = 0  # blocks refused because every block is pinned
-        self.num_bypassed = 0  # blocks the policy did not admit
         self._slots: dict[Key, int] = {}
         self._free = deque(range(capacity))
         self._parents: dict[Key, Key] = {}
@@ -177,7 +176,6 @@ class ChainCache(Generic[Key]):
 
     def _make_room(self, key: Key, parent: Key | None, wanted: bool) -> bool:
         if not wanted and not self.policy.admits(key):
-            self.num_bypassed += 1
             return False
         # Pinned, so that the chain is not evicted to make room for its own end.
         above: list[int] = []

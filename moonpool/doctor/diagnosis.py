@@ -23,8 +23,7 @@ from moonpool.doctor.finding import Finding
 from moonpool.doctor.hits import check_hits, check_requests
 from moonpool.doctor.index_state import check_index
 from moonpool.doctor.machine import check_machine
-from moonpool.doctor.nodes import check_nodes, check_security
-from moonpool.doctor.ranks import check_ranks
+from moonpool.doctor.nodes import check_nodes, check_ranks, check_security
 from moonpool.doctor.transfer_paths import check_paths
 from moonpool.errors import ApiError, has_extra
 from moonpool.runtime.config.loading import load_config

@@ -1,4 +1,4 @@
-"""Checks of the nodes: each role is served, and the reasons of those that do not serve."""
+"""Checks of the nodes: each role is served, why some do not serve, and ranks that the others wait for."""
 
 from __future__ import annotations
 
@@ -39,6 +39,25 @@ def check_security(evidence: Evidence) -> Iterator[Finding]:
     for name, sentences in warnings.items():
         for sentence in sentences:
             yield Finding(name, "wrong", sentence, "docs/operations.md, Keys and certificates")
+
+
+def check_ranks(evidence: Evidence) -> Iterator[Finding]:
+    """Report nodes that have a slow rank, and unequal stages by the measured seconds of their layers."""
+    for node in evidence.holders:
+        if layers := node.get("better_pp_layers"):
+            yield Finding(
+                node["node_id"],
+                "slow",
+                f"its pipeline stages ({node['ranks']}) take unequal time",
+                f"set engine.parallel.pp_layers={layers}: it balances the stages under its load so far",
+            )
+        if sentence := node.get("slow_rank"):
+            yield Finding(
+                node["node_id"],
+                "slow",
+                sentence,
+                "look for other processes on its cores or GPU, a device that is hot or throttled",
+            )
 
 
 def _node(node: Mapping[str, Any]) -> Finding:

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from moonpool.bench.cli import bench
 from moonpool.bench.harness.goals import with_goals
-from moonpool.bench.migrate.checkpoint import with_positions
+from moonpool.bench.migrate.command import with_positions
 from moonpool.bench.migrate.downtime import Moved, moved, rows_of
 from moonpool.bench.serve.client.answer import Answer
 from moonpool.runtime.config.options import ModelOptions

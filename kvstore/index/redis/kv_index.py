@@ -82,8 +82,8 @@ class KVIndex:
         """Begin an epoch of a node, or the current one again: the index has none of its blocks afterwards.
 
         ``complete=False``: blocks it held before follow; mirrors keep what they knew of this epoch until
-        ``publish(..., complete=True)``. Returns the start position of its log. Raises ``EpochSuperseded``: a
-        newer epoch is registered; nothing has changed.
+        ``publish_changes(..., complete=True)``. Returns the start position of its log. Raises
+        ``EpochSuperseded``: a newer epoch is registered; nothing has changed.
         """
         node_id, epoch, before = record.node_id, record.epoch, self._registered.get(record.node_id)
         own = Registration(node_id, epoch, self._entries.now_ms())
@@ -113,8 +113,6 @@ class KVIndex:
         epoch: int,
         stored: Iterable[tuple[BlockKey, Tier]] = (),
         removed: Iterable[BlockKey] = (),
-        *,
-        complete: bool = False,
     ) -> None:
         """Publish in one step the blocks a node holds and those it does not. A key in both counts as removed.
         Others repair a node's entries with it after a stale hit.
@@ -124,7 +122,7 @@ class KVIndex:
         """
         gone = set(removed)
         held = {key: tier for key, tier in stored if key not in gone}
-        await self.publish_changes(node_id, epoch, encode(held, gone), complete=complete)
+        await self.publish_changes(node_id, epoch, encode(held, gone))
 
     async def publish_changes(
         self,
@@ -153,9 +151,9 @@ class KVIndex:
             if reply[0] == b"OK":
                 return
 
-    async def deregister(self, node_id: str, epoch: int, reason: str = "left") -> bool:
+    async def deregister(self, node_id: str, epoch: int) -> bool:
         """Drop the node and its blocks. False: it was not registered in this epoch."""
-        return await self.drop(node_id, epoch, reason=reason, only_lapsed=False)
+        return await self.drop(node_id, epoch, reason="left", only_lapsed=False)
 
     async def drop(
         self,

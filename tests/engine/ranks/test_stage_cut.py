@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.doctor.evidence import Evidence
-from moonpool.doctor.ranks import check_ranks
+from moonpool.doctor.nodes import check_ranks
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.ranks.leader import StepTimes
 from moonpool.engine.sharding.parallel_plan import ParallelPlan
