@@ -13,7 +13,7 @@ from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.model.transformer import Model
 from moonpool.engine.model.weight_loader import Mlp
 from moonpool.engine.sharding.tensor_slices import expected_tensors
-from moonpool.kernels import PackedLinear
+from moonpool.kernels.packed import PackedLinear
 
 _LLAMA_8B: dict[str, object] = {
     "hidden_size": 4096,

@@ -13,7 +13,8 @@ from moonpool.bench.kernels import peers
 from moonpool.bench.kernels.clock import Work
 from moonpool.bench.kernels.contest import contest, not_measured
 from moonpool.bench.kernels.device_limits import Machine, name_of
-from moonpool.kernels import paged_decode_attention, paged_prefill_attention, reference
+from moonpool.kernels import reference
+from moonpool.kernels.dispatch import paged_decode_attention, paged_prefill_attention
 from moonpool.kernels.reference import FP8
 from moonpool.runtime.reports.report import Row
 

@@ -13,7 +13,7 @@ from moonpool.bench.kernels.device_limits import Machine
 from moonpool.bench.kernels.experts import mixture_rows
 from moonpool.bench.kernels.kv_writes import merge_rows, write_rows
 from moonpool.bench.kernels.matmuls import linear_rows, lora_rows, quantised_rows
-from moonpool.kernels import backend_report
+from moonpool.kernels.report import backend_report
 from moonpool.runtime.reports.report import Row
 
 _LIMITS = "limits of this machine"

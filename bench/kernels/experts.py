@@ -13,7 +13,8 @@ from moonpool.bench.kernels.clock import Work
 from moonpool.bench.kernels.contest import contest
 from moonpool.bench.kernels.device_limits import Machine, name_of
 from moonpool.engine.experts.mixture import Experts, MixtureOfExperts, Router
-from moonpool.kernels import PackedExperts, PackedLinear, silu_mul
+from moonpool.kernels.dispatch import silu_mul
+from moonpool.kernels.packed import PackedExperts, PackedLinear
 from moonpool.runtime.reports.report import Row
 
 

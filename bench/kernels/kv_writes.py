@@ -10,7 +10,8 @@ from torch import Tensor
 from moonpool.bench.kernels.attention import SCALE, Heads, scales_of
 from moonpool.bench.kernels.contest import contest
 from moonpool.bench.kernels.device_limits import Machine, name_of
-from moonpool.kernels import merge_attention_states, reference, rotate_and_write, write_kv
+from moonpool.kernels import reference
+from moonpool.kernels.dispatch import merge_attention_states, rotate_and_write, write_kv
 from moonpool.kernels.reference import FP8
 from moonpool.runtime.reports.report import Row
 

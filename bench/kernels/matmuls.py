@@ -12,7 +12,11 @@ from torch import Tensor
 from moonpool.bench.kernels.clock import Work
 from moonpool.bench.kernels.contest import contest, error_row
 from moonpool.bench.kernels.device_limits import Machine, name_of
-from moonpool.kernels import Linear, PackedLinear, QuantisedLinear, QuantisedWeight, add_lora, reference
+from moonpool.kernels import reference
+from moonpool.kernels.dispatch import add_lora
+from moonpool.kernels.packed import PackedLinear
+from moonpool.kernels.quantised import Linear, QuantisedLinear
+from moonpool.kernels.reference import QuantisedWeight
 from moonpool.runtime.reports.report import Row, versus
 
 

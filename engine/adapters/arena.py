@@ -16,7 +16,7 @@ from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.model.inputs import StepInputs
 from moonpool.engine.sharding.parallel_plan import Shard
 from moonpool.engine.sharding.tensor_slices import TensorSlices
-from moonpool.kernels import add_lora
+from moonpool.kernels.dispatch import add_lora
 
 Fused = tuple[str, tuple[str, ...]]
 # Projections with results side by side, by their block.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.checkpoint.weights import Derived
-from moonpool.kernels import QuantisedWeight
+from moonpool.kernels.reference import QuantisedWeight
 
 
 def split_rows(source: str, sizes: Mapping[str, int], width: int) -> dict[str, Derived]:

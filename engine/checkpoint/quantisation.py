@@ -16,7 +16,7 @@ from torch import Tensor
 from moonpool.engine.checkpoint import methods
 from moonpool.engine.checkpoint.weights import Derived, Shapes
 from moonpool.engine.errors import CheckpointError, UnsupportedModel
-from moonpool.kernels import QuantisedWeight
+from moonpool.kernels.reference import QuantisedWeight
 
 
 class Method(Protocol):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.errors import CheckpointError, UnsupportedModel
-from moonpool.kernels import QuantisedWeight
+from moonpool.kernels.reference import QuantisedWeight
 from moonpool.runtime.service.load_progress import Progress
 
 log = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moonpool.kernels import set_num_threads
+from moonpool.kernels.threads import set_num_threads
 from moonpool.runtime.config.options import EngineOptions
 from moonpool.runtime.machine.processor import usable_cores
 

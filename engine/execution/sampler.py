@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moonpool.engine.batching.sequence import Sequence, TokenLogprobs
 from moonpool.engine.device.device import Device
-from moonpool.kernels import argmax_rows
+from moonpool.kernels.dispatch import argmax_rows
 
 _NO_LOGPROBS: list[TokenLogprobs | None] = []
 _GROUP_ELEMENTS = 1 << 18  # logits sampled at once on a CPU: a megabyte

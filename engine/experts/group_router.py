@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.checkpoint.config import Routing
-from moonpool.kernels import Linear
+from moonpool.kernels.quantised import Linear
 
 
 @dataclass(slots=True)

@@ -9,15 +9,9 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.experts.group_router import GroupRouter
-from moonpool.kernels import (
-    Linear,
-    PackedExperts,
-    QuantisedExperts,
-    combine_experts,
-    group_by_expert,
-    group_rows,
-    route_experts,
-)
+from moonpool.kernels.dispatch import combine_experts, group_by_expert, group_rows, route_experts
+from moonpool.kernels.packed import PackedExperts
+from moonpool.kernels.quantised import Linear, QuantisedExperts
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from moonpool.engine.collectives.link import Link
 from moonpool.engine.experts.group_router import GroupRouter
 from moonpool.engine.experts.mixture import Router, SharedExpert
 from moonpool.engine.sharding.parallel_plan import Shard
-from moonpool.kernels import combine_experts, group_by_expert
+from moonpool.kernels.dispatch import combine_experts, group_by_expert
 
 # An all-to-all moves top_k rows per token, a sum moves more with more ranks. At 2 × top_k ranks the
 # all-to-all was still slower (docs/decisions/engine.md), so it starts at 4 × top_k.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.device.device import Device
-from moonpool.kernels import checksum_spans
+from moonpool.kernels.dispatch import checksum_spans
 from moonpool.kvstore.store import Bytes
 from moonpool.transfer import Checksums, checksum
 from moonpool.transfer.native.arrays import U64

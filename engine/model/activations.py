@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
-from moonpool.kernels import silu_mul
+from moonpool.kernels.dispatch import silu_mul
 
 Activation = Callable[[Tensor], Tensor]
 

@@ -14,7 +14,7 @@ from moonpool.engine.collectives.link import Link
 from moonpool.engine.model.inputs import ChunkKeys, RemoteTokens, StepInputs
 from moonpool.engine.model.weight_loader import Layer
 from moonpool.engine.sharding.parallel_plan import Shard
-from moonpool.kernels import (
+from moonpool.kernels.dispatch import (
     merge_attention_states,
     paged_decode_attention,
     paged_prefill_attention,

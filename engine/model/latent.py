@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.checkpoint.config import LatentConfig
-from moonpool.kernels import Linear, rms_norm
+from moonpool.kernels.dispatch import rms_norm
+from moonpool.kernels.quantised import Linear
 
 _EPS = 1e-6  # of the norms of projections, in every checkpoint
 

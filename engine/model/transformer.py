@@ -19,7 +19,7 @@ from moonpool.engine.model.attention import Attention
 from moonpool.engine.model.inputs import StepInputs
 from moonpool.engine.model.weight_loader import Layer, Loader, Mlp
 from moonpool.engine.sharding.parallel_plan import ParallelPlan, Shard, run_of
-from moonpool.kernels import rms_norm
+from moonpool.kernels.dispatch import rms_norm
 
 
 class Model:

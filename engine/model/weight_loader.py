@@ -20,14 +20,9 @@ from moonpool.engine.model.activations import ACTIVATIONS, Activation
 from moonpool.engine.model.latent import LatentInput, LatentOutput
 from moonpool.engine.sharding.parallel_plan import Shard, run_of
 from moonpool.engine.sharding.tensor_slices import expected_tensors
-from moonpool.kernels import (
-    Linear,
-    PackedExperts,
-    PackedLinear,
-    QuantisedExperts,
-    QuantisedWeight,
-    linear_of,
-)
+from moonpool.kernels.packed import PackedExperts, PackedLinear
+from moonpool.kernels.quantised import Linear, QuantisedExperts, linear_of
+from moonpool.kernels.reference import QuantisedWeight
 
 _EMBEDDING = "model.embed_tokens"
 

@@ -113,7 +113,7 @@ def check_transfer(config: Config) -> Iterator[Finding]:
 
 def check_kernels() -> Iterator[Finding]:
     """Report the kernels that compute here. Imports torch, which takes a second."""
-    from moonpool.kernels import backend_report
+    from moonpool.kernels.report import backend_report
 
     report = backend_report()
     cpu = report["cpu"]

@@ -15,7 +15,7 @@ from moonpool.engine import Engine
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.device.device import CpuDevice
 from moonpool.engine.errors import CheckpointError, UnsupportedModel
-from moonpool.kernels import QuantisedWeight
+from moonpool.kernels.reference import QuantisedWeight
 from moonpool.runtime.config.options import EngineOptions, ModelOptions
 from moonpool.runtime.errors import ConfigError
 from tests.engine.conftest import Reference

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonpool import kernels
+from moonpool.kernels import dispatch
 from tests.kernels.paged import assert_near
 
 
@@ -32,7 +32,7 @@ def test_each_row_gets_its_own_adapter(
             rows = slice(firsts[adapter], firsts[adapter] + ranks[adapter])
             expected[row] += b[rows].double().T @ (a[rows].double() @ x[row].double())
     unchanged = y.clone()
-    kernels.add_lora(y, x, a, b, torch.tensor(ids, dtype=torch.int32), extents, max(ranks))
+    dispatch.add_lora(y, x, a, b, torch.tensor(ids, dtype=torch.int32), extents, max(ranks))
     assert_near(y, expected, dtype, factor=4)
     without = torch.tensor(ids) < 0
     assert torch.equal(y[without], unchanged[without])
@@ -44,8 +44,8 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     extents = torch.tensor([[0, 5], [5, 7]], dtype=torch.int32)
     ids = (torch.arange(40) // 7 % 2).int()
     together, alone = y.clone(), y.clone()
-    kernels.add_lora(together, x, a, b, ids, extents, 7)
+    dispatch.add_lora(together, x, a, b, ids, extents, 7)
     for row in range(40):
         one = slice(row, row + 1)
-        kernels.add_lora(alone[one], x[one], a, b, ids[one].contiguous(), extents, 7)
+        dispatch.add_lora(alone[one], x[one], a, b, ids[one].contiguous(), extents, 7)
     assert torch.equal(together, alone)

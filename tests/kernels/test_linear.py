@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moonpool.kernels import PackedLinear
 from moonpool.kernels.cpu.library import load
+from moonpool.kernels.packed import PackedLinear
 from tests.kernels.paged import assert_near
 
 

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moonpool.kernels import QuantisedLinear, linear_of
 from moonpool.kernels.cpu.library import load
-from moonpool.kernels.quantised import QuantisedExperts, SeparateLinears
+from moonpool.kernels.quantised import QuantisedExperts, QuantisedLinear, SeparateLinears, linear_of
 from moonpool.kernels.reference.quantised import (
     MIDDLE,
     QuantisedWeight,

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moonpool import kernels
-from moonpool.kernels import reference
+from moonpool.kernels import dispatch, reference
 from tests.kernels.attending import decode, prefill
 from tests.kernels.paged import PagedBatch, Shape, assert_near
 
@@ -85,7 +84,7 @@ def attend_in_parts(form: ModuleType, batch: PagedBatch, cuts: list[int]) -> tup
             )
         )
         lses.append(lse)
-    return kernels.merge_attention_states(torch.stack(outs), torch.stack(lses))
+    return dispatch.merge_attention_states(torch.stack(outs), torch.stack(lses))
 
 
 @settings(max_examples=40, deadline=None)
@@ -173,8 +172,8 @@ def test_merged_states_can_be_merged_again() -> None:
     outs, lses = torch.randn(6, 3, 2, 8), torch.randn(6, 3, 2) * 3
     lses[2] = float("-inf")
     whole, lse = reference.merge_attention_states(outs, lses)
-    pairs = [kernels.merge_attention_states(outs[i : i + 2], lses[i : i + 2]) for i in (0, 2, 4)]
-    again, again_lse = kernels.merge_attention_states(
+    pairs = [dispatch.merge_attention_states(outs[i : i + 2], lses[i : i + 2]) for i in (0, 2, 4)]
+    again, again_lse = dispatch.merge_attention_states(
         torch.stack([p[0] for p in pairs]), torch.stack([p[1] for p in pairs])
     )
     assert_near(again, whole.double(), torch.float32, factor=2)
@@ -200,7 +199,7 @@ def test_part_without_visible_keys_is_ignored() -> None:
     outs, lses = torch.randn(2, 4, 1, 8), torch.zeros(2, 4, 1)
     outs[1, :2], lses[1, :2] = float("nan"), float("-inf")
     outs[:, 3], lses[:, 3] = float("nan"), float("-inf")
-    merged, lse = kernels.merge_attention_states(outs, lses)
+    merged, lse = dispatch.merge_attention_states(outs, lses)
     assert torch.equal(merged[:2], outs[0, :2])
     assert torch.allclose(merged[2], outs[:, 2].mean(0))
     assert merged[3].eq(0).all()

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from moonpool import kernels
-from moonpool.kernels import PackedExperts, PackedLinear, QuantisedLinear, get_num_threads, set_num_threads
+from moonpool.kernels import dispatch
 from moonpool.kernels.cpu.library import load
+from moonpool.kernels.packed import PackedExperts, PackedLinear
+from moonpool.kernels.quantised import QuantisedLinear
+from moonpool.kernels.threads import get_num_threads, set_num_threads
 from tests.kernels.test_quantised import random_weight
 
 pytestmark = pytest.mark.skipif(load() is None, reason="no compiler here")
@@ -58,9 +60,9 @@ def attention(dtype: torch.dtype, lens: list[int], new: list[int]) -> Callable[[
     q = torch.randn(sum(new) or len(lens), HEADS, DIM).to(dtype)
     scale = DIM**-0.5
     if not new:
-        return lambda: kernels.paged_decode_attention(q, pool, 0, table, contexts, scale=scale)
+        return lambda: dispatch.paged_decode_attention(q, pool, 0, table, contexts, scale=scale)
     starts = torch.tensor([0, *new], dtype=torch.int32).cumsum(0).int()
-    return lambda: kernels.paged_prefill_attention(q, pool, 0, table, starts, contexts, scale=scale)
+    return lambda: dispatch.paged_prefill_attention(q, pool, 0, table, starts, contexts, scale=scale)
 
 
 def rotation(dtype: torch.dtype) -> Callable[[], Tensor]:
@@ -72,7 +74,7 @@ def rotation(dtype: torch.dtype) -> Callable[[], Tensor]:
 
     def call() -> Tensor:
         pool = torch.zeros(-(-(n + 4) // BLOCK), 1, 2, KV_HEADS, BLOCK, DIM, dtype=dtype)
-        q = kernels.rotate_and_write(
+        q = dispatch.rotate_and_write(
             qkv, positions, angles.cos(), angles.sin(), pool, 0, slots,
             num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, q_norm=norm, k_norm=norm,
         )  # fmt: skip
@@ -102,10 +104,10 @@ def test_results_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> N
         attention(dtype, [700, 3, 1500, 1, 900], []),
         attention(dtype, [500, 3, 900], [300, 3, 700]),
         rotation(dtype),
-        rows(kernels.silu_mul, x),
-        rows(kernels.argmax_rows, x),
-        rows(kernels.rms_norm, x, x[0], 1e-6),
-        lambda: torch.cat(kernels.rms_norm(x, x[0], 1e-6, residual=x.flip(0))),
+        rows(dispatch.silu_mul, x),
+        rows(dispatch.argmax_rows, x),
+        rows(dispatch.rms_norm, x, x[0], 1e-6),
+        lambda: torch.cat(dispatch.rms_norm(x, x[0], 1e-6, residual=x.flip(0))),
     ]
     set_num_threads(1)
     alone = [call() for call in calls]

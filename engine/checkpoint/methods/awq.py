@@ -14,7 +14,7 @@ from torch import Tensor
 from moonpool.engine.checkpoint.quantisation import read_words, unpacked
 from moonpool.engine.checkpoint.weights import Derived, Shapes
 from moonpool.engine.errors import UnsupportedModel
-from moonpool.kernels import QuantisedWeight
+from moonpool.kernels.reference import QuantisedWeight
 
 # Output 8 w + i is at position _ORDER[i] of word w, counted from the low bits.
 _ORDER = [0, 4, 1, 5, 2, 6, 3, 7]

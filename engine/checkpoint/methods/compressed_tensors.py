@@ -17,7 +17,7 @@ from torch import Tensor
 from moonpool.engine.checkpoint.quantisation import float8, ordered, read_words, unpacked, wanted_bits
 from moonpool.engine.checkpoint.weights import Derived, Shapes
 from moonpool.engine.errors import CheckpointError, UnsupportedModel
-from moonpool.kernels import QuantisedWeight
+from moonpool.kernels.reference import QuantisedWeight
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from moonpool.engine.checkpoint.quantisation import ordered, read_words, unpacked, wanted_bits
 from moonpool.engine.checkpoint.weights import Derived, Shapes
 from moonpool.engine.errors import UnsupportedModel
-from moonpool.kernels import QuantisedWeight
+from moonpool.kernels.reference import QuantisedWeight
 
 
 @dataclass(frozen=True, slots=True)
