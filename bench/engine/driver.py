@@ -13,8 +13,11 @@ import numpy as np
 import torch
 
 from moonpool.bench.engine.model_shapes import randomize
-from moonpool.engine import Engine, Sampling, Sequence, StepEvent
+from moonpool.engine.batching.sampling import Sampling
+from moonpool.engine.batching.sequence import Sequence
+from moonpool.engine.batching.step_plan import StepEvent
 from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.engine.engine import Engine
 from moonpool.engine.model.latent import LatentInput, LatentOutput
 from moonpool.engine.model.weight_loader import Mlp
 from moonpool.runtime.config.options import EngineOptions, ModelOptions

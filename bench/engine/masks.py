@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from moonpool.bench.engine.driver import DecodeSteps, session
-from moonpool.engine import Sampling
+from moonpool.engine.batching.sampling import Sampling
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.runtime.config.options import EngineOptions
 from moonpool.runtime.reports.report import Row, versus

@@ -9,7 +9,10 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from moonpool.engine import Engine, Sampling, Sequence, StepEvent
+from moonpool.engine.batching.sampling import Sampling
+from moonpool.engine.batching.sequence import Sequence
+from moonpool.engine.batching.step_plan import StepEvent
+from moonpool.engine.engine import Engine
 from moonpool.runtime.config.options import EngineOptions, ModelOptions
 
 #: Lincoln at Gettysburg, 1863; from his second inaugural address, 1865. The model read neither.

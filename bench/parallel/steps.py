@@ -14,7 +14,7 @@ from moonpool.bench.engine.driver import Session
 from moonpool.bench.harness.child import started
 from moonpool.bench.harness.command import Run
 from moonpool.bench.harness.turns import spread
-from moonpool.engine import Engine
+from moonpool.engine.engine import Engine
 from moonpool.engine.ranks.group import RankGroup
 from moonpool.engine.ranks.hosts.listener import HostListener
 from moonpool.engine.ranks.leader import StepTimes

@@ -11,10 +11,10 @@ from typing import Any
 import peft
 import torch
 
-from moonpool.engine import Engine
-from moonpool.engine import Sequence as Request
 from moonpool.engine.adapters.peft import PeftAdapter
 from moonpool.engine.adapters.residency import AdapterRef
+from moonpool.engine.batching.sequence import Sequence as Request
+from moonpool.engine.engine import Engine
 from tests.engine.conftest import Reference
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -14,9 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from moonpool.engine import Engine, FinishReason, Sampling, Sequence, StepEvent
+from moonpool.engine.batching.sampling import Sampling
+from moonpool.engine.batching.sequence import FinishReason, Sequence
+from moonpool.engine.batching.step_plan import StepEvent
 from moonpool.engine.device.device import CpuDevice, Device
 from moonpool.engine.device.selection import choose_device
+from moonpool.engine.engine import Engine
 from moonpool.runtime.config.options import EngineOptions, ModelOptions
 from tests.lazily import Lazily
 

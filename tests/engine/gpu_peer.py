@@ -14,8 +14,11 @@ import sys
 
 import numpy as np
 
-from moonpool.engine import Engine, Sampling, Sequence, StepEvent
+from moonpool.engine.batching.sampling import Sampling
+from moonpool.engine.batching.sequence import Sequence
+from moonpool.engine.batching.step_plan import StepEvent
 from moonpool.engine.device.selection import choose_device
+from moonpool.engine.engine import Engine
 from moonpool.engine.memory.block_bytes import DeviceBytes
 from moonpool.runtime.config.options import EngineOptions, ModelOptions, TransferOptions
 from moonpool.transfer import TransferAgent

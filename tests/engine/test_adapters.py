@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from moonpool.engine import Engine
 from moonpool.engine.adapters.arena import row_nbytes
 from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.engine.engine import Engine
 from moonpool.engine.errors import AdapterRefused
 from moonpool.runtime.config.options import EngineOptions, ModelOptions
 from tests.engine.adapters import adapted, make_adapter, ref_of

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from moonpool.engine import Engine, Sampling, Sequence, State
-from moonpool.engine.batching.sequence import FinishReason
+from moonpool.engine.batching.sampling import Sampling
+from moonpool.engine.batching.sequence import FinishReason, Sequence, State
 from moonpool.engine.batching.step_plan import StepPlan
 from moonpool.engine.device.device import CpuDevice, DeviceMemory
+from moonpool.engine.engine import Engine
 from moonpool.engine.errors import DeviceLost, EngineClosed, GpuMemoryShort, WeightsTooLarge
 from moonpool.engine.execution import runner
 from moonpool.engine.execution.decode_graphs import padded_sizes

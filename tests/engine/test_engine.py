@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from moonpool.engine import Engine, FinishReason, Sampling, Sequence, State
+from moonpool.engine.batching.sampling import Sampling
+from moonpool.engine.batching.sequence import FinishReason, Sequence, State
+from moonpool.engine.engine import Engine
 from moonpool.engine.errors import DuplicateSequence, EngineClosed, SequenceTooLong, UnknownToken
 from moonpool.engine.execution import step_loop
 from moonpool.runtime.config.options import EngineOptions, ModelOptions

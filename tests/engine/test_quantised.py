@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from moonpool.engine import Engine
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.device.device import CpuDevice
+from moonpool.engine.engine import Engine
 from moonpool.engine.errors import CheckpointError, UnsupportedModel
 from moonpool.kernels.reference import QuantisedWeight
 from moonpool.runtime.config.options import EngineOptions, ModelOptions

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moonpool.engine import Sequence
+from moonpool.engine.batching.sequence import Sequence
 from moonpool.engine.speculation.speculator import Speculator
 from moonpool.runtime.config.engine_options import SpeculativeOptions
 from tests.engine.conftest import VOCAB_SIZE, Driver, Reference, prompt

@@ -12,9 +12,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from moonpool.engine import FinishReason
 from moonpool.engine.batching.sampling import Sampling
-from moonpool.engine.batching.sequence import Sequence
+from moonpool.engine.batching.sequence import FinishReason, Sequence
 from moonpool.engine.device.device import CpuDevice
 from moonpool.engine.device.selection import choose_device
 from moonpool.engine.execution.sampler import SamplingBatch, forbid, sample

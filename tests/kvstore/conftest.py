@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from moonpool.kvstore.index.mirror import IndexMirror
 from moonpool.kvstore.index.redis.client import connect
 from moonpool.kvstore.index.redis.kv_index import KVIndex
+from tests.kvstore.nodes import FakeNode
 from tests.kvstore.redis_servers import Server
 
 
@@ -41,3 +43,26 @@ async def redis(server: Server) -> AsyncIterator[Any]:
 @pytest.fixture
 async def index(redis: Any) -> KVIndex:
     return KVIndex(redis, "test")
+
+
+@pytest.fixture
+async def nodes(index: KVIndex) -> AsyncIterator[dict[str, FakeNode]]:
+    """Two nodes with five blocks each."""
+    nodes = {name: await FakeNode(index, name).start() for name in "ab"}
+    for node in nodes.values():
+        node.hold(5)
+        await node.settled()
+    yield nodes
+    for node in nodes.values():
+        await node.publisher.close()
+
+
+@pytest.fixture
+async def mirror(index: KVIndex, nodes: object) -> AsyncIterator[IndexMirror]:
+    """A mirror of the index with ``nodes``; no task of it may have ended by itself."""
+    mirror = IndexMirror(index, lease_ttl_s=10.0, tick_s=0.02)
+    await mirror.start()
+    yield mirror
+    assert not any(task.done() for task in mirror._tasks)
+    mirror._copy.blocks.check_integrity()
+    await mirror.close()

@@ -12,6 +12,7 @@ import asyncio
 import os
 import random
 import sys
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 from tests.kvstore.nodes import chain
@@ -40,7 +41,7 @@ async def work(directory: Path, seed: int) -> None:
     await asyncio.gather(*(one() for _ in range(3)))
 
 
-def main(directory: Path) -> None:
+def main(work: Callable[[Path, int], Coroutine[None, None, None]], directory: Path) -> None:
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
@@ -50,4 +51,4 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(work, Path(sys.argv[1]))

@@ -22,6 +22,7 @@ from moonpool.runtime.config.options import HostTierOptions, SsdTierOptions, Sto
 from tests.kvstore.fake_pool import FakePool
 from tests.kvstore.nodes import chain
 from tests.kvstore.ssd_blocks import LAYOUT, evict, open_tier, payload
+from tests.kvstore.ssd_worker import main
 
 POLICIES = ("write-back", "write-through", "selective")
 NUM_SLOTS = 24
@@ -79,14 +80,5 @@ async def _do_something(store: TieredStore, pool: FakePool, keys: list, rng: ran
         await evict(store.ssd, rng.randrange(1, 6))
 
 
-def main(directory: Path) -> None:
-    for line in sys.stdin:
-        child = os.fork()
-        if child == 0:
-            asyncio.run(work(directory, int(line)))
-        os.waitpid(child, 0)
-        print("gone", flush=True)
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(work, Path(sys.argv[1]))

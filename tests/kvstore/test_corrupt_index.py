@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -58,27 +58,6 @@ RECORDS: dict[str, Corrupt] = {
     "node of another type": lambda redis, index: replaced(redis, NODE),
     "log of another type": lambda redis, index: replaced(redis, LOG),
 }
-
-
-@pytest.fixture
-async def nodes(index: KVIndex) -> AsyncIterator[dict[str, FakeNode]]:
-    nodes = {name: await FakeNode(index, name).start() for name in "ab"}
-    for node in nodes.values():
-        node.hold(5)
-        await node.settled()
-    yield nodes
-    for node in nodes.values():
-        await node.publisher.close()
-
-
-@pytest.fixture
-async def mirror(index: KVIndex, nodes: object) -> AsyncIterator[IndexMirror]:
-    mirror = IndexMirror(index, lease_ttl_s=10.0, tick_s=0.02)
-    await mirror.start()
-    yield mirror
-    assert not any(task.done() for task in mirror._tasks)
-    mirror._copy.blocks.check_integrity()
-    await mirror.close()
 
 
 def num_skipped() -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -49,27 +48,6 @@ async def last_event(redis: Any, kind: bytes) -> bytes:
     """The data of the newest event of a kind, as an eavesdropper keeps it."""
     found = [fields[b"d"] for _, fields in await redis.xrange("{test}:events") if fields[b"k"] == kind]
     return bytes(found[-1])
-
-
-@pytest.fixture
-async def nodes(index: KVIndex) -> AsyncIterator[dict[str, FakeNode]]:
-    nodes = {name: await FakeNode(index, name, lease_ttl_s=TTL_S).start() for name in "ab"}
-    for node in nodes.values():
-        node.hold(5)
-        await node.settled()
-    yield nodes
-    for node in nodes.values():
-        await node.publisher.close()
-
-
-@pytest.fixture
-async def mirror(index: KVIndex, nodes: object) -> AsyncIterator[IndexMirror]:
-    mirror = IndexMirror(index, lease_ttl_s=TTL_S, tick_s=0.02)
-    await mirror.start()
-    yield mirror
-    assert not any(task.done() for task in mirror._tasks)
-    mirror._copy.blocks.check_integrity()
-    await mirror.close()
 
 
 async def found_by(index: KVIndex, mirror: IndexMirror) -> list[dict[str, int]]:

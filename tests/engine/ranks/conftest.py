@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from moonpool.engine import Engine
+from moonpool.engine.engine import Engine
 from moonpool.engine.ranks.group import RankGroup
 from moonpool.runtime.config.options import EngineOptions, ModelOptions, ParallelOptions
 from tests.engine.conftest import Driver

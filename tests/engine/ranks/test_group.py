@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from moonpool.engine import Engine
 from moonpool.engine.checkpoint.weights import Checkpoint
+from moonpool.engine.engine import Engine
 from moonpool.engine.errors import CheckpointError, RankDiverged, RankLost, RankRefused
 from moonpool.engine.ranks.process_handle import RankProcess
 from moonpool.runtime.config.options import EngineOptions, ParallelOptions, TransferOptions
