@@ -34,7 +34,7 @@ from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.lua_scripts import Script
 from moonpool.kvstore.index.redis.node_record import NodeRecord
 from moonpool.kvstore.index.redis.seal import key_of_cluster
-from moonpool.runtime.service.vital import restarted
+from moonpool.runtime.service.vital import cancel_and_wait, restarted
 
 log = logging.getLogger(__name__)
 
@@ -99,8 +99,7 @@ class Ledger:
         task, self._task = self._task, None
         if task is None:
             return
-        task.cancel()
-        await asyncio.wait((task,))
+        await cancel_and_wait(task)
         try:
             await self.flush()
         except IndexUnavailable as error:
@@ -254,12 +253,12 @@ _ADD = Script(
     """
 if tonumber(redis.call('HGET', KEYS[2], 'number') or '0') >= tonumber(ARGV[1]) then return 0 end
 for i = 4, #ARGV, 4 do
-  local who = ARGV[i]
-  if not redis.call('HGET', KEYS[1], 'name:' .. who) then
-    if redis.call('HLEN', KEYS[1]) >= tonumber(ARGV[3]) then who = 'others'
-    else redis.call('HSET', KEYS[1], 'name:' .. who, ARGV[i + 1]) end
+  local tenant = ARGV[i]
+  if not redis.call('HGET', KEYS[1], 'name:' .. tenant) then
+    if redis.call('HLEN', KEYS[1]) >= tonumber(ARGV[3]) then tenant = 'others'
+    else redis.call('HSET', KEYS[1], 'name:' .. tenant, ARGV[i + 1]) end
   end
-  redis.call('HINCRBYFLOAT', KEYS[1], who .. ':' .. ARGV[i + 2], ARGV[i + 3])
+  redis.call('HINCRBYFLOAT', KEYS[1], tenant .. ':' .. ARGV[i + 2], ARGV[i + 3])
 end
 redis.call('HSET', KEYS[2], 'number', ARGV[1])
 redis.call('PEXPIRE', KEYS[1], ARGV[2])

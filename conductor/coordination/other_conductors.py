@@ -21,7 +21,7 @@ from moonpool.kvstore.index.metrics import skipped_entries
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.lua_scripts import Script
 from moonpool.runtime.observing import audit
-from moonpool.runtime.service.vital import restarted
+from moonpool.runtime.service.vital import cancel_and_wait, restarted
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +66,7 @@ class OtherConductors:
         task, self._task = self._task, None
         if task is None:
             return
-        task.cancel()
-        await asyncio.wait((task,))
+        await cancel_and_wait(task)
         try:
             await self._index.run("leave", _LEAVE, self._keys, [self._conductor_id])
         except IndexUnavailable as error:

@@ -30,7 +30,7 @@ from moonpool.runtime import rpc
 from moonpool.runtime.errors import MoonpoolError
 from moonpool.runtime.failures import FailureClass
 from moonpool.runtime.observing import failures
-from moonpool.runtime.service.vital import restarted
+from moonpool.runtime.service.vital import cancel_and_wait, restarted
 
 log = logging.getLogger(__name__)
 
@@ -305,9 +305,7 @@ class Peers(conductor_pb2_grpc.ConductorPeerServicer):
         task.add_done_callback(self._closing.discard)
 
     async def _end(self, peer: _Peer) -> None:
-        if peer.beats is not None:
-            peer.beats.cancel()
-            await asyncio.wait((peer.beats,))
+        await cancel_and_wait(peer.beats)
         # Without grace, a booking in flight would be cancelled, and its request with it.
         await peer.channel.close(_BEAT_TIMEOUT_S)
 

@@ -13,7 +13,7 @@ import grpc.aio
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.errors import MoonpoolError, NodeUnavailable, RemoteError
-from moonpool.runtime.service.vital import restarted
+from moonpool.runtime.service.vital import cancel_and_wait, restarted
 
 log = logging.getLogger(__name__)
 
@@ -81,13 +81,10 @@ class NodeClient:
         watcher, self._watcher = self._watcher, None
         if watcher is None:
             return
-        tasks = [task for task in (watcher, self._canceller) if task is not None]
         if self.connected and self._canceller is not None:
             # With its cancels the node need not wait until it misses us.
             await asyncio.wait((self._canceller,), timeout=_CLOSE_WAIT_S)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(watcher, self._canceller)
         self._set_connected(False, "the conductor closed the connection")
         await self._channel.close(None)
 

@@ -16,7 +16,7 @@ from moonpool.conductor.observing import planner_metrics as metrics
 from moonpool.conductor.planning.observation import UNKNOWN_JOIN_S
 from moonpool.conductor.planning.supply import Supply
 from moonpool.kvstore.index.redis.node_record import STAGES, stages_of
-from moonpool.runtime.service.vital import restarted
+from moonpool.runtime.service.vital import cancel_and_wait, restarted
 
 log = logging.getLogger(__name__)
 
@@ -82,9 +82,7 @@ class OnDemand:
     async def close(self) -> None:
         """Idempotent; nodes stay."""
         task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.wait((task,))
+        await cancel_and_wait(task)
 
     def ask(self) -> Prospect:
         """A request has no node to go to."""

@@ -37,7 +37,7 @@ from moonpool.conductor.planning.window import DemandWindow
 from moonpool.kvstore.errors import IndexUnavailable
 from moonpool.kvstore.index.redis.node_record import stages_of
 from moonpool.runtime.config.options import PlannerOptions
-from moonpool.runtime.service.vital import restarted
+from moonpool.runtime.service.vital import cancel_and_wait, restarted
 
 log = logging.getLogger(__name__)
 
@@ -93,8 +93,7 @@ class Planner:
         task, self._task = self._task, None
         if task is None:
             return
-        task.cancel()
-        await asyncio.wait((task,))
+        await cancel_and_wait(task)
         if self._mode != OFF:
             try:
                 await self._lease.leave()

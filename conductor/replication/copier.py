@@ -26,7 +26,7 @@ from moonpool.conductor.replication.copy_plan import (
 from moonpool.conductor.replication.heat import Heat
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.runtime.errors import MoonpoolError
-from moonpool.runtime.service.vital import restarted
+from moonpool.runtime.service.vital import cancel_and_wait, restarted
 
 log = logging.getLogger(__name__)
 
@@ -72,9 +72,7 @@ class Replicator:
     async def close(self) -> None:
         """Idempotent. Existing copies stay until nodes evict them."""
         task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await cancel_and_wait(task)
 
     def note(self, keys: Sequence[BlockKey], prefixes: Mapping[str, int], compute_s: float) -> None:
         """A request with these keys was placed; ``prefixes``: leading blocks of it on each node."""

@@ -28,7 +28,7 @@ from moonpool.kvstore.errors import IndexUnavailable
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.lua_scripts import Script
 from moonpool.kvstore.index.redis.seal import key_of_cluster
-from moonpool.runtime.service.vital import restarted
+from moonpool.runtime.service.vital import cancel_and_wait, restarted
 
 log = logging.getLogger(__name__)
 
@@ -130,9 +130,7 @@ class StreamRecords:
     async def close(self) -> None:
         """Idempotent. What was not written is lost."""
         task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.wait((task,))
+        await cancel_and_wait(task)
 
     def begin(self, head: StreamHead) -> StreamRecord:
         """Record a new stream, from its beginning. ``end`` it."""

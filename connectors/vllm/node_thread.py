@@ -13,7 +13,7 @@ from moonpool.connectors.service_thread import ServiceThread
 from moonpool.connectors.vllm.engine_node import EngineNode
 from moonpool.connectors.vllm.errors import NodeFailed
 from moonpool.runtime.service.lifecycle import ServiceContext
-from moonpool.runtime.service.vital import VITAL
+from moonpool.runtime.service.vital import VITAL, cancel_and_wait
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,4 @@ class NodeThread:
     async def _end_calls(self, within_s: float) -> None:
         if self._calls:
             await asyncio.wait(set(self._calls), timeout=within_s)
-        calls = set(self._calls)
-        for call in calls:
-            call.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
+        await cancel_and_wait(*self._calls)

@@ -49,7 +49,7 @@ from moonpool.runtime.replicas.identity import Replica
 from moonpool.runtime.service.crash_loop import CrashLoop
 from moonpool.runtime.service.lifecycle import ServiceContext
 from moonpool.runtime.service.load_progress import LoadProgress
-from moonpool.runtime.service.vital import vital
+from moonpool.runtime.service.vital import cancel_and_wait, vital
 from moonpool.runtime.structure.grammars import Grammars
 from moonpool.transfer import TransferAgent
 from moonpool.transfer.metrics import path_totals
@@ -260,8 +260,7 @@ class EngineNode(ABC):
                 return await opening if opening.done() else None
             finally:
                 asked.cancel()
-                opening.cancel()
-                await asyncio.wait((opening,))
+                await cancel_and_wait(opening)
 
     async def _start(self, stack: AsyncExitStack, agent: TransferAgent, memory: EngineMemory) -> None:
         """``stack`` closes everything started here, in reverse order."""

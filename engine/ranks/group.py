@@ -28,7 +28,7 @@ from moonpool.engine.ranks.process_handle import RankProcess
 from moonpool.runtime.config.options import TransferOptions
 from moonpool.runtime.service.heartbeat import Heartbeat
 from moonpool.runtime.service.load_progress import Progress, TotalProgress
-from moonpool.runtime.service.vital import vital
+from moonpool.runtime.service.vital import cancel_and_wait, vital
 
 log = logging.getLogger(__name__)
 
@@ -313,10 +313,8 @@ class RankGroup:
         if self._heartbeat is not None:
             self._heartbeat.stop()
             self._heartbeat = None
-        if self._watcher is not None:
-            self._watcher.cancel()
-            await asyncio.wait((self._watcher,))
-            self._watcher = None
+        await cancel_and_wait(self._watcher)
+        self._watcher = None
 
     def _drop_model(self) -> None:
         if self._runner is not None:

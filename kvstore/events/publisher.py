@@ -28,7 +28,7 @@ from moonpool.kvstore.events.messages import (
 )
 from moonpool.runtime.config.options import EventsOptions
 from moonpool.runtime.security import process
-from moonpool.runtime.service.vital import vital
+from moonpool.runtime.service.vital import cancel_and_wait, vital
 
 _log = logging.getLogger(__name__)
 
@@ -101,9 +101,7 @@ class EventPublisher:
         return socket.get_string(zmq.LAST_ENDPOINT)
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_and_wait(*self._tasks)
         if self._tasks:
             self._tasks = []
             self._destroy()

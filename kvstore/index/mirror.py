@@ -20,7 +20,7 @@ from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.node_record import NodeRecord
 from moonpool.runtime.failures import FailureClass
 from moonpool.runtime.observing import failures
-from moonpool.runtime.service.vital import restarted
+from moonpool.runtime.service.vital import cancel_and_wait, restarted
 
 _log = logging.getLogger(__name__)
 
@@ -107,9 +107,7 @@ class IndexMirror:
         ]
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_and_wait(*self._tasks)
         self._tasks = []
         self._set_connected(False)
 

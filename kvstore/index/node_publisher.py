@@ -20,7 +20,7 @@ from moonpool.kvstore.index.redis.node_record import NodeRecord
 from moonpool.runtime.config.options import IndexOptions
 from moonpool.runtime.failures import FailureClass
 from moonpool.runtime.observing import failures
-from moonpool.runtime.service.vital import vital
+from moonpool.runtime.service.vital import cancel_and_wait, vital
 
 _log = logging.getLogger(__name__)
 
@@ -127,8 +127,7 @@ class IndexPublisher:
         """Leave the index, if Redis answers within a second."""
         if self._task is None:
             return
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await cancel_and_wait(self._task)
         self._task = None
         record = self._record_fn()
         try:

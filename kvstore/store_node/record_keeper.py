@@ -15,6 +15,7 @@ from moonpool.kvstore.objects.shelf import ObjectShelf
 from moonpool.kvstore.remote.object_store import RemoteStore
 from moonpool.protos import store_pb2
 from moonpool.runtime.errors import NodeUnavailable, RemoteError
+from moonpool.runtime.service.vital import cancel_and_wait
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +43,7 @@ class RecordKeeper:
         shelf.table.on_lost = self._on_lost
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_and_wait(*self._tasks)
 
     # ------------------------------------------------------------------ changes
 

@@ -14,7 +14,7 @@ from moonpool.kvstore.tiers.write_batch import BlockSources, EvictedBlock, Write
 from moonpool.runtime.errors import MoonpoolError
 from moonpool.runtime.failures import FailureClass
 from moonpool.runtime.observing import failures
-from moonpool.runtime.service.vital import vital
+from moonpool.runtime.service.vital import cancel_and_wait, vital
 
 _log = logging.getLogger(__name__)
 
@@ -81,9 +81,7 @@ class WriteQueue:
         idle = asyncio.create_task(self._idle.wait())
         # Not idle alone: a task that has failed will never be.
         await asyncio.wait((idle, task), return_when=asyncio.FIRST_COMPLETED)
-        for each in (idle, task):
-            each.cancel()
-        await asyncio.gather(idle, task, return_exceptions=True)
+        await cancel_and_wait(idle, task)
 
     async def drained(self) -> None:
         await self._idle.wait()

@@ -34,6 +34,7 @@ from moonpool.runtime.security.roles import OPERATOR, Caller
 from moonpool.runtime.service.child import Child
 from moonpool.runtime.service.crash_loop import MAX_SHORT_RUNS, MIN_UPTIME_S, CrashLoop
 from moonpool.runtime.service.fork_server import use_fork_server
+from moonpool.runtime.service.vital import cancel_and_wait
 
 JOIN_TIMEOUT_S = 30.0
 
@@ -162,9 +163,7 @@ class LocalCluster:
         await self._supervisor.close()
         await self._elastic.close()
         self._audited.close()
-        for watcher in self._watchers.values():
-            watcher.cancel()
-        await asyncio.gather(*self._watchers.values(), return_exceptions=True)
+        await cancel_and_wait(*self._watchers.values())
         for group in ([self.children["conductor"]] if "conductor" in self.children else [], self.nodes):
             await asyncio.gather(*(child.stop(STOP_TIMEOUT_S) for child in group))
         if self._ray is not None:

@@ -11,6 +11,7 @@ from moonpool.local.supervisor import NodeNotSupplied
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.errors import ChildFailed
 from moonpool.runtime.service.child import Child
+from moonpool.runtime.service.vital import cancel_and_wait
 
 STOP_TIMEOUT_S = 5.0
 _FAILED_KEPT = 16
@@ -139,9 +140,7 @@ class ElasticNodes:
 
     async def close(self) -> None:
         """Stop following nodes; those that start or drain stay among ``children``. Idempotent."""
-        for task in list(self._changes):
-            task.cancel()
-        await asyncio.gather(*self._changes, return_exceptions=True)
+        await cancel_and_wait(*self._changes)
 
     async def _bring_up(self, child: Child) -> None:
         """A failed first start is not repeated: the caller decides."""

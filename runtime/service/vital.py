@@ -70,6 +70,14 @@ def restarted(
     return vital(run(), name)
 
 
+async def cancel_and_wait(*tasks: asyncio.Task[Any] | None) -> None:
+    """Cancel ``tasks``, and wait until they have ended, in whatever way. None is no task."""
+    running = [task for task in tasks if task is not None]
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+
+
 def _is_asked(task: asyncio.Task[Any] | None, error: BaseException) -> bool:
     """Whether the task was cancelled. Calls on a closed channel end as if they had been."""
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0

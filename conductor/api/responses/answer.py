@@ -43,10 +43,10 @@ class ResponseAnswer(Answer):
         return orjson.dumps(written if explained is None else {**written, "moonpool": explained})
 
     def logprobs(self, entries: Sequence[TokenEntry]) -> Item:
-        raise NotImplementedError("the Responses API is not asked for logprobs")
+        raise AssertionError("the Responses API is not asked for logprobs")
 
     def choice(self, index: int, outcome: Outcome) -> Item:
-        raise NotImplementedError("a response has no choices")
+        raise AssertionError("a response has no choices")
 
     # ------------------------------------------------------------------ events
 

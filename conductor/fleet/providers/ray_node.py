@@ -148,6 +148,7 @@ class RayRankHost:
                     await asyncio.sleep(_LOOK_S)
                 await self._follow(leader, directory, file)
         except Exception:
+            # Whatever it is: Ray's log of this actor is told, and a new one starts afresh.
             traceback.print_exc()
         finally:
             shutil.rmtree(directory, ignore_errors=True)

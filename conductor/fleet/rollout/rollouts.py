@@ -23,7 +23,7 @@ from moonpool.conductor.fleet.rollout.record import (
 from moonpool.conductor.fleet.rollout.steps import RolloutSteps, Stopped
 from moonpool.conductor.observing.demand import Demand
 from moonpool.kvstore.errors import IndexUnavailable
-from moonpool.runtime.service.vital import restarted
+from moonpool.runtime.service.vital import cancel_and_wait, restarted
 
 log = logging.getLogger(__name__)
 
@@ -72,11 +72,8 @@ class Rollouts:
 
     async def close(self) -> None:
         """Leave a rollout to another conductor. Idempotent."""
-        tasks = [task for task in (self._watcher, self._task) if task is not None]
-        self._watcher = self._task = None
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        tasks, self._watcher, self._task = (self._watcher, self._task), None, None
+        await cancel_and_wait(*tasks)
         if self._epoch and self._status.runs:
             self._measure()
             try:

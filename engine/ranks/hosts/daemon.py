@@ -22,6 +22,7 @@ from moonpool.runtime.network.sockets import prepare
 from moonpool.runtime.security import process
 from moonpool.runtime.security.tls import secure
 from moonpool.runtime.service.lifecycle import ServiceContext, run_service
+from moonpool.runtime.service.vital import cancel_and_wait
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +56,7 @@ class RankHost:
             if serving.done():
                 serving.result()
         finally:
-            for task in (serving, draining):
-                task.cancel()
-            await asyncio.wait((serving, draining))
+            await cancel_and_wait(serving, draining)
 
     async def _serve(self, context: ServiceContext) -> None:
         pause_s = 0.0
