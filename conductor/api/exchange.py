@@ -346,6 +346,8 @@ class GenerationExchange:
 
     def _spent(self, runs: Sequence[SequenceRun]) -> None:
         """The sequences have run on the nodes of this model."""
+        if self._tiers.route is None:
+            return
         timelines = (self._context.conductor.timeline(run.request.request_id) for run in runs)
         self._tiers.spent(sum(one.summary.cost for one in timelines if one is not None))
 

@@ -88,11 +88,12 @@ class StepPlan:
         row_s = seconds / max(len(decodes) + sum(run.num_tokens for run in self.runs), 1)
         for sequence in decodes:
             sequence.spent.busy_s += row_s
-        accepted = Counter(event.sequence.key for event in events if self.drafts and event.accepted)
-        for draft in self.drafts:
-            spent = draft.sequence.spent
-            spent.busy_s += draft.num_tokens * row_s
-            spent.rejected_s += max(draft.num_tokens - accepted[draft.sequence.key], 0) * row_s
+        if self.drafts:
+            accepted = Counter(event.sequence.key for event in events if event.accepted)
+            for draft in self.drafts:
+                spent = draft.sequence.spent
+                spent.busy_s += draft.num_tokens * row_s
+                spent.rejected_s += max(draft.num_tokens - accepted[draft.sequence.key], 0) * row_s
         for chunk in self.chunks:
             spent, num_again = chunk.sequence.spent, chunk.sequence.num_lost_tokens - chunk.start
             spent.busy_s += chunk.num_tokens * row_s

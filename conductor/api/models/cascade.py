@@ -10,6 +10,7 @@ from moonpool.conductor.api.context import ApiContext
 from moonpool.conductor.api.sequence_runs import SequenceRun, Sink, run_all
 from moonpool.runtime.config.routes import Cascade
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.service.vital import cancel_and_wait
 
 
 class Draft:
@@ -57,11 +58,7 @@ class Draft:
 
     async def drop(self) -> None:
         """End what runs. Idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
-            if not self._task.cancelled():
-                self._task.exception()  # retrieved: it went to ``deliver``, or counts no more
+        await cancel_and_wait(self._task)
 
     async def _run(self, context: ApiContext, arrived_s: float) -> None:
         began_s = context.clock()

@@ -8,6 +8,8 @@ from types import TracebackType
 
 from aiohttp import web
 
+from moonpool.runtime.service.vital import cancel_and_wait
+
 # Proxies end connections that are silent for 30 to 60 s; clients show after a few that something happens.
 EVERY_S = 2.0
 HEARTBEAT = b": waiting\n\n"
@@ -32,9 +34,7 @@ class Heartbeats:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
+        await cancel_and_wait(self._task)
 
     async def stop(self) -> None:
         """Write no more; returns when nothing is being written. Idempotent."""
