@@ -225,8 +225,9 @@ class Ledger:
 
 
 def days_back(last: date, count: int) -> list[str]:
-    """The last ``count`` days up to ``last``, newest first."""
-    return [date.fromordinal(last.toordinal() - back).isoformat() for back in range(count)]
+    """The last ``count`` days up to ``last``, newest first; fewer at the beginning of the calendar."""
+    newest = last.toordinal()
+    return [date.fromordinal(day).isoformat() for day in range(newest, max(newest - count, 0), -1)]
 
 
 def _day_of(unix_s: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -220,6 +220,11 @@ read_keys = ["sk-watch"]
 [acme]
 keys = ["sk-1"]
 """
+
+
+def test_days_end_where_the_calendar_begins() -> None:
+    assert days_back(date(2026, 3, 1), 2) == ["2026-03-01", "2026-02-28"]
+    assert days_back(date(1, 1, 2), 7) == ["0001-01-02", "0001-01-01"]
 
 
 async def test_a_tenants_key_sees_its_own_usage_only(api: Api, index: KVIndex, tmp_path: Path) -> None:
