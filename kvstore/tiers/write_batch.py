@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,9 +99,11 @@ class WriteBatch:
     All of them stay where they are from ``add`` until ``release``.
     """
 
-    def __init__(self, disk: DiskTier, sources: BlockSources, writing: Container[BlockKey]) -> None:
-        """``writing``: blocks of other batches."""
+    def __init__(self, disk: DiskTier, sources: BlockSources, writing: Mapping[BlockKey, WriteBatch]) -> None:
+        """``writing``: blocks of other batches, which began before this one."""
         self.asked: list[BlockKey] = []
+        self._given = asyncio.Event()  # the disk has been asked for every block, or will not be
+        self._follows: set[WriteBatch] = set()
         self._blocks: dict[BlockKey, Source] = {}
         self._disk = disk
         self._sources = sources
@@ -120,7 +123,10 @@ class WriteBatch:
         """
         run: list[Source] = []
         here: BlockKey | None = key
-        while here is not None and not (here in self._disk or here in self._blocks or here in self._writing):
+        while here is not None and not (here in self._disk or here in self._blocks):
+            if (other := self._writing.get(here)) is not None:
+                self._follows.add(other)
+                break
             source = self._sources.find(here)
             if source is None:
                 return None
@@ -134,12 +140,21 @@ class WriteBatch:
     async def write(self, at_once: int) -> None:
         """Write the blocks. ``at_once``: blocks in one durable write; a single run may be longer."""
         blocks = list(self._blocks.values())
-        for first in range(0, len(blocks), at_once):
-            if not await self._put(blocks[first : first + at_once]):
-                return
+        try:
+            # The disk refuses a block before it has been asked for its predecessor.
+            while self._follows:
+                await self._follows.pop()._given.wait()
+            for first in range(0, len(blocks), at_once):
+                last = first + at_once
+                if not await self._put(blocks[first:last], is_last=last >= len(blocks)):
+                    return
+        finally:
+            self._given.set()
 
-    async def _put(self, blocks: list[Source]) -> bool:
+    async def _put(self, blocks: list[Source], *, is_last: bool) -> bool:
         bytes_, checksums = await self._sources.in_main_memory(blocks)
+        if is_last:
+            self._given.set()
         began_s = time.monotonic()
         stored = await self._disk.put(
             [block.key for block in blocks],

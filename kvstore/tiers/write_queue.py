@@ -57,7 +57,7 @@ class WriteQueue:
         self._max_demoting = max(min(self._max_blocks, self._host.capacity // 4), 1)
         self._batch_blocks = max(_MIN_BATCH_BLOCKS, _BATCH_NBYTES // self._block_nbytes)
         self._queue: dict[BlockKey, None] = {}
-        self._writing: set[BlockKey] = set()
+        self._writing: dict[BlockKey, WriteBatch] = {}
         self._required: dict[BlockKey, list[int]] = {}  # host slots pinned for each
         self._pinned: Counter[int] = Counter()  # the same slots: by how many blocks
         self._unwritten: dict[BlockKey, None] = {}  # required blocks after a failed write: tried again
@@ -156,7 +156,7 @@ class WriteQueue:
 
     def is_writing(self, keys: Iterable[BlockKey]) -> bool:
         """Whether the write of one of these blocks has begun and not ended."""
-        return not self._writing.isdisjoint(keys)
+        return not self._writing.keys().isdisjoint(keys)
 
     async def ended(self, keys: Collection[BlockKey]) -> None:
         """Wait until none of these blocks is being written."""
@@ -175,7 +175,7 @@ class WriteQueue:
             self._wake.clear()
             await self._sources_settled()
             while len(self._writes) < _MAX_BATCHES and (batch := self._next_batch()) is not None:
-                self._writing.update(batch)
+                self._writing.update(dict.fromkeys(batch, batch))
                 write = asyncio.create_task(self._write(batch), name="disk-write")
                 self._writes.add(write)
                 write.add_done_callback(self._write_ended)
@@ -210,7 +210,8 @@ class WriteQueue:
             failures.count(FailureClass.STORE, "error")
         finally:
             batch.release()
-            self._writing.difference_update(batch)
+            for key in batch:
+                del self._writing[key]
             retried: dict[BlockKey, None] = {}
             if self._task is not None and any(key in self._disk for key in batch):
                 retried, self._unwritten = self._unwritten, {}
@@ -252,9 +253,9 @@ class WriteQueue:
         self._finish(key)
 
     def check_integrity(self) -> None:
-        pending = self._queue.keys() | self._writing
+        pending = self._queue.keys() | self._writing.keys()
         assert self.evicted.keys() <= pending, "an evicted block is not being written"
         assert self._required.keys() <= pending, "a required block is not being written"
-        assert not self._queue.keys() & self._writing, "a block is queued and being written"
+        assert not self._queue.keys() & self._writing.keys(), "a block is queued and being written"
         assert len(self._queue) <= self._max_blocks + len(self._required), "the queue is over its budget"
         assert all(key in self._host for key in self._required), "a required block was evicted"

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from moonpool.kvstore.blocks.layout import OpaqueLayout
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.errors import BlockMissing
 from moonpool.kvstore.eviction.surplus_copies import SurplusCopies
+from moonpool.kvstore.store import TieredStore
+from moonpool.kvstore.tiers.ssd import SsdTier
+from moonpool.runtime.config.options import SsdTierOptions, StoreOptions
 from tests.kvstore.fake_pool import FakePool
 from tests.kvstore.nodes import chain, key
 from tests.kvstore.small_store import (
@@ -354,6 +360,24 @@ async def test_flush_writes_everything_also_what_only_the_pool_has(remote) -> No
     await put(store, 20, number=1)
     await store.flush(10.0)
     assert sorted(disk.keys()) == sorted(chain(3) + chain(20, 1))
+    await store.close()
+
+
+async def test_a_write_that_continues_one_in_parts_is_not_refused(tmp_path: Path) -> None:
+    layout = OpaqueLayout(1 << 20, bytes(16))
+    ssd = await SsdTier.open(tmp_path, layout, capacity_nbytes=64 << 20, segment_nbytes=64 << 20)
+    store = TieredStore(
+        layout, StoreOptions(ssd=SsdTierOptions(queue_nbytes=64 << 20)), np.zeros(64 << 20, np.uint8), ssd=ssd
+    )
+    await store.start()
+    keys = chain(40)
+    assert await store.put(keys, [np.zeros(1 << 20, np.uint8)] * len(keys)) == len(keys)
+    assert store.writes is not None
+    # A batch is 16 blocks or one run longer: the first is two durable writes, the second is after both.
+    for name in (*keys[:15], keys[30], keys[39]):
+        assert store.writes.offer(name)
+    await store.writes.drained()
+    assert (len(ssd), ssd.stats.num_unparented) == (len(keys), 0)
     await store.close()
 
 

@@ -21,7 +21,8 @@ from moonpool.runtime import rpc
 from moonpool.runtime.config.options import ClusterOptions, SsdTierOptions, StoreOptions
 from tests.cluster.conftest import eventually, small_config
 
-PROMPT = "And the store kept what the others had forgotten. " * 24
+# So long that no machine computes it sooner than it fetches it.
+PROMPT = "And the store kept what the others had forgotten. " * 128
 
 
 async def complete(client: Client) -> tuple[str, dict[str, object]]:
