@@ -1561,6 +1561,8 @@ class TokenOut(_message.Message):
     REJECTED_S_FIELD_NUMBER: _builtins.int
     AGAIN_S_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    PROMPTS_S_FIELD_NUMBER: _builtins.int
+    EXCHANGE_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     index: _builtins.int
@@ -1586,6 +1588,12 @@ class TokenOut(_message.Message):
     """of them, for tokens computed on this node before"""
     failure: _builtins.str
     """with FINISH_ERROR: a word of runtime.failures.FailureClass"""
+    prompts_s: _builtins.float
+    """Of the whole time of the steps that it took part in since its last message: ...
+    for prompts of other requests, by the share of their rows
+    """
+    exchange_s: _builtins.float
+    """for collectives, and for waiting on other ranks"""
     @_builtins.property
     def logprobs(self) -> Global___TokenLogprobs:
         """if requested"""
@@ -1614,10 +1622,12 @@ class TokenOut(_message.Message):
         rejected_s: _builtins.float = ...,
         again_s: _builtins.float = ...,
         failure: _builtins.str = ...,
+        prompts_s: _builtins.float = ...,
+        exchange_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "received", b"received"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "again_s", b"again_s", "attempt", b"attempt", "busy_s", b"busy_s", "ended_life", b"ended_life", "error", b"error", "failure", b"failure", "finish_reason", b"finish_reason", "has_token", b"has_token", "index", b"index", "invalid", b"invalid", "logprobs", b"logprobs", "preempted", b"preempted", "received", b"received", "rejected_s", b"rejected_s", "request_id", b"request_id", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "again_s", b"again_s", "attempt", b"attempt", "busy_s", b"busy_s", "ended_life", b"ended_life", "error", b"error", "exchange_s", b"exchange_s", "failure", b"failure", "finish_reason", b"finish_reason", "has_token", b"has_token", "index", b"index", "invalid", b"invalid", "logprobs", b"logprobs", "preempted", b"preempted", "prompts_s", b"prompts_s", "received", b"received", "rejected_s", b"rejected_s", "request_id", b"request_id", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -120,6 +120,8 @@ BY_FIELD: Mapping[str, Range] = {
     "moonpool.TokenOut.busy_s": _COST_S,
     "moonpool.TokenOut.rejected_s": _COST_S,
     "moonpool.TokenOut.again_s": _COST_S,
+    "moonpool.TokenOut.prompts_s": _COST_S,
+    "moonpool.TokenOut.exchange_s": _COST_S,
     "moonpool.KvReceived.seconds": MEASURED_S,
     "moonpool.KvReceived.stopped_s": MEASURED_S,
     "moonpool.ObjectInfo.nbytes": NBYTES,

@@ -26,6 +26,8 @@ class Spent:
     decode_s: float = 0.0
     known_tokens: int = 0  # leading ones of the prompt that had come before its first attempt
     wasted_s: Counter[str] = field(default_factory=Counter)  # by ``WASTES``
+    # Parts of the decode's own time since they were last taken, which others or guesses made longer.
+    slowed_s: dict[str, float] = field(default_factory=dict)
     _num_prefills: int = 0
 
     @property
@@ -51,7 +53,12 @@ class Spent:
     def decoded(self, token: node_pb2.TokenOut) -> None:
         """A message of a decode node."""
         self.decode_s += token.busy_s
+        if token.prompts_s:
+            self._slow("prompts", token.prompts_s)
+        if token.exchange_s:
+            self._slow("exchange", token.exchange_s)
         if token.rejected_s:
+            self._slow("speculation", token.rejected_s)
             self._waste("speculation", token.rejected_s)
         if token.again_s:
             self._waste("recomputed", token.again_s)
@@ -65,6 +72,14 @@ class Spent:
         """Seconds by use, without zeros."""
         of_uses = {USEFUL: self.useful_s, **self.wasted_s}
         return {use: seconds for use, seconds in of_uses.items() if seconds > 0}
+
+    def take_slowed(self) -> dict[str, dict[str, float]]:
+        """A fact for the timeline: what made the steps since the last call longer; empty: nothing did."""
+        slowed, self.slowed_s = self.slowed_s, {}
+        return {"slowed_s": slowed} if slowed else {}
+
+    def _slow(self, cause: str, seconds: float) -> None:
+        self.slowed_s[cause] = self.slowed_s.get(cause, 0.0) + seconds
 
     def _waste(self, use: str, seconds: float) -> None:
         if seconds > 0:

@@ -16,7 +16,7 @@ from moonpool.conductor.api.context import CONTEXT
 from moonpool.conductor.api.errors import ApiError
 from moonpool.conductor.api.models.lanes import LANES, Lane
 from moonpool.conductor.observing.timelines.chrome import chrome_trace
-from moonpool.conductor.observing.timelines.parts import explanation_of, parts_of
+from moonpool.conductor.observing.timelines.parts import api_part, explanation_of, parts_of
 from moonpool.conductor.observing.timelines.spans import spans_of
 from moonpool.protos import node_pb2
 
@@ -144,6 +144,8 @@ async def timeline(http: web.Request) -> web.Response:
     for one in found:
         one["spans"] = [asdict(span) for span in spans_of(one)]
         parts = parts_of(one)
+        if record is not None and len(names) == 1:
+            parts = api_part(record.e2e_s, parts) + parts
         one["parts"] = [asdict(part) | {"sentence": part.sentence} for part in parts]
         one["explanation"] = explanation_of(parts)
     alone = len(names) == 1 and found

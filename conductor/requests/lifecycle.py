@@ -175,7 +175,7 @@ class RequestRun:
         except MigrationFailed as failure:
             self._recorder.stayed(plan, failure.reason)
             raise
-        self._recorder.migrated(moved, self._placer.num_attempts)
+        self._recorder.migrated(moved, self._placer.num_attempts, self._placer.spent)
         return moved
 
     # ------------------------------------------------------------------ placing
@@ -351,7 +351,7 @@ class RequestRun:
         level = logging.INFO if failure.cause == QUEUE else logging.WARNING
         log.log(level, "attempt %d after %d tokens: %s", attempt, num_tokens, failure.reason)
         silent_s = self._attempt.silent_s if self._attempt is not None else 0.0
-        self._recorder.retry(failure, attempt, num_tokens, silent_s)
+        self._recorder.retry(failure, attempt, num_tokens, silent_s, self._placer.spent)
         if failure.cause == QUEUE:
             return  # nobody's fault
         num_new = num_tokens - self._num_tokens_failed

@@ -223,9 +223,10 @@ class Recorder:
         ]
 
     def preempted(self, plan: AttemptPlan) -> None:
-        self.timeline.add("preempted", self._clock(), node=plan.decode.node_id if plan.decode else "")
+        node_id = plan.decode.node_id if plan.decode else ""
+        self.timeline.add("preempted", self._clock(), node=node_id, **plan.spent.take_slowed())
 
-    def migrated(self, moved: Migrated, num_attempts: int) -> None:
+    def migrated(self, moved: Migrated, num_attempts: int, spent: Spent) -> None:
         now_s, received = self._clock(), moved.received
         num_stages = len(received.reads)
         self._summary.decode_node, self._summary.attempts = moved.target, num_attempts
@@ -246,6 +247,7 @@ class Recorder:
             downtime_s=moved.downtime_s,
             transport=received.transport,
             reads=self._stretches(received.reads, now_s),
+            **spent.take_slowed(),
         )
         core_metrics.migrations.labels(moved.cause, "moved").inc()
         core_metrics.migration_downtime_s.observe(moved.downtime_s)
@@ -272,7 +274,9 @@ class Recorder:
         core_metrics.migrations.labels(plan.cause, "stayed").inc()
         self._activity.event("stayed", target, f"{self.timeline.request_id} did not move there: {reason}")
 
-    def retry(self, failure: AttemptFailed, attempt: int, num_tokens: int, silent_s: float) -> None:
+    def retry(
+        self, failure: AttemptFailed, attempt: int, num_tokens: int, silent_s: float, spent: Spent
+    ) -> None:
         """``num_tokens``: streamed so far. ``silent_s``: from the attempt's last message to its failure."""
         now_s = self._clock()
         if failure.cause != QUEUE:
@@ -293,6 +297,7 @@ class Recorder:
             reason=failure.reason,
             nodes=list(failure.nodes),
             streamed_tokens=num_tokens,
+            **spent.take_slowed(),
         )
         core_metrics.replacements.labels(failure.cause).inc()
         self._activity.event(
@@ -331,9 +336,9 @@ class Recorder:
         summary.e2e_s = now_s - self._started_s
         if num_tokens > 1:
             summary.tpot_s = (now_s - self._first_s) / (num_tokens - 1)
-        facts: dict[str, Any] = {}
+        facts: dict[str, Any] = {**spent.take_slowed()}
         if error is not None:
-            facts = {"error": str(error), "class": failure_of(error).value}
+            facts |= {"error": str(error), "class": failure_of(error).value}
         if self.num_accepted and num_tokens > 1:
             # The first token comes from the prefill.
             summary.tokens_per_step = (num_tokens - 1) / (num_tokens - 1 - self.num_accepted)

@@ -79,15 +79,20 @@ class StepPlan:
         """Whether any of its sequences has a LoRA adapter."""
         return any(sequence.adapter >= 0 for sequence in self.sequences())
 
-    def charge(self, seconds: float, events: list[StepEvent]) -> None:
-        """Divide the seconds of the step, which has had these events, among its sequences by their rows."""
+    def charge(self, seconds: float, exchange_s: float, events: list[StepEvent]) -> None:
+        """Divide the seconds of the step, which has had these events, among its sequences by their rows.
+        ``exchange_s`` of them went to collectives and waiting for other ranks."""
         decodes = self.decodes
         if self.after is not None:
             pairs = zip(decodes, self.after, strict=True)
             decodes = [sequence for sequence, row in pairs if row != ENDS]
         row_s = seconds / max(len(decodes) + sum(run.num_tokens for run in self.runs), 1)
+        prompts_s = row_s * sum(chunk.num_tokens for chunk in self.chunks)
         for sequence in decodes:
-            sequence.spent.busy_s += row_s
+            spent = sequence.spent
+            spent.busy_s += row_s
+            spent.prompts_s += prompts_s
+            spent.exchange_s += exchange_s
         if self.drafts:
             accepted = Counter(event.sequence.key for event in events if event.accepted)
             for draft in self.drafts:
@@ -121,6 +126,7 @@ class StepOutput:
     logprobs: list[TokenLogprobs | None]
     prompt_logprobs: dict[int, list[TokenLogprobs]]
     model_s: float = 0.0
+    exchange_s: float = 0.0  # of rank 0: collectives and waiting for other ranks
 
 
 @dataclass(slots=True)

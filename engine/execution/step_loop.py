@@ -279,11 +279,11 @@ class StepLoop:
             log.exception("a step failed; requests that end with it: %s", _request_ids(plan))
             self.num_failed_steps += 1
             events = self._fail(plan, error)
-            self._charge(plan, self._clock(), events)
+            self._charge(plan, self._clock(), 0.0, events)
             return events
         ended_s = self._clock()
         events = self.scheduler.postprocess(plan, output, ended_s)
-        self._charge(plan, ended_s, events)
+        self._charge(plan, ended_s, output.exchange_s, events)
         for chunk in plan.chunks:
             chunk.sequence.chunks.append((begun_s, ended_s, chunk.num_tokens))
         self.num_steps += 1
@@ -292,11 +292,11 @@ class StepLoop:
         (PREFILL_SECONDS if plan.chunks else DECODE_SECONDS).observe(output.model_s)
         return events
 
-    def _charge(self, plan: StepPlan, ended_s: float, events: list[StepEvent]) -> None:
+    def _charge(self, plan: StepPlan, ended_s: float, exchange_s: float, events: list[StepEvent]) -> None:
         """Charge the time since the step before, or since there was work, to the step's sequences."""
         seconds, self._charged_s = ended_s - self._charged_s, ended_s
         self.busy_s += seconds
-        plan.charge(seconds, events)
+        plan.charge(seconds, min(exchange_s, seconds), events)
 
     def _execute(self, plan: StepPlan) -> StepOutput:
         """Run the tensors, on either thread."""

@@ -56,6 +56,8 @@ def token_out(event: StepEvent, spent: Spent) -> node_pb2.TokenOut:
         busy_s=spent.busy_s,
         rejected_s=spent.rejected_s,
         again_s=spent.again_s,
+        prompts_s=spent.prompts_s,
+        exchange_s=spent.exchange_s,
     )
 
 

@@ -116,6 +116,7 @@ class ParallelRunner(ModelRunner):
             self._board.abort(0)
             raise RankLost(0, f"{type(error).__name__}: {error}") from error
         times = self._times(began_s, sampled_s, *before)
+        output.exchange_s = times.collective_s[0] + times.bubble_s[0]
         self._observe(times, sampled_s)
         if self.on_times is not None:
             self.on_times(times)

@@ -36,9 +36,9 @@ def test_each_stretch_has_its_cause() -> None:
         ("prefilled", 5.0, prefilled),
         ("first_token", 5.1, {}),
         ("transferred", 7.1, TRANSFERRED | {"transfer_s": 0.5}),
-        ("migrated", 8.1, moved),
+        ("migrated", 8.1, moved | {"slowed_s": {"prompts": 0.25, "exchange": 0.1}}),
         ("preempted", 9.1, {}),
-        ("done", 10.0, {}),
+        ("done", 10.0, {"slowed_s": {"speculation": 0.3}}),
     )
     assert found(*events) == {
         ("conductor", ""): 1.0,
@@ -51,10 +51,13 @@ def test_each_stretch_has_its_cause() -> None:
         ("messages", "p0"): 0.4,
         ("room", "d0"): 1.5,
         ("transfer", "d0"): 0.5,
-        ("decode", "d0"): 0.95,
+        ("prompts", "d0"): 0.25,
+        ("exchange", "d0"): 0.1,
+        ("decode", "d0"): 0.6,
         ("migration", "d1"): 0.05,
         ("decode", "d1"): 1.0,
-        ("recompute", "d1"): 0.9,
+        ("speculation", "d1"): 0.3,
+        ("recompute", "d1"): 0.6,
     }
     sentence = "2 of 10 s: it waited for a node that takes requests"
     assert explanation_of(parts_of(timeline(*events))) == sentence
@@ -70,6 +73,18 @@ def test_an_attempt_that_failed_and_an_engine_that_says_little() -> None:
         ("room", "d0"): 0.5,
     }
     assert found(*attempt[:2], ("done", 1.0, {})) == {("conductor", ""): 0.1, ("asked", "p0"): 0.9}
+
+
+def test_a_node_that_computed_the_prompt_too_decodes_after_the_first_token() -> None:
+    placed = {"placement": {"prefill": "b0", "decode": "b0"}}
+    events = ("placed", 0.1, placed), ("prefilled", 0.4, PREFILLED | {"node": "b0", "compute_s": 0.3})
+    done = ("done", 2.5, {"slowed_s": {"prompts": 9.0}})
+    assert found(("queued", 0.0, {}), *events, ("first_token", 0.5, {}), done) == {
+        ("conductor", ""): 0.1,
+        ("prefill", "b0"): 0.3,
+        ("messages", "b0"): 0.1,
+        ("prompts", "b0"): 2.0,
+    }
 
 
 def test_what_has_not_begun_has_no_longest_part() -> None:
@@ -89,6 +104,7 @@ facts = st.fixed_dictionaries(
         "transfer_s": seconds,
         "downtime_s": st.floats(-1, 10),
         "chunks": st.lists(st.fixed_dictionaries({"seconds": seconds}), max_size=3),
+        "slowed_s": st.dictionaries(st.sampled_from(["prompts", "exchange", "speculation"]), seconds),
     }
 )
 NAMES = (

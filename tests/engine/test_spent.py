@@ -23,17 +23,21 @@ def test_each_row_of_a_step_costs_the_same() -> None:
     plan = StepPlan([decoding, drafted], [Chunk(prefilling, 8, 5, last=False)], [], 0, [])
     plan.drafts.append(Draft(drafted, 30, [1, 2, 3]))
     taken = [StepEvent(drafted, 31, token_id=1, accepted=True), StepEvent(drafted, 32, token_id=9)]
-    plan.charge(1.0, taken)
+    plan.charge(1.0, 0.25, taken)
     assert decoding.spent.busy_s == pytest.approx(0.1)
     assert drafted.spent.busy_s == pytest.approx(0.4)
     assert drafted.spent.rejected_s == pytest.approx(0.2), "one of three was accepted"
     assert prefilling.spent.busy_s == pytest.approx(0.5)
+    for sequence in (decoding, drafted):
+        assert sequence.spent.prompts_s == pytest.approx(0.5), "half of the step was another's prompt"
+        assert sequence.spent.exchange_s == pytest.approx(0.25)
+    assert prefilling.spent.prompts_s == 0.0, "the prompt is its own"
     assert prefilling.spent.again_s == pytest.approx(0.2), "two of five tokens had been computed"
 
 
 def test_a_row_that_computes_nothing_costs_nothing() -> None:
     going_on, ended = sequence_of("a"), sequence_of("b")
-    StepPlan([going_on, ended], [], [], 0, [], after=[0, ENDS]).charge(1.0, [])
+    StepPlan([going_on, ended], [], [], 0, [], after=[0, ENDS]).charge(1.0, 0.0, [])
     assert (going_on.spent.busy_s, ended.spent.busy_s) == (1.0, 0.0)
 
 

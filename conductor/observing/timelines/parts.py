@@ -8,6 +8,7 @@ from typing import Any
 
 # Names of parts, with their sentences.
 SENTENCES = {
+    "api": "the API parsed and tokenized the request, and wrote its answer",
     "conductor": "the conductor had it until it was placed",
     "no node": "it waited for a node that takes requests",
     "asked": "{node} had its prompt and had not answered",
@@ -20,6 +21,9 @@ SENTENCES = {
     "room": "it waited until {node} had room for its blocks and began to decode",
     "transfer": "{node} read its blocks from {other}",
     "decode": "{node} produced its tokens",
+    "prompts": "steps of {node} that produced its tokens also computed prompts of others",
+    "speculation": "{node} computed proposed tokens that the model rejected",
+    "exchange": "ranks of {node} exchanged results, or waited for one another",
     "recompute": "{node} had taken its blocks away, computed them again, and produced its tokens",
     "migration": "it moved from {other} to {node}, without tokens meanwhile",
     "failed": "an attempt ran that failed",
@@ -55,6 +59,12 @@ def parts_of(timeline: Mapping[str, Any]) -> list[TimePart]:
     return [TimePart(name, seconds, node, other) for (name, node, other), seconds in whole.items()]
 
 
+def api_part(whole_s: float, parts: list[TimePart]) -> list[TimePart]:
+    """What an HTTP request of ``whole_s`` took besides the parts of its only sequence; none: it runs."""
+    seconds = whole_s - sum(part.seconds for part in parts)
+    return [TimePart("api", seconds)] if seconds > 0 else []
+
+
 def explanation_of(parts: list[TimePart]) -> str:
     """What took longest, as a sentence; empty without parts."""
     if not parts:
@@ -88,21 +98,29 @@ def _parts(events: list[Mapping[str, Any]]) -> Iterator[TimePart]:
                 yield TimePart("transfer", read_s, decode, prefill)
             case "migrated":
                 gap_s = min(max(event["downtime_s"], 0.0), seconds)
-                yield TimePart("recompute" if is_again else "decode", seconds - gap_s, event["source"])
+                yield from _decode(event, seconds - gap_s, event["source"], is_again=is_again)
                 yield TimePart("migration", gap_s, event["node"], event["source"])
                 decode, is_decoding, is_again = event["node"], True, False
-            case _:
-                yield _until(name, seconds, prefill, decode, is_decoding, is_again, last)
+            case _ if is_decoding:
+                yield from _decode(event, seconds, decode or prefill, is_again=is_again)
                 is_again = is_again or name == "preempted"
+            case _:
+                yield _until(name, seconds, prefill, decode, last)
+                is_decoding = name == "first_token" and decode in ("", prefill)
         since_s, last = max(event["at_s"], since_s), name
 
 
-def _until(
-    name: str, seconds: float, prefill: str, decode: str, is_decoding: bool, is_again: bool, last: str
-) -> TimePart:
+def _decode(event: Mapping[str, Any], seconds: float, node: str, *, is_again: bool) -> Iterator[TimePart]:
+    """The decode before an event. What its node told with a message of a token counts as before the event."""
+    for cause, part_s in event.get("slowed_s", {}).items():
+        part_s = min(part_s, seconds)
+        seconds -= part_s
+        yield TimePart(cause, part_s, node)
+    yield TimePart("recompute" if is_again else "decode", seconds, node)
+
+
+def _until(name: str, seconds: float, prefill: str, decode: str, last: str) -> TimePart:
     """The stretch before an event that says nothing of it."""
-    if is_decoding:
-        return TimePart("recompute" if is_again else "decode", seconds, decode)
     if name == "retry":
         return TimePart("failed", seconds)
     if last == "placed":
@@ -111,7 +129,7 @@ def _until(
     if name == "first_token":
         return TimePart("messages", seconds, prefill)
     if last in ("prefilled", "first_token"):
-        return TimePart("decode" if decode in ("", prefill) else "room", seconds, decode or prefill)
+        return TimePart("room", seconds, decode or prefill)
     return TimePart("no node" if last == "waits_for_node" else "conductor", seconds)
 
 

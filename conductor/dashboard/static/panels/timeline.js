@@ -6,6 +6,7 @@ import { waterfall } from "./waterfall.js";
 const KINDS = {
   "no node": "wait", asked: "wait", queue: "wait", batch: "wait", room: "wait",
   load: "move", fetch: "move", messages: "move", transfer: "move", migration: "move",
+  api: "wait", prompts: "wait", exchange: "wait", speculation: "again",
   prefill: "compute", decode: "compute", recompute: "again", failed: "again",
 };
 

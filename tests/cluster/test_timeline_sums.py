@@ -1,0 +1,129 @@
+"""The parts of a request's timeline are its time, at the server and nearly so as its client sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moonpool.client import Client, Reply
+from moonpool.local.cluster import LocalCluster
+from moonpool.runtime.config.options import ClusterOptions
+from tests.cluster.conftest import eventually, kill, nodes, small_config
+
+WORDS = [
+    "And",
+    "it",
+    "came",
+    "to",
+    "pass",
+    "in",
+    "those",
+    "days",
+    "that",
+    "the",
+    "word",
+    "came",
+    "unto",
+    "him",
+]
+NUM_REQUESTS, AT_ONCE = 1000, 12
+
+
+@dataclass
+class Seen:
+    """What clients measured, in seconds, and what the timelines say."""
+
+    client_s: list[float] = field(default_factory=list)
+    parts_s: list[float] = field(default_factory=list)
+    names: Counter[str] = field(default_factory=Counter)  # requests with such a part
+    most_attempts: int = 0
+
+    def add(self, client_s: float, told: dict[str, Any]) -> None:
+        parts = told["parts"]
+        self.client_s.append(client_s)
+        self.parts_s.append(sum(part["seconds"] for part in parts))
+        self.names.update({part["name"] for part in parts})
+        self.most_attempts = max(self.most_attempts, told["summary"]["attempts"])
+        # With "api" they are the whole, unless something is counted twice.
+        assert self.parts_s[-1] == pytest.approx(told["api"]["e2e_s"], rel=0.02), told
+        assert told["explanation"], told
+
+
+async def asked(client: Client, number: int, seen: Seen) -> None:
+    rng = random.Random(number)
+    words = WORDS * rng.choice((1, 1, 4, 40))
+    prompt = " ".join(words) if number % 3 else f"{number} " + " ".join(rng.choices(words, k=len(words)))
+    reply, sampling = Reply(), rng.choice(({"temperature": 0}, {"temperature": 0.8, "seed": number}))
+    began_s, num_tokens = time.monotonic(), rng.choice((1, 8, 60))
+    stream = client.complete(prompt, reply, max_tokens=num_tokens, ignore_eos=True, **sampling)
+    async with aclosing(stream) as pieces:
+        async for _ in pieces:
+            if number % 50 == 49:
+                break  # the client leaves
+    client_s = time.monotonic() - began_s
+    if number % 50 != 49:
+        seen.add(client_s, await client.timeline(reply.id))
+
+
+async def load(client: Client, seen: Seen, halfway: Callable[[], None]) -> None:
+    waiting = iter(range(NUM_REQUESTS))
+
+    async def one_after_the_other() -> None:
+        for number in waiting:
+            if number == NUM_REQUESTS // 2:
+                halfway()
+            await asked(client, number, seen)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(AT_ONCE):
+            group.create_task(one_after_the_other())
+
+
+async def all_ready(client: Client) -> bool:
+    return all(node["state"] == "ready" for node in (await nodes(client)).values())
+
+
+def counted(**counts: Any) -> ClusterOptions:
+    return ClusterOptions(**{"prefill": 0, "decode": 0, **counts})
+
+
+SPLIT = counted(prefill=2, decode=2)
+BOTH = counted(both=2)
+RANKS = counted(prefill=1, decode=1, decode_options=("engine.parallel.tp=2",))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        pytest.param(SPLIT, {"prefill", "decode", "transfer", "api"}, id="split"),
+        pytest.param(BOTH, {"prefill", "decode", "prompts", "api"}, id="both"),
+        pytest.param(RANKS, {"prefill", "decode", "transfer", "exchange", "api"}, id="ranks"),
+    ],
+)
+async def test_the_parts_are_what_clients_wait(
+    tmp_path: Path, counts: ClusterOptions, expected: set[str]
+) -> None:
+    config, seen = replace(small_config(), cluster=counts), Seen()
+
+    def kill_one() -> None:
+        if counts is SPLIT:
+            kill(cluster, "decode-0")
+
+    async with LocalCluster(config, directory=tmp_path) as cluster, Client(cluster.url) as client:
+        await load(client, seen, kill_one)
+        await eventually(lambda: all_ready(client))
+    assert expected <= seen.names.keys(), seen.names
+    assert (seen.most_attempts > 1) == (counts is SPLIT)
+    assert len(seen.client_s) == NUM_REQUESTS * 49 // 50
+    # The rest is in sockets, while one of two event loops is busy with another request.
+    assert sum(seen.parts_s) == pytest.approx(sum(seen.client_s), rel=0.1)
