@@ -105,6 +105,16 @@ async def test_a_region_may_be_opened_to_all_writes(pair: Pair) -> None:
     assert pair.theirs.array.all()
 
 
+def test_a_granted_span_may_lie_within_another() -> None:
+    table = WriteGrants(NowLoop())  # type: ignore[arg-type]
+    granted = Spans.of([Span(1, 10, 20), Span(1, 10, 5), Span(1, 12, 3), Span(1, 40, 5)])
+    grant = table.add(granted)
+    grant.check(Spans.of([Span(1, 10, 20), Span(1, 25, 5), Span(1, 40, 5)]))
+    for first, nbytes in ((10, 21), (9, 2), (30, 1), (25, 16)):
+        with pytest.raises(SpanError):
+            grant.check(Spans.of([Span(1, first, nbytes)]))
+
+
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 async def test_a_writer_that_is_stopped_in_a_write_writes_no_more_after_the_grant(
     transport: str, start_peer: StartPeer

@@ -156,7 +156,8 @@ def _ranges(spans: Spans) -> Ranges:
     for region_id in ids:
         where = spans_in(spans, region_id, ids)
         order = where[spans.offset[where].argsort()]
-        begins, ends = spans.offset[order], spans.offset[order] + spans.nbytes[order]
+        # One span may lie within another: what ends is the longest so far.
+        begins, ends = spans.offset[order], np.maximum.accumulate(spans.offset[order] + spans.nbytes[order])
         # Peers join adjacent spans.
         apart = np.flatnonzero(begins[1:] > ends[:-1]) + 1
         found[region_id] = begins[np.concatenate(([0], apart))], ends[np.concatenate((apart - 1, [-1]))]
