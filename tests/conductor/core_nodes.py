@@ -400,6 +400,12 @@ class Cluster:
             while not condition():  # noqa: ASYNC110 (other processes decide)
                 await asyncio.sleep(0.002)
 
+    async def told_profile(self, node: ScriptedNode) -> None:
+        """Announce a node's profile, and wait until the conductor places by it."""
+        await node.announce()
+        view = self.conductor._deps.registry.members[node.node_id].view
+        await self.until(lambda: view.cost.profile.prefill_base_s == node.profile["prefill_base_s"])
+
     async def generate(self, request: GenerateRequest) -> list[int]:
         """All its tokens, checked to be in order and to end once."""
         return [event.token_id for event in await self.events(request)]

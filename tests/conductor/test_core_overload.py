@@ -54,8 +54,8 @@ async def test_who_has_used_its_tokens_is_told_when_there_are_more(url: str) -> 
 async def test_a_batch_request_waits_while_interactive_ones_are_computed(url: str) -> None:
     async with running(url, "p0", "d0", namespace="batch") as cluster:
         node = cluster.nodes["p0"]
-        node.profile = {"prefill_base_s": 1.0, "decode_base_s": 1e-3}
-        await node.announce()
+        node.profile = {"prefill_base_s": 100.0, "decode_base_s": 1e-3}
+        await cluster.told_profile(node)
         computed = asyncio.Event()
 
         async def waits(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
@@ -79,7 +79,7 @@ async def test_a_batch_request_at_the_door_ends_with_its_deadline(url: str) -> N
     async with running(url, "p0", "d0", namespace="door") as cluster:
         node = cluster.nodes["p0"]
         node.profile = {"prefill_base_s": 100.0, "decode_base_s": 1e-3}
-        await node.announce()
+        await cluster.told_profile(node)
         node.script = hangs
         stream = cluster.conductor.generate(request("interactive"))
         first = asyncio.create_task(anext(stream))  # type: ignore[arg-type]
@@ -117,7 +117,7 @@ async def test_it_does_not_wait_for_its_turn_for_ever(url: str) -> None:
     async with running(url, "p0", "d0", namespace="waited", wait_timeout_s=0.2) as cluster:
         node = cluster.nodes["p0"]
         node.profile = {"prefill_base_s": 100.0, "decode_base_s": 1e-3}
-        await node.announce()
+        await cluster.told_profile(node)
         node.script = hangs
         interactive = asyncio.create_task(cluster.generate(request("interactive")))
         await cluster.until(lambda: node.works)
@@ -154,7 +154,7 @@ async def test_a_part_waits_where_a_request_of_its_own_would_miss_its_slo(url: s
     async with running(url, "p0", "d0", namespace="slo-parts", slo_ttft_s=0.5) as cluster:
         node = cluster.nodes["p0"]
         node.profile = {"prefill_base_s": 0.4, "decode_base_s": 1e-3}
-        await node.announce()
+        await cluster.told_profile(node)
         computed = asyncio.Event()
 
         async def waits(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
@@ -197,14 +197,12 @@ async def test_who_is_rejected_pays_nothing(url: str) -> None:
     async with running(url, "p0", "d0", namespace="refund", slo_ttft_s=0.5) as cluster:
         node = cluster.nodes["p0"]
         node.profile = {"prefill_base_s": 2.0, "decode_base_s": 1e-3}
-        await node.announce()
+        await cluster.told_profile(node)
         for i in range(5):  # 40 tokens each, of 60
             with pytest.raises(RequestRejected, match="first token would take"):
                 await cluster.generate(request(f"r{i}", client=FRUGAL))
         node.profile = {"prefill_base_s": 1e-3, "decode_base_s": 1e-3}
-        await node.announce()
-        member = cluster.conductor._deps.registry.members["p0"]
-        await cluster.until(lambda: member.view.cost.profile.prefill_base_s < 1)
+        await cluster.told_profile(node)
         assert await cluster.generate(request("later", client=FRUGAL)) == continuation(PROMPT, 8)
 
 
@@ -260,7 +258,7 @@ async def test_an_slo_that_cannot_be_kept_rejects_before_anything_is_computed(ur
     async with running(url, "p0", "d0", namespace="slo", slo_ttft_s=0.5) as cluster:
         node = cluster.nodes["p0"]
         node.profile = {"prefill_base_s": 2.0, "decode_base_s": 1e-3}
-        await node.announce()
+        await cluster.told_profile(node)
         with pytest.raises(RequestRejected, match="first token would take 2 s") as raised:
             await cluster.generate(request())
         assert (raised.value.stage, raised.value.retry_after_s) == ("arrival", pytest.approx(1.5))
