@@ -57,7 +57,9 @@ async def _run(
     if run.leader is not None:
         # By then the leader's prompt is in the cache: it is computed once and not n times.
         await run.leader.has_token.wait()
-    run.clock = clock = SequenceClock(context.metrics, arrived_s, len(run.choice.prompt.token_ids))
+    run.clock = clock = SequenceClock(
+        context.metrics, arrived_s, len(run.choice.prompt.token_ids), run.request.request_id
+    )
     async with slots:
         reason, request = "cancelled", run.request
         clock.begin()

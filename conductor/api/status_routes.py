@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import orjson
 from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
 from yarl import URL
 
 from moonpool.conductor.access.gate import PRINCIPAL
@@ -67,11 +69,19 @@ async def readyz(http: web.Request) -> web.Response:
 
 
 async def metrics(http: web.Request) -> web.Response:
-    """``GET /metrics``, rendered in a thread: a large page would block all streams for 10 ms."""
+    """``GET /metrics``, rendered in a thread: a large page would block all streams for 10 ms.
+
+    As OpenMetrics, with the ids of requests as exemplars, for those that ask for it in ``Accept``.
+    """
     context = http.app[CONTEXT]
     context.metrics.see_cluster(http.app[LANES].counts())
-    page = await asyncio.to_thread(generate_latest, context.metrics.registry)
-    return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
+    encode, content_type = generate_latest, CONTENT_TYPE_LATEST
+    if "application/openmetrics-text" in http.headers.get("Accept", ""):
+        # Unescaped: the other encodings make vllm_… of the names of samples, and leave those of families.
+        encode = partial(openmetrics.generate_latest, escaping=openmetrics.ALLOWUTF8)
+        content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+    page = await asyncio.to_thread(encode, context.metrics.registry)
+    return web.Response(body=page, headers={"Content-Type": content_type})
 
 
 async def cluster(http: web.Request) -> web.Response:

@@ -24,6 +24,8 @@ _GAPS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0
 _STAGES = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0)
 _TOKENS = tuple(float(2**power) for power in range(18))
 
+_MOST_EXEMPLAR_CHARS = 118  # OpenMetrics allows 128 with the label's name
+
 # Our name -> vLLM's name of the same metric.
 VLLM_NAMES = {
     "moonpool_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
@@ -195,11 +197,13 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class SequenceClock:
-    """Observes one sequence. ``arrived_s``: of its HTTP request."""
+    """Observes one sequence. ``arrived_s``: of its HTTP request. ``request_id``: an exemplar of latencies,
+    whose timeline says where the time went."""
 
     metrics: RequestMetrics
     arrived_s: float
     num_prompt_tokens: int
+    request_id: str
     first_s: float = 0.0
     last_s: float = 0.0
     num_tokens: int = 0
@@ -213,7 +217,7 @@ class SequenceClock:
         if self.num_tokens == 0:
             self.first_s = now_s
             metrics = self.metrics
-            metrics.ttft.observe(now_s - self.arrived_s)
+            metrics.ttft.observe(now_s - self.arrived_s, self._exemplar())
             metrics.waiting.dec()
             metrics.running.inc()
             metrics.prompt_tokens.inc(self.num_prompt_tokens)
@@ -233,13 +237,16 @@ class SequenceClock:
         metrics.finished(reason)
         if not self.num_tokens:
             return
-        metrics.e2e.observe(now_s - self.arrived_s)
+        metrics.e2e.observe(now_s - self.arrived_s, self._exemplar())
         metrics.prompt_size.observe(self.num_prompt_tokens)
         metrics.output_size.observe(self.num_tokens)
         tpot_s = 0.0
         if self.num_tokens > 1:
             tpot_s = (self.last_s - self.first_s) / (self.num_tokens - 1)
-            metrics.tpot.observe(tpot_s)
+            metrics.tpot.observe(tpot_s, self._exemplar())
         kept = self.first_s - self.arrived_s <= metrics.slo.ttft_s and tpot_s <= metrics.slo.tbt_s
         if kept and reason in ("stop", "length"):
             metrics.good.inc()
+
+    def _exemplar(self) -> dict[str, str]:
+        return {"request_id": self.request_id[:_MOST_EXEMPLAR_CHARS]}

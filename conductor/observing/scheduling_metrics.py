@@ -36,6 +36,13 @@ cache_hints = Counter(
     "them), limited (by the tenant's limit, or what nodes keep), refused (too many at once), failed",
     ["outcome"],
 )
+first_token_moves = Histogram(
+    "moonpool_first_token_moving_ratio",
+    "Share of the time to the first token in which cached blocks moved, of requests that had some: fetched "
+    "from another node, or loaded from the node's own memory or disk",
+    ["path"],
+    buckets=(0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
+)
 migrations = Counter(
     "moonpool_migrations_total",
     "Running requests that were to move to another decode node, by cause (asked, drain, "

@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 from prometheus_client import CollectorRegistry
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from moonpool.conductor.observing.request_metrics import RequestMetrics, SequenceClock
 from moonpool.conductor.observing.slo import Slo
@@ -178,6 +179,19 @@ async def test_the_dashboard_needs_nothing_from_elsewhere(api: Any) -> None:
     assert "https://" not in page
 
 
+async def test_a_scrape_as_openmetrics_names_a_request_for_each_latency(api: Any) -> None:
+    answer = await api.complete(prompt=[5, 6, 7], max_tokens=4)
+    accept = {"Accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"}
+    async with api.client.get(f"{api.url}/metrics", headers=accept) as response:
+        assert response.content_type == "application/openmetrics-text"
+        families = {family.name: family for family in text_string_to_metric_families(await response.text())}
+    for name in ("time_to_first_token", "time_per_output_token", "request"):
+        samples = families[f"moonpool_{name}_seconds"].samples
+        (found,) = (sample.exemplar for sample in samples if sample.exemplar is not None)
+        assert found.labels == {"request_id": answer["id"]}
+        assert found.value > 0
+
+
 async def test_metrics_under_both_names(api: Any) -> None:
     api.core.cached = 2
     await api.complete(prompt=[5, 6, 7], max_tokens=4)
@@ -244,7 +258,7 @@ def test_a_request_is_good_when_it_kept_both_slos(
     first_s: float, last_s: float, reason: str, good: int
 ) -> None:
     metrics = RequestMetrics("tiny", CollectorRegistry(), slo=Slo(ttft_s=0.5, tbt_s=0.1))
-    sequence = SequenceClock(metrics, arrived_s=0.0, num_prompt_tokens=3)
+    sequence = SequenceClock(metrics, arrived_s=0.0, num_prompt_tokens=3, request_id="a")
     sequence.begin()
     for now_s in (first_s, (first_s + last_s) / 2, last_s):
         sequence.token(now_s, 0)
