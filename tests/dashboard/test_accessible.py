@@ -37,7 +37,7 @@ async def test_the_dashboard_keeps_the_rules(browser: Browser, cluster: LocalClu
     request = await ask(cluster.url, "A request to look at. " * 8)
     page = await browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme=theme)  # type: ignore[arg-type]
     await signed_in(page, cluster.url)
-    for view in ("Cluster", "Cache", "Transfers", "Latency", "Fleet", "Benchmarks", "Playground"):
+    for view in ("Cluster", "Cache", "Transfers", "Latency", "Fleet", "Usage", "Benchmarks", "Playground"):
         await show(page, view)
         if view == "Benchmarks":
             await expect(page.locator("#benchmarks tbody tr").first).to_be_visible()

@@ -22,7 +22,7 @@ from tests.cluster.conftest import another, eventually, kill, started
 from tests.dashboard.conftest import BREAKOUT, MARKUP, NEEDS_BROWSER, SCREENSHOTS, ask, show, signed_in
 from tests.processes import stop
 
-VIEWS = ("Cluster", "Cache", "Transfers", "Requests", "Latency", "Fleet", "Benchmarks", "Playground")
+VIEWS = ("Cluster", "Cache", "Transfers", "Requests", "Latency", "Fleet", "Usage", "Benchmarks", "Playground")
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), NEEDS_BROWSER]
 
 
@@ -192,6 +192,17 @@ async def test_the_playground_answers_and_says_what_is_wrong(page: Page, cluster
     await form.get_by_role("button", name="Send").click()
     await page.locator("#playground").get_by_role("link", name="Timeline").click()
     await expect(page.locator("#timeline ol")).to_contain_text("first token")
+
+
+async def test_usage_says_what_tenants_took_and_nodes_did(page: Page, cluster: LocalCluster) -> None:
+    await ask(cluster.url, "In the beginning God created the heaven and the earth. ")
+    await show(page, "Usage")
+    tenants, nodes = (
+        page.locator(f"#usage [aria-label='{rows} by day'] tbody tr") for rows in ("Tenants", "Nodes")
+    )
+    # Conductors write what they know every two seconds, nodes tell it with their heartbeats.
+    await expect(tenants.first).to_contain_text(re.compile(r"\d{4}-\d\d-\d\d"))
+    await expect(nodes.first).to_contain_text(re.compile(r"[1-9][\d.]* %"))
 
 
 @pytest.mark.parametrize(("theme", "width"), [("light", 1440), ("dark", 1440), ("light", 390), ("dark", 390)])

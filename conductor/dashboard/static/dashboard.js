@@ -15,10 +15,11 @@ import * as latency from "./views/latency.js";
 import * as playground from "./views/playground.js";
 import * as requests from "./views/requests.js";
 import * as transfers from "./views/transfers.js";
+import * as usage from "./views/usage.js";
 
 const RETRY_MS = 2000;
 const RANGE_S = 300;
-const VIEWS = { cluster, cache, transfers, requests, latency, fleet, benchmarks, playground };
+const VIEWS = { cluster, cache, transfers, requests, latency, fleet, usage, benchmarks, playground };
 
 const main = byId("main"), links = [...document.querySelectorAll("[data-view]")];
 let frame; // what is shown
