@@ -235,7 +235,10 @@ def _append(sequence: Sequence, chunk: node_pb2.KvChunk) -> None:
 
 
 async def _stop_if_near(reading: _Reading, num_tokens: int) -> None:
-    """Ask a decode node to stop the request when little is left. ``num_tokens``: with their KV here."""
+    """Ask a decode node to stop the request when little is left. ``num_tokens``: with their KV here.
+
+    Raises StoodStillTooLong: it did not answer before it goes on with the request.
+    """
     source, sequence = reading.source, reading.sequence
     rest_tokens = sequence.num_tokens - 1 - num_tokens
     if (
@@ -247,7 +250,12 @@ async def _stop_if_near(reading: _Reading, num_tokens: int) -> None:
     reading.stopped_s = holders_clock()
     stub = node_pb2_grpc.DecodeNodeStub(reading.exchange.channel(source.address))
     request = node_pb2.YieldRequest(request_id=sequence.request_id, attempt=source.attempt)
-    await stub.Yield(request, timeout=STANDS_STILL_S, metadata=rpc.request_metadata())
+    try:
+        await stub.Yield(request, timeout=STANDS_STILL_S, metadata=rpc.request_metadata())
+    except grpc.aio.AioRpcError as error:
+        if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise
+        raise StoodStillTooLong(holders_clock() - reading.stopped_s) from error
 
 
 def _check_in_time(reading: _Reading) -> None:

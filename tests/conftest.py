@@ -44,7 +44,8 @@ def pytest_configure() -> None:
         from moonpool.local.preload import PRELOAD
         from moonpool.runtime.service.fork_server import use_fork_server
 
-        nodes = {"moonpool.node": [*PRELOAD["moonpool.node"], "tests.engine.short_profile"]}
+        imports = [*PRELOAD["moonpool.node"], "tests.engine.short_profile"]
+        nodes = dict.fromkeys(("moonpool.node", "tests.cluster.held_node"), imports)
         use_fork_server(_EARLY | PRELOAD | nodes | _LATE)
 
         from moonpool.runtime.security.local_key import local_key

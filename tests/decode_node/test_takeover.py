@@ -10,7 +10,8 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from moonpool.decode_node.takeover import HandoverBroken, Source, take_over
+from moonpool.decode_node import takeover
+from moonpool.decode_node.takeover import HandoverBroken, Source, StoodStillTooLong, take_over
 from moonpool.engine.batching.sequence import Sequence
 from moonpool.engine.prefix_cache.store import NodeStore
 from moonpool.protos import node_pb2, node_pb2_grpc
@@ -47,6 +48,16 @@ class Prefills(node_pb2_grpc.PrefillNodeServicer):
             source=self.source,
             granted_s=60,
         )
+
+
+class Busy(node_pb2_grpc.DecodeNodeServicer):
+    """A decode node that does not come to answering."""
+
+    async def Yield(
+        self, request: node_pb2.YieldRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> node_pb2.YieldReply:
+        await asyncio.Event().wait()
+        return node_pb2.YieldReply()
 
 
 class Taker:
@@ -135,3 +146,17 @@ async def test_a_stream_that_ends_early_or_is_given_up_leaves_nothing(taker: Tak
     await asyncio.wait((taking,))
     stats = engine.stats()
     assert stats.num_available_blocks == stats.num_free_blocks == 18
+
+
+async def test_a_source_that_answers_too_late_goes_on_and_is_not_called_dead(
+    taker: Taker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(takeover, "STANDS_STILL_S", 0.1)
+    add = node_pb2_grpc.add_DecodeNodeServicer_to_server
+    server, port = await rpc.serve([(add, Busy())], "127.0.0.1", 0)
+    sequence = taker._here.driver.sequence(prompt(1, NUM_TOKENS), request_id="moves", max_tokens=4)
+    source = Source(f"127.0.0.1:{port}", 0, decodes=True)
+    reading = takeover._Reading(taker.engine, taker._here.exchange, sequence, source, 0.0, 10.0)
+    with pytest.raises(StoodStillTooLong, match="the source goes on"):
+        await takeover._stop_if_near(reading, NUM_TOKENS - 1)
+    await server.stop(None)
