@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from moonpool.local.cluster import LocalCluster
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.config.options import Config
-from tests.cluster.conftest import eventually
+from tests.cluster.conftest import eventually, small_config
 from tests.forked import run_module
 from tests.lazily import Lazily
 
@@ -30,9 +31,13 @@ openai = Lazily("openai")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest.fixture(scope="module")
-def cluster(own_cluster: LocalCluster) -> LocalCluster:
-    return own_cluster
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCluster]:
+    config = small_config()
+    # It always fetches the longer prefix: the default computes where that is predicted to be faster.
+    config = replace(config, conductor=replace(config.conductor, policy="kv-aware"))
+    async with LocalCluster(config, directory=tmp_path_factory.mktemp("stale")) as running:
+        yield running
 
 
 NUM_TOKENS = 800

@@ -21,7 +21,7 @@ from moonpool.runtime import rpc
 from moonpool.runtime.config.options import ClusterOptions, SsdTierOptions, StoreOptions
 from tests.cluster.conftest import eventually, small_config
 
-# So long that no machine computes it sooner than it fetches it.
+# Longer than one durable write of a store node's disk.
 PROMPT = "And the store kept what the others had forgotten. " * 128
 
 
@@ -36,10 +36,12 @@ async def complete(client: Client) -> tuple[str, dict[str, object]]:
 async def test_a_prefix_is_fetched_from_a_store_node_when_its_makers_are_gone(
     tmp_path: Path, plan: str
 ) -> None:
-    on_disk = StoreOptions(ssd=SsdTierOptions(path=str(tmp_path)))
+    on_disk = StoreOptions(ssd=SsdTierOptions(path=str(tmp_path), deadline_s=60.0))
     # The makers' blocks lie in parts, the store node's are whole.
     counts = ClusterOptions(prefill=1, decode=1, store=1, prefill_options=(f"engine.parallel.{plan}",))
     config = replace(small_config(), cluster=counts, store=on_disk)
+    # It always fetches: the default computes where that is predicted to be faster.
+    config = replace(config, conductor=replace(config.conductor, policy="kv-aware"))
     async with LocalCluster(config) as cluster, Client(cluster.url) as client:
         redis = connect(cluster.config.index.redis_url)
         index = KVIndex(redis, config.index.namespace)
