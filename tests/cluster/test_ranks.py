@@ -120,7 +120,7 @@ async def is_back(client: Client, before: dict[str, Any]) -> bool:
         return False
     assert node["pid"] == before["pid"]
     assert node["num_starts"] == before["num_starts"] + 1
-    assert 0 < node["join_s"] < 60
+    assert 0 < node["join_s"] < 300  # as long as a test may take
     return True
 
 

@@ -200,7 +200,7 @@ async def test_a_replica_lost_while_decoding_costs_no_token_and_comes_back(
     sibling = next(other for other in before if other.startswith("decode") and other != name)
     assert after[sibling]["epoch"] == before[sibling]["epoch"]
     assert after[name]["num_starts"] == before[name]["num_starts"] + 1
-    assert 0 < after[name]["join_s"] < 60
+    assert 0 < after[name]["join_s"] < 300  # as long as a test may take
     assert (await nodes(client))["decode-0"]["pid"] == cluster.children["decode-0"].pid
     assert (await ask(client, prompt, **long)).text == expected
 
