@@ -18,6 +18,7 @@ import pytest
 import pytest_asyncio
 
 from moonpool.client import Client
+from moonpool.errors import ApiError
 from moonpool.local.cluster import LocalCluster
 from moonpool.runtime import rpc
 from moonpool.runtime.config.options import Config
@@ -58,6 +59,18 @@ def kill(cluster: LocalCluster, name: str) -> None:
 async def nodes(client: Client) -> dict[str, dict[str, Any]]:
     """What the conductor says of each node, by its id."""
     return {node["node_id"]: node for node in (await client.cluster())["nodes"]}
+
+
+async def migrate(client: Client, request_id: str, target: str = "") -> list[dict[str, Any]]:
+    """Move a running request; returns its move. On a busy machine the last blocks may take too long, and the
+    request goes on where it was: then once more."""
+    while True:
+        try:
+            moves: list[dict[str, Any]] = (await client.migrate(request_id, target))["moves"]
+            return moves
+        except ApiError as error:
+            if "the source goes on" not in str(error):
+                raise
 
 
 def another(cluster: LocalCluster, name: str, role: str, *options: str) -> Child:

@@ -20,7 +20,7 @@ import transformers
 from moonpool.client import Client, Reply
 from moonpool.errors import ApiError
 from moonpool.local.cluster import LocalCluster
-from tests.cluster.conftest import eventually, nodes, small_config
+from tests.cluster.conftest import eventually, migrate, nodes, small_config
 from tests.engine.adapters import make_adapter
 from tests.engine.conftest import Reference
 
@@ -223,7 +223,7 @@ async def test_a_running_request_moves_with_its_adapter(client: Client, voices: 
     async with aclosing(stream):
         async for _ in stream:
             if len(reply.pieces_s) == 4:
-                moved = (await client.migrate(reply.id))["moves"]
+                moved = await migrate(client, reply.id)
             if len(reply.pieces_s) >= 220:
                 break
     assert moved and moved[0]["source"] != moved[0]["target"]

@@ -17,7 +17,7 @@ from moonpool.local.cluster import LocalCluster
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.errors import RemoteError
-from tests.cluster.conftest import channel_as, eventually, kill, nodes, small_config
+from tests.cluster.conftest import channel_as, eventually, kill, migrate, nodes, small_config
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -164,7 +164,7 @@ async def test_a_request_moves_to_and_fro(both: Client) -> None:
         pass
     async for _ in both.complete(PROMPT, reply, **LONG):
         if len(moves) < 2 and len(reply.pieces_s) >= 10 * (len(moves) + 1):
-            moves += (await both.migrate(reply.id))["moves"]
+            moves += await migrate(both, reply.id)
     assert reply.text == expected.text
     assert [one["target"] for one in moves] == [one["source"] for one in reversed(moves)]
     await eventually(lambda: idle(both))

@@ -12,14 +12,15 @@ import pytest_asyncio
 
 from moonpool.client import Client, Reply
 from moonpool.local.cluster import LocalCluster
-from tests.cluster.conftest import eventually, nodes, small_config
+from tests.cluster.conftest import eventually, migrate, nodes, small_config
 from tests.cluster.test_migration import events_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 # More than a node that warms up is given at once.
 NUM_REQUESTS = 6
-NUM_TOKENS = 900
+# So many that no request ends before all have left.
+NUM_TOKENS = 1800
 PARAMETERS: dict[str, Any] = {"max_tokens": NUM_TOKENS, "ignore_eos": True}
 SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -70,7 +71,7 @@ async def test_all_requests_leave_at_once_for_a_node_that_has_just_joined(
     await eventually(all_decode)
     for reply in replies:
         if (await client.timeline(reply.id))["summary"]["decode_node"] == name:
-            await client.migrate(reply.id, "decode-0")
+            await migrate(client, reply.id, "decode-0")
     await client.drain("decode-0")
 
     async def left() -> bool:

@@ -10,7 +10,7 @@ import pytest
 from moonpool.client import Client, Reply
 from moonpool.errors import ApiError
 from moonpool.local.cluster import LocalCluster
-from tests.cluster.conftest import eventually, nodes
+from tests.cluster.conftest import eventually, migrate, nodes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -36,12 +36,7 @@ async def moved(client: Client, prompt: str, num_moves: int = 3, **parameters: A
     moves: list[dict[str, Any]] = []
     async for _ in client.complete(prompt, reply, **{**GREEDY, **parameters}):
         if len(moves) < num_moves and len(reply.pieces_s) >= 5 * (len(moves) + 1):
-            try:
-                moves += (await client.migrate(reply.id))["moves"]
-            except ApiError as error:
-                # On a busy machine the last blocks may take too long: the request went on where it was.
-                if "the source goes on" not in str(error):
-                    raise
+            moves += await migrate(client, reply.id)
     assert len(moves) == num_moves
     assert all(one["source"] == other["target"] for one, other in zip(moves[1:], moves, strict=False))
     return reply

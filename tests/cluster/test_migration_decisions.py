@@ -16,7 +16,7 @@ from moonpool.client import Client, Reply
 from moonpool.conductor.costs.model import Profile
 from moonpool.errors import ApiError
 from moonpool.local.cluster import LocalCluster
-from tests.cluster.conftest import another, eventually, nodes, small_config, started
+from tests.cluster.conftest import another, eventually, migrate, nodes, small_config, started
 from tests.cluster.test_migration import events_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -113,7 +113,7 @@ async def test_a_long_prompt_that_fits_nowhere_gets_room_by_a_move(
                     running.append(group.create_task(asked))
                     await pieces(reply, 5)
                     if await decode_node(client, reply) != name:
-                        await client.migrate(reply.id, name)
+                        await migrate(client, reply.id, name)
                 last = await read(client, long, replies[2], max_tokens=8, priority=priority)
                 ended = [task.done() for task in running]
             texts[causes] = [*(task.result() for task in running), last]

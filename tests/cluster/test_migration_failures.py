@@ -22,7 +22,15 @@ from moonpool.local.cluster import LocalCluster
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime.service.child import Child
 from tests.cluster import held_node
-from tests.cluster.conftest import another, channel_as, eventually, nodes, small_config, started
+from tests.cluster.conftest import (
+    another,
+    channel_as,
+    eventually,
+    migrate,
+    nodes,
+    small_config,
+    started,
+)
 from tests.cluster.held_node import READING, STANDS_STILL
 from tests.cluster.test_migration import events_of
 from tests.processes import stop
@@ -346,13 +354,8 @@ async def test_a_node_that_is_ended_hands_its_streams_on(cluster: LocalCluster, 
             moved = False
             async for _ in client.complete(prompt, reply, **many):
                 if not moved and len(reply.pieces_s) >= 10:
-                    while await decode_node(client, reply) != leaving.name:
-                        try:
-                            await client.migrate(reply.id, leaving.name)
-                        except ApiError as error:
-                            # On a busy machine the last blocks may take too long.
-                            if "the source goes on" not in str(error):
-                                raise
+                    if await decode_node(client, reply) != leaving.name:
+                        await migrate(client, reply.id, leaving.name)
                     moved = True
                     there.release()
 
