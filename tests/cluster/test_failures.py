@@ -95,7 +95,7 @@ async def test_a_prefill_node_killed_while_it_computes(cluster: LocalCluster, cl
 
     # On a busy machine the prompt may be computed before its node is killed: then another one.
     for number in range(5):
-        prompt = f"{number}. " + "The words of the preacher, the son of David. " * 150
+        prompt = f"{number}. " + "The words of the preacher, the son of David. " * 300
         reply = Reply()
         task = asyncio.create_task(whole(client, prompt, reply, max_tokens=32))
         victim = ""

@@ -117,7 +117,7 @@ async def test_a_seeded_sample_repeats_and_differs_by_seed(openai_client) -> Non
 
 async def test_the_timeline_tells_the_whole_way(client: Client) -> None:
     reply = Reply()
-    async for _ in client.complete("And it came to pass " * 20, reply, max_tokens=8, temperature=0):
+    async for _ in client.complete("The whole way. " * 20, reply, max_tokens=8, temperature=0):
         pass
     timeline = await client.timeline(reply.id)
     names = [event["event"] for event in timeline["events"]]
