@@ -14,7 +14,7 @@ from moonpool.conductor.fleet.registry import NodeRegistry
 from moonpool.protos import node_pb2
 from moonpool.runtime.errors import MoonpoolError, RemoteError
 
-# Until then the nodes' records have what they answered.
+# After a change, until then the nodes' records have what they answered.
 _SETTLED_S = 30.0
 # Requests wait so long for the names of a node that has just joined.
 _ASKED_S = 2.0
@@ -29,18 +29,16 @@ class AdapterDirectory:
     def __init__(self, registry: NodeRegistry, served_name: str, unix_clock: Callable[[], float]) -> None:
         """``served_name``: the model's, which no adapter may have."""
         self._registry, self._served_name, self._unix_clock = registry, served_name, unix_clock
-        # What this conductor changed lately, by name: None: unloaded.
-        self._changes: dict[str, tuple[float, node_pb2.Adapter | None]] = {}
+        # What this conductor changed lately, by name: until when that counts, its time, and None: unloaded.
+        self._changes: dict[str, tuple[float, float, node_pb2.Adapter | None]] = {}
         self._turn = asyncio.Lock()
 
     def find(self, name: str) -> node_pb2.Adapter | None:
         """The adapter of this name; None: there is none."""
         found = [one for member in self._registry.computing() if (one := member.adapters.get(name))]
         newest = max(found, key=lambda one: one.loaded_unix_s, default=None)
-        changed_s, change = self._changes.get(name, (0.0, None))
-        if self._unix_clock() - changed_s < _SETTLED_S and (
-            newest is None or newest.loaded_unix_s <= changed_s
-        ):
+        until_s, changed_s, change = self._changes.get(name, (0.0, 0.0, None))
+        if self._unix_clock() < until_s and (newest is None or newest.loaded_unix_s <= changed_s):
             return change
         return newest
 
@@ -128,11 +126,11 @@ class AdapterDirectory:
         }
         return found, [answer for answer in answers if isinstance(answer, MoonpoolError)]
 
-    def _remember(self, name: str, now_s: float, adapter: node_pb2.Adapter | None) -> None:
-        old = [name for name, (at_s, _) in self._changes.items() if now_s - at_s >= _SETTLED_S]
-        for one in old:
-            del self._changes[one]
-        self._changes[name] = now_s, adapter
+    def _remember(self, name: str, changed_s: float, adapter: node_pb2.Adapter | None) -> None:
+        """``changed_s``: when the nodes were asked; they may have taken long."""
+        now_s = self._unix_clock()
+        self._changes = {name: one for name, one in self._changes.items() if now_s < one[0]}
+        self._changes[name] = now_s + _SETTLED_S, changed_s, adapter
 
 
 def _as_one(errors: list[MoonpoolError]) -> MoonpoolError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -54,6 +55,24 @@ async def test_adapters_of_records_are_found(redis: RedisProcess) -> None:
             one.adapters.clear()
             await one.announce()
         await made.until(lambda: not made.conductor.adapters.all())
+
+
+async def test_a_load_that_takes_long_is_known_when_it_is_done(
+    redis: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(redis.url, "p0", "d0", namespace="adapters6") as made:
+        adapters, late_s = made.conductor.adapters, 0.0
+        monkeypatch.setattr(adapters, "_unix_clock", lambda: 1e9 + late_s)
+        ask_all = adapters._ask_all
+
+        async def slowly(*arguments: Any) -> Any:
+            nonlocal late_s
+            late_s += 50.0  # a busy machine, or large files
+            return await ask_all(*arguments)
+
+        monkeypatch.setattr(adapters, "_ask_all", slowly)
+        loaded = await adapters.load("voice", "/a", replace=False)
+        assert adapters.find("voice") == loaded
 
 
 async def test_names_are_asked_for_once_and_unknown_ones_cost_no_call(redis: RedisProcess) -> None:
