@@ -63,7 +63,7 @@ class SmallEngine:
     """It has no cache of its own: what it does not load it computes."""
 
     def __init__(self, redis_url: str, name: str, *, sets: Sequence[str] = (), **facts: str) -> None:
-        every = ["store.host.capacity_nbytes=1MiB", *sets]
+        every = ["store.host.capacity_nbytes=1MiB", "store.ssd.deadline_s=60", *sets]
         config = read_settings({"url": redis_url, "node_id": name, "set": every}, name)
         identify(config)
         known = layout_facts("hub/small", "1", {"block_size": str(BLOCK), **facts})
