@@ -22,6 +22,7 @@ from moonpool.bench.harness.turns import Call, spread, turns
 from moonpool.bench.serve.adapters import adapter_rows
 from moonpool.bench.serve.client import load
 from moonpool.bench.serve.client.answer import read_json, read_text
+from moonpool.bench.serve.client.evidence import learn
 from moonpool.bench.serve.client.http_client import HttpClient
 from moonpool.bench.serve.client.server import RequestFailed, Server, new_request_id
 from moonpool.bench.serve.client.workload import Prompts, Workload
@@ -80,6 +81,7 @@ class Settings:
                 url = await run.stack.enter_async_context(local_cluster(self.sets))
             http = await run.stack.enter_async_context(HttpClient(url, api_key=self.api_key))
             self._server = await Server.find("the server", http, model=self.model, plain=self.plain)
+            await learn(run, self._server)
         return self._server
 
     async def contestants(self, run: Run) -> dict[str, Contestant]:

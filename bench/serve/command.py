@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from moonpool.bench.harness.command import Run, benchmark
+from moonpool.bench.harness.models import models_of
 from moonpool.bench.harness.peers import python_of
 from moonpool.bench.harness.shapes import SHAPES, shape_directory
 from moonpool.bench.serve import cases
@@ -18,8 +19,14 @@ from moonpool.bench.serve.figures import Slo
 from moonpool.runtime.config.loading import load_config
 from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.machine.processor import usable_cores
+from moonpool.runtime.reports.conditions import CacheState, Conditions
 
 _QUICK = {"requests": 8, "output_tokens": 16}
+_CACHE = "new prompts each round, but for the shared parts that cases name; tiers: each prompt is cached"
+_WARM_UP = (
+    "path, perimeter: two requests; load: a request of another seed for each that runs at a time; "
+    "load-sweep: a step of another seed; tiers: each prompt; else a round"
+)
 
 
 @benchmark(
@@ -119,6 +126,12 @@ def serve(run: Run, **given: Any) -> cases.Settings:
             run.parts = ["prompt", "together", "alone"]
         model_dir = model_dir or shape_directory(given["shape"])
         sets = (f"model.path={model_dir}", "engine.pool_nbytes=1GiB", *sets)
+    run.conditions = Conditions(
+        [] if given["url"] else models_of(sets),
+        CacheState.holding(0, 0, _CACHE),
+        _WARM_UP,
+        {"prompts and arrivals": given["seed"]},
+    )
     return cases.Settings(
         url=given["url"],
         model=given["model"],
