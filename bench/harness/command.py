@@ -141,7 +141,7 @@ def benchmark(
             began_load = load_average()
             settings = function(run, **options)
             line = shlex.join(["moonpool", "bench", context.command.name or "", *context.meta["arguments"]])
-            recorded = {**options, "rounds": rounds, "quick": quick, "peers": peers, "parts": run.parts}
+            recorded = {**options, "rounds": run.rounds, "quick": quick, "peers": peers, "parts": run.parts}
             found: list[Row] = []
 
             def result() -> Report:
@@ -151,7 +151,7 @@ def benchmark(
                     packages,
                     command=line,
                     options=recorded,
-                    conditions=replace(run.conditions, rounds=rounds, load=load),
+                    conditions=replace(run.conditions, rounds=run.rounds, load=load),
                 )
                 if run.machine:
                     environment = replace(environment, machine=f"{run.machine}; {environment.machine}")

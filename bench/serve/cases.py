@@ -28,6 +28,7 @@ from moonpool.bench.serve.client.server import RequestFailed, Server, new_reques
 from moonpool.bench.serve.client.workload import Prompts, Workload
 from moonpool.bench.serve.colocated import colocated_rows
 from moonpool.bench.serve.figures import Slo, load_rows, output_rate
+from moonpool.bench.serve.load_sweep import sweep_rows
 from moonpool.bench.serve.path_cost import ModelClock, PathCost, path_cost
 from moonpool.bench.serve.peers.contestants import DTYPES, Contestant, ServerContestant, transformers_peer
 from moonpool.bench.serve.peers.vllm import vllm_server
@@ -286,6 +287,12 @@ async def workload_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
     if all(answer.error for answer in outcome.answers):
         raise RequestFailed(f"every request of {name!r} failed")
     for row in load_rows(name, outcome, settings.slo):
+        yield row
+
+
+async def load_sweep(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    """Latency against load, to the knee."""
+    async for row in sweep_rows(run, await settings.server(run), settings.workload, settings.slo):
         yield row
 
 

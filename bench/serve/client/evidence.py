@@ -22,7 +22,7 @@ async def learn(run: Run, server: Server) -> None:
     cluster = await _page(server, "/v1/cluster")
     if cluster is not None:
         blocks = sum(_held(node) for node in cluster["nodes"])
-        cache = CacheState.holding(blocks, cluster["block_size"], conditions.cache.note)
+        cache = CacheState.holding(blocks, cluster.get("block_size", 0), conditions.cache.note)
         conditions = replace(conditions, cache=cache)
     if not conditions.models:
         report = await _page(server, "/v1/report") or {}
