@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moonpool.engine.checkpoint.config import ModelConfig
-from moonpool.engine.device.selection import choose_device, choose_dtype, page_dtype
+from moonpool.engine.device.selection import choose_device, choose_dtype, page_dtype, weights_dtype
 from moonpool.runtime.config.loading import load_config
 from moonpool.runtime.config.models_file import served_models
 from moonpool.runtime.config.options import Config, EngineOptions
@@ -38,5 +38,6 @@ def _of(name: str, config: Config) -> ModelFacts:
     """``revision``: that of the nodes' records."""
     model = ModelConfig.from_checkpoint(config.model.directory).with_weights(config.engine.weights)
     dtype = choose_dtype(config.model.dtype, model, choose_device(config.model.device))
-    weights = dtype if model.weights is None else f"{model.weights.name}, computed in {dtype}"
-    return ModelFacts(name, model.fingerprint().hex(), weights, page_dtype(config.engine, dtype))
+    return ModelFacts(
+        name, model.fingerprint().hex(), weights_dtype(model, dtype), page_dtype(config.engine, dtype)
+    )

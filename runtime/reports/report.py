@@ -23,7 +23,11 @@
           "noise": {"rounds": 7,                         # repetitions, in turn with what is compared
                     "load": [0.3, 1.6],                  # one-minute load average at the start and the end
                     "spread": 0.02}                      # optional: the median of the rows' noise
-        }
+        },
+        "nodes": [                                       # optional: of a running cluster (GET /v1/report)
+          {"name": "decode-0", "role": "decode", "machine": "AMD EPYC, 2 cores",
+           "versions": {"torch": "2.13.0"}}
+        ]
       },
       "rows": [
         {
@@ -74,6 +78,16 @@ from moonpool.runtime.reports.schema import ReportInvalid, validate
 
 
 @dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """A node of a running cluster."""
+
+    name: str
+    role: str
+    machine: str
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class Environment:
     machine: str
     versions: Mapping[str, str]
@@ -82,6 +96,7 @@ class Environment:
     command: str = ""
     options: Mapping[str, str] | None = None
     conditions: Conditions | None = None  # None: in older files
+    nodes: Sequence[NodeFacts] = ()
 
     def as_json(self, noises: Sequence[float] = ()) -> dict[str, Any]:
         """``noises``: those of the rows."""
@@ -97,6 +112,8 @@ class Environment:
             content["options"] = dict(self.options)
         if self.conditions is not None:
             content["conditions"] = self.conditions.as_json(noises)
+        if self.nodes:
+            content["nodes"] = [asdict(node) for node in self.nodes]
         return content
 
     @classmethod
@@ -104,6 +121,7 @@ class Environment:
         found = dict(content)
         if "conditions" in found:
             found["conditions"] = Conditions.from_json(found["conditions"])
+        found["nodes"] = tuple(NodeFacts(**node) for node in found.get("nodes", ()))
         return cls(**found)
 
 

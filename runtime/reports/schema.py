@@ -37,7 +37,10 @@ def validate(content: Any, *, complete: bool = False) -> None:
     environment = content["environment"]
     needed: dict[str, type] = {"machine": str, "versions": dict, "commit": str, "date": str}
     later: dict[str, type] = {"command": str, "options": dict, "conditions": dict}
-    _keys("environment", environment, needed | (later if complete else {}), later)
+    _keys("environment", environment, needed | (later if complete else {}), later | {"nodes": list})
+    for number, node in enumerate(environment.get("nodes", ())):
+        facts = {"name": str, "role": str, "machine": str, "versions": dict}
+        _keys(f"environment.nodes[{number}]", node, facts, {})
     for group in ("versions", "options"):
         for name, text in environment.get(group, {}).items():
             _require(isinstance(text, str), f"environment.{group}.{name}", "must be a text")
