@@ -45,7 +45,7 @@ _LATENCIES: dict[str, _Figure] = {
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One round of a load."""
+    """One round of a load, of which at least one request was answered."""
 
     outcome: Outcome
     occupancy: Occupancy | None
@@ -84,8 +84,7 @@ class Step:
         return median(map(figure, self.turns))
 
     def ttft_p95_s(self) -> float:
-        values = self.values(_LATENCIES["TTFT"])
-        return quantile(values, 0.95) if values else float("inf")
+        return quantile(self.values(_LATENCIES["TTFT"]), 0.95)
 
 
 def broken(step: Step, lightest: Step, slo: Slo) -> bool:
@@ -141,10 +140,10 @@ async def sweep_rows(run: Run, server: Server, work: Workload, slo: Slo) -> Asyn
     for row in chain(*(_rows(f"{step.rate:.3g} requests/s, {tokens}", step, slo) for step in steps)):
         yield row
     if knee is not None:
-        at = steps[knee]
-        yield Row(f"knee, {tokens}", "offered", at.mean(lambda turn: turn.offered), "requests/s")
-        yield Row(f"knee, {tokens}", "output throughput", at.mean(_throughput), "tokens/s")
-        yield Row(f"knee, {tokens}", "TTFT p95", 1e3 * at.ttft_p95_s(), "ms")
+        best = steps[knee]
+        yield Row(f"knee, {tokens}", "offered", best.mean(lambda turn: turn.offered), "requests/s")
+        yield Row(f"knee, {tokens}", "output throughput", best.mean(_throughput), "tokens/s")
+        yield Row(f"knee, {tokens}", "TTFT p95", 1e3 * best.ttft_p95_s(), "ms")
     run.say(RULE if knee is not None else f"no knee among these loads; {RULE}")
 
 
@@ -202,24 +201,22 @@ def _rows(case: str, step: Step, slo: Slo) -> Iterator[Row]:
         values = [figure(turn) for turn in step.turns]
         yield Row(case, metric, median(values), unit, samples=values)
     for metric, latency in _LATENCIES.items():
-        if latencies := step.values(latency):
-            # Percentiles are of all requests; samples, and their noise, are medians of rounds.
-            of_rounds = [1e3 * median(map(latency, turn.good)) for turn in step.turns if turn.good]
-            found = percentiles(latencies, 1e3)
-            yield Row(case, metric, found["p50"], "ms", samples=of_rounds, **found)
+        # Percentiles are of all requests; samples, and their noise, are medians of rounds.
+        of_rounds = [1e3 * median(map(latency, turn.good)) for turn in step.turns]
+        found = percentiles(step.values(latency), 1e3)
+        yield Row(case, metric, found["p50"], "ms", samples=of_rounds, **found)
 
 
 def _show(steps: Sequence[Step], knee: int | None, slo: Slo) -> None:
     table = Table(box=None, pad_edge=False, header_style="dim", title=RULE, title_justify="left")
-    figures = (f"{name}, {unit}" for name, (unit, _) in _figures(steps[0], slo).items())
-    for heading in (*figures, *(f"{name} p50/p90/p95/p99, ms" for name in _LATENCIES), ""):
+    figures = (f"{name},\n{unit}" for name, (unit, _) in _figures(steps[0], slo).items())
+    for heading in (*figures, *(f"{name} p50/p90/\np95/p99, ms" for name in _LATENCIES), ""):
         table.add_column(heading, justify="right")
     for at, step in enumerate(steps):
         cells = [number(step.mean(figure)) for _, figure in _figures(step, slo).values()]
         for latency in _LATENCIES.values():
-            values = step.values(latency)
-            found = percentiles(values, 1e3) if values else {}
-            cells.append("/".join(number(value) for value in found.values() if isinstance(value, float)))
+            found = percentiles(step.values(latency), 1e3)
+            cells.append("/".join(map(number, (found["p50"], found["p90"], found["p95"], found["p99"]))))
         table.add_row(*cells, "← knee" if at == knee else "")
     Console(highlight=False, width=220).print(table)
 
@@ -237,7 +234,7 @@ def _curves(steps: Sequence[Step], knee: int | None, slo: Slo) -> Iterator[Curve
             yield Curve(panel, "knee", axis, y, [(offered[knee], 0.0), (offered[knee], top)])
 
     for metric, latency in _LATENCIES.items():
-        found = [percentiles(step.values(latency) or [0.0], 1e3) for step in steps]
+        found = [percentiles(step.values(latency), 1e3) for step in steps]
         yield from lines(
             f"{metric} against load",
             "ms",

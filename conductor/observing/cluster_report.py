@@ -27,7 +27,7 @@ _COUNTS = (
     ("running_requests", "running now", "sequences"),
     ("waiting_requests", "waiting now", "sequences"),
 )
-_FRACTIONS = (("p50", 0.5), ("p90", 0.9), ("p95", 0.95), ("p99", 0.99))
+_FRACTIONS = (0.5, 0.9, 0.95, 0.99)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +126,10 @@ def _latency(case: str, metric: str, unit: str, factor: float, histogram: Mappin
     if not buckets or not (count := buckets[-1][1]):
         return None
     finite = [each for each in buckets if each[0] != float("inf")]
-    quantiles = {name: histogram_quantile(finite, count, fraction) for name, fraction in _FRACTIONS}
-    found = {name: factor * value for name, value in quantiles.items() if value is not None}
-    return Row(case, metric, found.get("p50", factor * histogram["sum"] / count), unit, **found)
+    p50, p90, p95, p99 = (_scaled(histogram_quantile(finite, count, q), factor) for q in _FRACTIONS)
+    middle = factor * histogram["sum"] / count if p50 is None else p50
+    return Row(case, metric, middle, unit, p50=p50, p90=p90, p95=p95, p99=p99)
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else factor * value
