@@ -28,7 +28,8 @@ from moonpool.runtime.config.agreement import agreement_of, own_version
 from moonpool.runtime.config.loading import shown_options
 from moonpool.runtime.config.models_file import served_models
 from moonpool.runtime.config.options import Config
-from moonpool.runtime.machine.description import commit_here, describe_machine, versions_of
+from moonpool.runtime.reports.conditions import load_average
+from moonpool.runtime.reports.report import measure_environment
 from moonpool.runtime.service.lifecycle import ServiceContext, run_service
 from moonpool.runtime.structure.grammars import Grammars
 
@@ -135,11 +136,14 @@ def make_context(config: Config, conductor: Conductor, first: ApiContext | None 
 
 def _about(config: Config) -> dict[str, Any]:
     """Plain JSON types, without secrets. Runs git, some milliseconds: call once."""
+    measured = measure_environment(_PACKAGES)
     return {
         "moonpool": version("moonpool"),
-        "commit": commit_here(),
-        "machine": describe_machine(),
-        "versions": versions_of(_PACKAGES),
+        "commit": measured.commit,
+        "machine": measured.machine,
+        "versions": dict(measured.versions),
+        "command": measured.command,
+        "load_average": load_average(),
         "started_unix_s": time.time(),
         "options": shown_options(config),
     }

@@ -76,6 +76,7 @@ def create_app(context: ApiContext, lanes: Lanes | None = None) -> web.Applicati
             web.post("/v1/fleet/rollout", fleet.rollout),
             web.post("/v1/fleet/rollout/abort", fleet.abort_rollout),
             web.get("/v1/about", pages.about),
+            web.get("/v1/report", pages.report),
             web.get("/v1/benchmarks", dashboard_routes.benchmarks),
             web.get("/v1/benchmarks/{name}", dashboard_routes.benchmark),
             web.get("/v1/prometheus-targets", pages.prometheus_targets),

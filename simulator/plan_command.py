@@ -16,6 +16,7 @@ from rich.table import Table
 from moonpool.conductor.observing.slo import Slo
 from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.reports import report
+from moonpool.runtime.reports.conditions import COLD, CacheState, Conditions, ModelFacts, load_average
 from moonpool.simulator.capacity import EFFECTIVE, MIN_GAIN, Verdict, candidates, check_slo, judge
 from moonpool.simulator.inputs.hardware import A800, H200, LLAMA3_8B, LLAMA3_70B, Accelerator, ModelShape
 from moonpool.simulator.inputs.trace import at_speed, load_trace
@@ -144,7 +145,7 @@ def _size(gpu: Accelerator, shape: ModelShape, sizes: Sequence[int], given: Mapp
     if given["svg"] is not None:
         given["svg"].write_text(diagram.draw(question, sized.plans[0], sized.traffic))
     if given["json_path"] is not None:
-        _write(page.rows(sized, found, given["price"]), given["json_path"])
+        _write(page.rows(sized, found, given["price"]), given["json_path"], {"arrivals": given["seed"]})
 
 
 _LIMITS = ("slo_ttft", "slo_tbt", "e2e_p99")
@@ -161,8 +162,17 @@ def _map(out: Console, question: answer.Question, texts: Sequence[str]) -> None:
     out.print(vary.table(question, axes))
 
 
-def _write(rows: Sequence[report.Row], path: Path) -> None:
-    report.write(report.Report(report.measure_environment(("numpy",)), rows), path)
+def _write(rows: Sequence[report.Row], path: Path, seeds: Mapping[str, int]) -> None:
+    options = click.get_current_context().params
+    conditions = Conditions(
+        [ModelFacts(options["model"], "none: its times are simulated", "none", "none")],
+        CacheState(COLD, note="every cluster starts without blocks"),
+        "nothing: every request counts",
+        seeds,
+        load=[load_average()] * 2,
+    )
+    environment = report.measure_environment(("numpy",), options=options, conditions=conditions)
+    report.write(report.Report(environment, rows), path)
 
 
 def _rank(
@@ -198,7 +208,7 @@ def _rank(
     out.print(_table(verdicts))
     out.print(_advice(verdicts))
     if json_path is not None:
-        _write(_rows(verdicts), json_path)
+        _write(_rows(verdicts), json_path, {})
 
 
 def _sizes(text: str) -> list[int]:

@@ -19,13 +19,16 @@ from moonpool.bench.chaos.disk import DiskUnavailable, LoopDisk
 from moonpool.bench.chaos.faults import ClusterFaults, Fault, command_faults
 from moonpool.bench.chaos.load import Counts, KnownLoad
 from moonpool.bench.harness.command import Run, benchmark
+from moonpool.bench.harness.models import models_of
 from moonpool.bench.harness.turns import spread
 from moonpool.bench.serve.client.answer import AnswerInvalid, read_json
+from moonpool.bench.serve.client.evidence import learn
 from moonpool.bench.serve.client.http_client import HttpClient, ServerUnreachable
 from moonpool.bench.serve.client.server import Server
 from moonpool.local.cluster import LocalCluster
 from moonpool.runtime.config.loading import load_config
 from moonpool.runtime.errors import ConfigError
+from moonpool.runtime.reports.conditions import CacheState, Conditions
 from moonpool.runtime.reports.report import Row
 
 # Small tiers, so that blocks go through all of them, and a short deadline: a request that hangs is seen.
@@ -73,6 +76,7 @@ async def chaos_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
         scene = await _scene(run, settings, stack)
         http = await stack.enter_async_context(HttpClient(scene.url, api_key=settings.api_key))
         load = KnownLoad(await Server.find("cluster", http), settings.seed, _HUNG_AFTER_S)
+        await learn(run, load.server)
         run.say("learning the answers")
         await load.learn()
         counts, after, until = Counts(), Counts(), asyncio.Event()
@@ -194,6 +198,12 @@ def chaos(run: Run, **given: Any) -> Settings:
         raise ConfigError("--url needs at least one --fault NAME=COMMAND", key="fault")
     if run.quick:
         given["seconds"] = min(given["seconds"], 10.0)
+    run.conditions = Conditions(
+        [] if given["url"] else models_of((*_SETS, *given["sets"])),
+        CacheState.holding(0, 0, "warm by the load's own prompts when faults begin"),
+        "each prompt once, to learn its answer",
+        {"prompts, faults and their order": given["seed"]},
+    )
     return Settings(
         given["seconds"],
         given["seed"],

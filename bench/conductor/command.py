@@ -12,6 +12,7 @@ from moonpool.bench.conductor.overhead import dashboard_rows, http_rows, sse_row
 from moonpool.bench.harness.command import Run, benchmark
 from moonpool.bench.harness.peers import python_of
 from moonpool.conductor.placing.policies import POLICIES
+from moonpool.runtime.reports.conditions import NONE, CacheState, Conditions
 
 _OWN = ("scale", "http", "sse", "dashboard")
 
@@ -41,4 +42,10 @@ def conductor(run: Run, policy: str, decisions: int, requests: int, full: bool) 
         run.parts.append("matching")
     if run.quick:
         decisions, requests = min(decisions, 300), min(requests, 64)
+    run.conditions = Conditions(
+        [],  # nodes of http, sse and dashboard only wait
+        CacheState(NONE, note="scale, matching: an index of as many blocks as the case says"),
+        "scale: some requests; http, sse: two for each that runs at a time; else nothing",
+        {"index and prompts": 0},
+    )
     return Settings(policy, decisions, requests, full)

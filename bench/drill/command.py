@@ -21,11 +21,13 @@ from moonpool.bench.chaos.load import Counts, KnownLoad
 from moonpool.bench.drill.course import Course, FailureWatch
 from moonpool.bench.drill.drills import DRILLS, Drill, Scene
 from moonpool.bench.harness.command import Run, benchmark
+from moonpool.bench.harness.models import models_of
 from moonpool.bench.serve.client.answer import read_json
 from moonpool.bench.serve.client.http_client import HttpClient
 from moonpool.bench.serve.client.server import Server
 from moonpool.local.cluster import LocalCluster
 from moonpool.runtime.config.loading import load_config
+from moonpool.runtime.reports.conditions import CacheState, Conditions
 from moonpool.runtime.reports.report import Row
 
 # A short deadline: a request that hangs is seen.
@@ -173,4 +175,12 @@ def drill(run: Run, seed: int, sets: tuple[str, ...]) -> Settings:
     """
     if run.quick and not run.named:
         run.parts = run.parts[:1]
+    run.conditions = Conditions(
+        models_of((*_SETS, *sets)),
+        CacheState.holding(
+            0, 0, "a new cluster for each; warm by the load's own prompts when the fault comes"
+        ),
+        f"each prompt once, to learn its answer; then {_CALM_S:g} s of load",
+        {"prompts and their order": seed},
+    )
     return Settings(seed, sets)

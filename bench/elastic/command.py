@@ -13,8 +13,10 @@ from moonpool.bench.elastic.comparison import Case, Comparison
 from moonpool.bench.elastic.fleets import Planned, Simulator, Task
 from moonpool.bench.elastic.live import LiveLoad, live_rows
 from moonpool.bench.harness.command import Run, benchmark
+from moonpool.bench.harness.models import models_of, simulated_model
 from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.planning.plan import Bounds
+from moonpool.runtime.reports.conditions import CacheState, Conditions
 from moonpool.runtime.reports.report import Row
 from moonpool.simulator.inputs import arguments
 from moonpool.simulator.inputs.azure_trace import load_azure_trace, times
@@ -149,6 +151,15 @@ def elastic(
         for planned in [Planned(bounds, target, hold_s, join_s)]
     ]
     live = LiveLoad(window_s=_QUICK_S) if run.quick else LiveLoad()
+    run.conditions = Conditions(
+        [
+            *([simulated_model(nodes.name)] if "simulated" in run.parts else []),
+            *(models_of(()) if "live" in run.parts else []),
+        ],
+        CacheState.holding(0, 0, "every fleet starts without blocks"),
+        "nothing: the whole trace counts",
+        {"prompts of live": 0},
+    )
     return Settings(requests, times(requests, copies), cases, bounds, live)
 
 

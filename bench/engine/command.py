@@ -19,10 +19,12 @@ from moonpool.bench.engine.perplexity import VARIANTS, perplexity
 from moonpool.bench.harness import shapes
 from moonpool.bench.harness.command import Run, benchmark
 from moonpool.bench.harness.floor import Floor, measure_device
+from moonpool.bench.harness.models import model_at, random_model
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.device.selection import choose_device
-from moonpool.runtime.config.options import EngineOptions
+from moonpool.runtime.config.options import EngineOptions, ModelOptions
 from moonpool.runtime.machine.processor import usable_cores
+from moonpool.runtime.reports.conditions import CacheState, Conditions
 from moonpool.runtime.reports.report import Row, versus
 
 
@@ -180,19 +182,31 @@ def engine(
     on_gpu = choose_device(device).torch.type == "cuda"
     name = name or ("llama-3-8b" if on_gpu else "small")
     large, real = name == "llama-3-8b", name in shapes.SHAPES
+    options = EngineOptions(
+        block_size=block_size,
+        max_batch_size=64,
+        max_batch_tokens=8192 if large else 512,
+        decode_graphs=not no_graphs,
+        threads=threads,
+        pool_nbytes=1 << 30 if real else 0,
+    )
+    run.conditions = Conditions(
+        [
+            random_model(name, 0, "bfloat16", options),
+            *([model_at(ModelOptions().directory, "shipped model")] if "perplexity" in run.parts else []),
+        ],
+        CacheState.holding(
+            0, block_size, "no prompt is sent twice; decode steps run over as much as the case says"
+        ),
+        "a prompt and the steps until a batch is full; for masks a round",
+        {"weights": 0},
+    )
     return Settings(
         name,
         device,
         ((64, 2048), (1, 2048), (16, 2048)) if large else ((8, 256), (1, 256)),
         16 if run.quick or real else 64,
         8192 if large else 2048 if real else 512,
-        EngineOptions(
-            block_size=block_size,
-            max_batch_size=64,
-            max_batch_tokens=8192 if large else 512,
-            decode_graphs=not no_graphs,
-            threads=threads,
-            pool_nbytes=1 << 30 if real else 0,
-        ),
+        options,
         weights,
     )

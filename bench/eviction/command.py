@@ -12,6 +12,7 @@ import click
 from moonpool.bench.eviction.policies import CONTENDERS
 from moonpool.bench.eviction.replay import GENERATED, Request, optimum, replay
 from moonpool.bench.harness.command import Run, benchmark
+from moonpool.runtime.reports.conditions import CacheState, Conditions
 from moonpool.runtime.reports.report import Curve, Row, versus
 from moonpool.simulator.inputs.trace import load_trace
 
@@ -79,4 +80,10 @@ def eviction(
         requests = [request.block_ids for request in load_trace(trace, block_tokens=block_tokens)]
     else:
         requests = [tuple(blocks) for blocks in GENERATED[generate or ""](random.Random(seed))]
+    run.conditions = Conditions(
+        [],
+        CacheState.holding(0, block_tokens, "each policy and capacity starts without blocks"),
+        "nothing: hits are counted from the first request on",
+        {} if generate is None else {"requests": seed},
+    )
     return Settings(requests[: _QUICK_REQUESTS if run.quick else None], names, capacities)

@@ -19,6 +19,7 @@ import torch
 
 from moonpool.bench.gpu.jobs import DEFAULT, PARTS, Part
 from moonpool.runtime.reports import report
+from moonpool.runtime.reports.conditions import Conditions, merged
 from moonpool.runtime.reports.output import finish
 from moonpool.runtime.reports.report import Report, Row
 
@@ -34,6 +35,7 @@ class Outcome:
     seconds: float
     log: Path
     rows: list[Row]
+    conditions: Conditions | None = None
 
     @property
     def failed(self) -> bool:
@@ -75,8 +77,11 @@ def run_part(part: Part, timeout_s: float, directory: Path) -> Outcome:
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-    rows = list(report.read(json_path).rows) if part.report and json_path.exists() else []
-    return Outcome(part, code, time.monotonic() - began_s, log, rows)
+    took_s = time.monotonic() - began_s
+    if not (part.report and json_path.exists()):
+        return Outcome(part, code, took_s, log, [])
+    written = report.read(json_path)
+    return Outcome(part, code, took_s, log, list(written.rows), written.environment.conditions)
 
 
 def keep(outcome: Outcome, environment: report.Environment, stem: Path) -> None:
@@ -87,7 +92,7 @@ def keep(outcome: Outcome, environment: report.Environment, stem: Path) -> None:
     if part.table and written.exists():
         shutil.copyfile(written, target)
     elif outcome.rows:
-        finish(Report(environment, outcome.rows), target)
+        finish(Report(replace(environment, conditions=outcome.conditions), outcome.rows), target)
 
 
 def _run_all(names: tuple[str, ...], within_s: float, directory: Path) -> Iterator[Outcome]:
@@ -108,13 +113,15 @@ def _run_all(names: tuple[str, ...], within_s: float, directory: Path) -> Iterat
 
 def _environment() -> tuple[report.Environment, str]:
     """This machine with its GPU, and a name for the result file."""
-    measured = report.measure_environment(_PACKAGES, command=" ".join(["make gpu", *sys.argv[1:]]))
+    options = click.get_current_context().params
+    command = " ".join(["make gpu", *sys.argv[1:]])
+    measured = report.measure_environment(_PACKAGES, command=command, options=options)
     if not torch.cuda.is_available():
         return replace(measured, machine=f"no GPU, {measured.machine}"), "no-gpu"
     gpu, driver = torch.cuda.get_device_name(0), "unknown"
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     with suppress(OSError, subprocess.SubprocessError, IndexError):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
         driver = done.stdout.splitlines()[0].strip()
     versions = {**measured.versions, "cuda": str(torch.version.cuda), "device": gpu, "driver": driver}
     name = gpu.lower().replace("nvidia ", "").replace(" ", "-")
@@ -157,7 +164,8 @@ def main(names: tuple[str, ...], within_s: float, results: str, logs: str, anywa
     if has_gpu:
         path = stem.with_name(f"{stem.name}.json")
         click.echo(f"figures: {path}; failures: {failures}")
-    finish(Report(environment, rows), path)
+    conditions = merged({one.part.name: one.conditions for one in outcomes if one.conditions is not None})
+    finish(Report(replace(environment, conditions=conditions), rows), path)
     sys.exit(bool(failed))
 
 

@@ -17,7 +17,9 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from moonpool.bench.harness.goals import with_goals
+from moonpool.bench.harness.kinds import with_kinds
 from moonpool.runtime.reports import report
+from moonpool.runtime.reports.conditions import Conditions, load_average
 from moonpool.runtime.reports.output import finish
 from moonpool.runtime.reports.report import Curve, Report, Row
 
@@ -30,7 +32,8 @@ _QUICK_ROUNDS = 1
 
 @dataclass
 class Run:
-    """One run of a benchmark. The command may change ``parts`` and ``machine``; parts add ``curves``.
+    """One run of a benchmark. The command sets ``conditions``, and may change ``parts`` and ``machine``.
+    Parts add ``curves``, and what they learn of the conditions.
 
     named: the user named the parts. say: prints a line about the progress. stack: closed after the last
     part. machine: put before the description of the machine.
@@ -46,6 +49,7 @@ class Run:
     stack: AsyncExitStack = field(default_factory=AsyncExitStack)
     machine: str = ""
     curves: list[Curve] = field(default_factory=list)
+    conditions: Conditions | None = None
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
@@ -58,7 +62,9 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 class _Command(click.Command):
-    """Keeps its arguments, which belong into the report."""
+    """Keeps its arguments, which belong into the report, and its parts."""
+
+    parts: Mapping[str, Callable[[Run, Any], Rows]]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta["arguments"] = list(args)
@@ -76,7 +82,8 @@ def benchmark(
 ) -> Callable[[Callable[..., S]], click.Command]:
     """Make a command of a function, which has ``run`` and its own options as parameters.
 
-    The function checks the options and returns the settings that each part gets. Its docstring is the help.
+    The function checks the options, sets ``run.conditions``, and returns the settings that each part gets.
+    Its docstring is the help.
     packages: the distributions that the report states the versions of. peers: name to a function that raises
     ``PeerAbsent``; called before anything is measured. rounds: the default; None: there is no such option.
     default: the parts without ``--part``; None: all.
@@ -131,16 +138,25 @@ def benchmark(
             chosen = [part for part in parts if part in (names or default or parts)]
             say = lambda line: console.print(line, style="dim")  # noqa: E731
             run = Run(chosen, peers, rounds, quick, bool(names), say)
+            began_load = load_average()
             settings = function(run, **options)
             line = shlex.join(["moonpool", "bench", context.command.name or "", *context.meta["arguments"]])
-            recorded = {**options, "rounds": rounds, "quick": quick, "peers": peers, "parts": run.parts}
+            recorded = {**options, "rounds": run.rounds, "quick": quick, "peers": peers, "parts": run.parts}
             found: list[Row] = []
 
             def result() -> Report:
-                environment = report.measure_environment(packages, command=line, options=recorded)
+                assert run.conditions is not None, "a benchmark's command sets run.conditions"
+                load = (began_load, load_average())
+                environment = report.measure_environment(
+                    packages,
+                    command=line,
+                    options=recorded,
+                    conditions=replace(run.conditions, rounds=run.rounds, load=load),
+                )
                 if run.machine:
                     environment = replace(environment, machine=f"{run.machine}; {environment.machine}")
-                return Report(environment, with_goals(context.command.name or "", found), run.curves)
+                rows = with_kinds(with_goals(context.command.name or "", found))
+                return Report(environment, rows, run.curves)
 
             async def measure() -> None:
                 async with run.stack:
@@ -165,6 +181,8 @@ def benchmark(
         decorated: Callable[..., Any] = command
         for option in reversed(common):
             decorated = option(decorated)
-        return click.command(function.__name__, cls=_Command, help=function.__doc__)(decorated)
+        made = click.command(function.__name__, cls=_Command, help=function.__doc__)(decorated)
+        made.parts = parts
+        return made
 
     return decorate

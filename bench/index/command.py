@@ -24,6 +24,7 @@ from moonpool.kvstore.index.node_publisher import BATCH_BLOCKS
 from moonpool.kvstore.index.redis.client import connect
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.node_record import NodeRecord
+from moonpool.runtime.reports.conditions import CacheState, Conditions
 from moonpool.runtime.reports.report import Row
 
 _CHAIN_BLOCKS = 1024
@@ -203,4 +204,11 @@ def _times(function: Callable[[list[BlockKey]], object], queries: list[bytes]) -
 @click.option("--nodes", default=16, show_default=True)
 def index(run: Run, redis_url: str, blocks: int, nodes: int) -> Settings:
     """Measure the index: publishing, memory, a mirror's start, lookups, and how soon changes are seen."""
-    return Settings(redis_url, min(blocks, 50_000) if run.quick else blocks, nodes)
+    blocks = min(blocks, 50_000) if run.quick else blocks
+    run.conditions = Conditions(
+        [],
+        CacheState.holding(0, 0, f"an empty index, that then has {blocks:,} blocks"),
+        "nothing: no round is left out",
+        {"lookups": 128},
+    )
+    return Settings(redis_url, blocks, nodes)

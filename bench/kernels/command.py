@@ -14,6 +14,7 @@ from moonpool.bench.kernels.experts import mixture_rows
 from moonpool.bench.kernels.kv_writes import merge_rows, write_rows
 from moonpool.bench.kernels.matmuls import linear_rows, lora_rows, quantised_rows
 from moonpool.kernels.report import backend_report
+from moonpool.runtime.reports.conditions import NO_CACHE, Conditions
 from moonpool.runtime.reports.report import Row
 
 _LIMITS = "limits of this machine"
@@ -65,6 +66,12 @@ def kernels(run: Run, device: str) -> Machine:
     if machine.is_cuda:
         facts = torch.cuda.get_device_properties(machine.device)
         run.machine = f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+    run.conditions = Conditions(
+        [],  # operators of the shapes and dtypes that the cases name
+        NO_CACHE,
+        "a round of each that does not count",
+        {},
+    )
     if "limits" not in run.parts:
         run.parts.insert(0, "limits")
     return machine

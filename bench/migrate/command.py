@@ -11,10 +11,12 @@ from pathlib import Path
 import click
 
 from moonpool.bench.harness.command import Run, benchmark
+from moonpool.bench.harness.models import models_of
 from moonpool.bench.migrate.downtime import OUTPUT_TOKENS, downtime_rows
 from moonpool.bench.migrate.simulated import simulated_rows
 from moonpool.bench.migrate.tail_latency import tail_rows
 from moonpool.runtime.config.loading import load_config
+from moonpool.runtime.reports.conditions import CacheState, Conditions
 from moonpool.runtime.reports.report import Row
 
 _CONTEXTS = (512, 2048, 8192)
@@ -87,7 +89,14 @@ def migrate(
     directory = load_config(None, sets).model.directory
     folder = run.stack.enter_context(tempfile.TemporaryDirectory(prefix="model-"))
     directory = with_positions(directory, max(contexts) + OUTPUT_TOKENS, Path(folder))
-    return Settings(contexts, moves, tbt_s, (*sets, f"model.path={directory}"))
+    sets = (*sets, f"model.path={directory}")
+    run.conditions = Conditions(
+        models_of(sets),
+        CacheState.holding(0, 0, "each request has a new prompt"),
+        "downtime: a move of each context; tail: a round",
+        {"prompts": 0},
+    )
+    return Settings(contexts, moves, tbt_s, sets)
 
 
 def with_positions(directory: Path, num_positions: int, scratch: Path) -> Path:

@@ -9,12 +9,14 @@ import click
 import torch
 
 from moonpool.bench.harness.command import Run, benchmark
+from moonpool.bench.harness.models import model_at
 from moonpool.bench.parallel.experts import expert_rows
 from moonpool.bench.parallel.handover import handover_rows, saving_rows
 from moonpool.bench.parallel.replicas import NUM_REPLICAS, replica_rows
 from moonpool.bench.parallel.steps import Settings, host_rows, step_rows
 from moonpool.engine.sharding.parallel_plan import ParallelPlan
 from moonpool.runtime.config.options import ModelOptions
+from moonpool.runtime.reports.conditions import CacheState, Conditions
 
 _PLANS = ("1,1", "2,1", "1,2", "2,2", "1,1,2")
 
@@ -73,5 +75,12 @@ def parallel(run: Run, texts: tuple[str, ...], model: Path | None, device: str) 
     left_out |= {"replicas"} if max_ranks < NUM_REPLICAS else set()
     left_out |= set() if plans else {"handover", "saving"}
     run.parts = [part for part in run.parts if part not in left_out]
+    directory = model or ModelOptions().directory
+    run.conditions = Conditions(
+        [model_at(directory, device=device)],
+        CacheState.holding(0, 0, "no prompt is sent twice"),
+        "a few steps, and a prompt, of each plan; replicas, handover: nothing",
+        {"prompts": 0},
+    )
     sizes = (20, 300, 8) if run.quick else (200, 4096, 96)
-    return Settings(model or ModelOptions().directory, plans, device, max_ranks, *sizes)
+    return Settings(directory, plans, device, max_ranks, *sizes)

@@ -22,11 +22,13 @@ from moonpool.bench.harness.turns import Call, spread, turns
 from moonpool.bench.serve.adapters import adapter_rows
 from moonpool.bench.serve.client import load
 from moonpool.bench.serve.client.answer import read_json, read_text
+from moonpool.bench.serve.client.evidence import learn
 from moonpool.bench.serve.client.http_client import HttpClient
 from moonpool.bench.serve.client.server import RequestFailed, Server, new_request_id
 from moonpool.bench.serve.client.workload import Prompts, Workload
 from moonpool.bench.serve.colocated import colocated_rows
 from moonpool.bench.serve.figures import Slo, load_rows, output_rate
+from moonpool.bench.serve.load_sweep import sweep_rows
 from moonpool.bench.serve.path_cost import ModelClock, PathCost, path_cost
 from moonpool.bench.serve.peers.contestants import DTYPES, Contestant, ServerContestant, transformers_peer
 from moonpool.bench.serve.peers.vllm import vllm_server
@@ -80,6 +82,7 @@ class Settings:
                 url = await run.stack.enter_async_context(local_cluster(self.sets))
             http = await run.stack.enter_async_context(HttpClient(url, api_key=self.api_key))
             self._server = await Server.find("the server", http, model=self.model, plain=self.plain)
+            await learn(run, self._server)
         return self._server
 
     async def contestants(self, run: Run) -> dict[str, Contestant]:
@@ -284,6 +287,12 @@ async def workload_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
     if all(answer.error for answer in outcome.answers):
         raise RequestFailed(f"every request of {name!r} failed")
     for row in load_rows(name, outcome, settings.slo):
+        yield row
+
+
+async def load_sweep(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    """Latency against load, to the knee."""
+    async for row in sweep_rows(run, await settings.server(run), settings.workload, settings.slo):
         yield row
 
 

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from moonpool.bench.harness.command import Run, benchmark
+from moonpool.bench.harness.models import models_of
 from moonpool.bench.harness.peers import python_of
 from moonpool.bench.harness.shapes import SHAPES, shape_directory
 from moonpool.bench.serve import cases
@@ -18,8 +20,15 @@ from moonpool.bench.serve.figures import Slo
 from moonpool.runtime.config.loading import load_config
 from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.machine.processor import usable_cores
+from moonpool.runtime.reports.conditions import CacheState, Conditions
 
+_SWEEP_ROUNDS = 3  # a round takes minutes
 _QUICK = {"requests": 8, "output_tokens": 16}
+_CACHE = "new prompts each round, but for the shared parts that cases name; tiers: each prompt is cached"
+_WARM_UP = (
+    "path, perimeter: two requests; load: a request of another seed for each that runs at a time; "
+    "load-sweep: a step of another seed; tiers: each prompt; else a round"
+)
 
 
 @benchmark(
@@ -28,6 +37,7 @@ _QUICK = {"requests": 8, "output_tokens": 16}
         "path": cases.path_rows,
         "second-turn": cases.second_turn_rows,
         "load": cases.workload_rows,
+        "load-sweep": cases.load_sweep,
         "against": cases.against_rows,
         "perimeter": cases.perimeter_rows,
         "colocated": cases.colocated,
@@ -90,6 +100,12 @@ _QUICK = {"requests": 8, "output_tokens": 16}
     help="against: option of a second cluster, besides --set; the load on both in turn.",
 )
 @click.option(
+    "--load-sweep",
+    is_flag=True,
+    help="load-sweep: requests arrive at random, more and more a second, until answers are late or missing; "
+    "--plot draws latency against load.",
+)
+@click.option(
     "--compare",
     type=click.Choice(["colocated"]),
     help="colocated: a prefill and a decode node, and two that do both, under long prompts; --slo-tpot: "
@@ -101,6 +117,10 @@ def serve(run: Run, **given: Any) -> cases.Settings:
         run.parts = [given["compare"]]
     if "colocated" in run.parts and given["url"]:
         raise ConfigError("--compare starts clusters of its own: leave --url out", key="url")
+    if given["load_sweep"] and not run.named:
+        run.parts = ["load-sweep"]
+    if run.parts == ["load-sweep"] and _by_default("rounds"):
+        run.rounds = min(run.rounds, _SWEEP_ROUNDS)
     if given["against_sets"] and not run.named:
         run.parts = ["against"]
     if ("against" in run.parts) != bool(given["against_sets"]):
@@ -119,6 +139,12 @@ def serve(run: Run, **given: Any) -> cases.Settings:
             run.parts = ["prompt", "together", "alone"]
         model_dir = model_dir or shape_directory(given["shape"])
         sets = (f"model.path={model_dir}", "engine.pool_nbytes=1GiB", *sets)
+    run.conditions = Conditions(
+        [] if given["url"] else models_of(sets),
+        CacheState.holding(0, 0, _CACHE),
+        _WARM_UP,
+        {"prompts and arrivals": given["seed"]},
+    )
     return cases.Settings(
         url=given["url"],
         model=given["model"],
@@ -134,3 +160,7 @@ def serve(run: Run, **given: Any) -> cases.Settings:
         limits=bool(given["shape"]),
         block_size=load_config(None, sets).engine.block_size,
     )
+
+
+def _by_default(option: str) -> bool:
+    return click.get_current_context().get_parameter_source(option) is ParameterSource.DEFAULT

@@ -16,6 +16,7 @@ from moonpool.bench.store.disk_tier import disk_rows
 from moonpool.bench.store.host_tier import host_rows
 from moonpool.bench.store.remote_objects import remote_rows
 from moonpool.runtime.config.options import SsdTierOptions
+from moonpool.runtime.reports.conditions import CacheState, Conditions
 
 _QUICK_NBYTES = 32 * MIB
 
@@ -57,4 +58,12 @@ def store(run: Run, blocks: tuple[int, ...], total: int, threads: int, directory
             f"{directory} has {free >> 20} MiB free; six times --total is needed: give less, "
             "or another --directory"
         )
+    run.conditions = Conditions(
+        [],
+        CacheState.holding(
+            0, 0, "new blocks each round; a get finds those of the round's put; O_DIRECT on disks"
+        ),
+        "host: a round; disk: rounds until its room is full; remote: nothing",
+        {"bytes of blocks": 1},
+    )
     return Settings(directory.resolve(), sizes, total, threads)

@@ -15,6 +15,7 @@ from moonpool.bench.transfer.perimeter import perimeter_rows
 from moonpool.bench.transfer.session import Settings, transport_rows
 from moonpool.bench.transfer.shapes import POOL_NBYTES, Shape, default_shapes, small_shapes
 from moonpool.runtime.config.options import TcpOptions
+from moonpool.runtime.reports.conditions import NO_CACHE, Conditions
 from moonpool.runtime.reports.report import Row
 from moonpool.transfer.native.cuda import CudaUnavailable, load_cuda
 from moonpool.transfer.native.ucx import load_ucx
@@ -116,5 +117,8 @@ def transfer(
             raise click.BadParameter(
                 f"{shape.name} does not fit into the pool of {size_name(pool)}; see --pool"
             )
+    run.conditions = Conditions(
+        [], NO_CACHE, "a batch before each turn; notes: a tenth of them", {"places of blocks": 1}
+    )
     checksums = {"on": (True,), "off": (False,), "both": (False, True)}[checksum]
     return Settings(shapes, checksums, TcpOptions(streams=streams, slice_nbytes=slice_nbytes), busy, pool)

@@ -7,6 +7,7 @@ import secrets
 import click
 
 from moonpool.bench.harness.command import Run, benchmark
+from moonpool.bench.harness.models import model_at
 from moonpool.bench.harness.peers import python_of
 from moonpool.bench.harness.shapes import SHAPES, shape_directory
 from moonpool.bench.harness.sizes import SIZE
@@ -15,8 +16,10 @@ from moonpool.bench.vllm import cases
 from moonpool.bench.vllm.engines import Settings
 from moonpool.bench.vllm.pairs import pair_rows
 from moonpool.bench.vllm.sessions import session_rows
+from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.runtime.config.options import ModelOptions
 from moonpool.runtime.machine.processor import usable_cores
+from moonpool.runtime.reports.conditions import CacheState, Conditions
 
 
 @benchmark(
@@ -60,9 +63,20 @@ def vllm(
     if seed is None:
         seed = secrets.randbelow(1_000_000)
         run.say(f"seed {seed}")
+    directory = shape_directory(shape) if shape else ModelOptions().directory
+    run.conditions = Conditions(
+        [
+            model_at(
+                directory, shape or "shipped model", dtype=ModelConfig.from_checkpoint(directory).stored_dtype
+            )
+        ],
+        CacheState.holding(0, block_size, "new prompts each round; a hit is of the prompt sent just before"),
+        "a round of each server",
+        {"prompts": seed},
+    )
     return Settings(
         model=shape or "shipped model",
-        model_dir=shape_directory(shape) if shape else ModelOptions().directory,
+        model_dir=directory,
         threads=threads or usable_cores(),
         block_size=block_size,
         host_nbytes=host_nbytes,

@@ -61,7 +61,7 @@ KEYED: Final = Access(frozenset({INFERENCE, READ, ADMIN}))
 _GENERATION = Access(frozenset({INFERENCE, ADMIN}))
 _OVERVIEW = Access(frozenset({READ, ADMIN}))
 _CLUSTER = Access(frozenset({READ, ADMIN}), tenants=False)
-_INDEX = Access(frozenset({ADMIN}), tenants=False)
+_ADMIN_ONLY = Access(frozenset({ADMIN}), tenants=False)
 _ADMINISTRATION = Access(frozenset({ADMIN}), tenants=False, administers=True)
 
 # By method and route. A route that is missing here is refused to everybody.
@@ -78,13 +78,14 @@ PERMITTED: Final = {
     "GET /v1/requests": KEYED,
     "GET /v1/usage": KEYED,
     "GET /v1/requests/{id}/timeline": KEYED,
-    "POST /v1/requests/{id}/migrate": _INDEX,
+    "POST /v1/requests/{id}/migrate": _ADMIN_ONLY,
     "GET /v1/session": KEYED,
     "GET /openapi.json": KEYED,
     "GET /": _OVERVIEW,
     "GET /static/{name}": _OVERVIEW,
     "GET /v1/live": _OVERVIEW,
     "GET /v1/about": _OVERVIEW,
+    "GET /v1/report": _ADMIN_ONLY,
     "GET /v1/benchmarks": _OVERVIEW,
     "GET /v1/benchmarks/{name}": _OVERVIEW,
     "GET /v1/cluster": _CLUSTER,
@@ -99,7 +100,7 @@ PERMITTED: Final = {
     "POST /v1/fleet/rollout/abort": _ADMINISTRATION,
     "GET /v1/prometheus-targets": _CLUSTER,
     "GET /metrics": _CLUSTER,
-    "GET /v1/index/{node}": _INDEX,
+    "GET /v1/index/{node}": _ADMIN_ONLY,
     "GET /healthz": OPEN,
     "GET /readyz": OPEN,
     "GET /sign-in": OPEN,

@@ -202,6 +202,7 @@ def _paths() -> dict[str, Any]:
             days={"type": "integer", "minimum": 1, "maximum": KEEP_DAYS, "default": 1},
         ),
         "/v1/about": _page("Code, machine and options of this conductor, without secrets", about),
+        "/v1/report": _page("The cluster as the record of a run, with figures since the start", report),
         "/v1/benchmarks": _page("Results of benchmarks, newest first", _listed(_object(name=_STRING))),
         "/v1/benchmarks/{name}": _page(
             "One result, as `moonpool bench … --json` wrote it", report, 404, name="path"

@@ -17,6 +17,7 @@ from moonpool.conductor.access.gate import PRINCIPAL
 from moonpool.conductor.api.context import CONTEXT
 from moonpool.conductor.api.errors import ApiError
 from moonpool.conductor.api.models.lanes import LANES, Lane
+from moonpool.conductor.observing.cluster_report import Served, cluster_report
 from moonpool.conductor.observing.timelines.chrome import chrome_trace
 from moonpool.conductor.observing.timelines.parts import api_part, explanation_of, parts_of
 from moonpool.conductor.observing.timelines.spans import spans_of
@@ -92,6 +93,21 @@ async def cluster(http: web.Request) -> web.Response:
 async def about(http: web.Request) -> web.Response:
     """``GET /v1/about``: code, machine and options of this conductor, without secrets."""
     return reply(http.app[CONTEXT].about)
+
+
+async def report(http: web.Request) -> web.Response:
+    """``GET /v1/report``: the cluster as ``runtime.reports.report`` describes a run: conditions, and figures
+    of all requests since this conductor's start."""
+    context = http.app[CONTEXT]
+    served = [
+        Served(
+            lane.name,
+            lane.conductor.cluster(),
+            {} if lane.loaded is None else lane.loaded.metrics.snapshot(),
+        )
+        for lane in http.app[LANES]
+    ]
+    return reply(cluster_report(context.about, served, context.unix_clock()).as_json())
 
 
 async def prometheus_targets(http: web.Request) -> web.Response:

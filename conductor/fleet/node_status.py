@@ -42,6 +42,8 @@ def node_status(member: Member, now_s: float) -> dict[str, Any]:
         "first_token_s": member.first_token_s,  # from when it joined to its first token; None: none yet
         "num_starts": extra.get("num_starts", 1),  # of its process
         "versions": extra.get("versions", {}),
+        "machine": str(extra.get("machine", "")),
+        "weights": str(extra.get("weights", "")),  # their dtype
         "epoch": str(record.epoch),  # JSON readers lose 64-bit integers
         "state": member.state,
         "reasons": list(record.reasons),  # why it is unhealthy

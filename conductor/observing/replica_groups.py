@@ -77,6 +77,8 @@ def _node(node_id: str, replicas: list[Facts]) -> Facts:
         "state": _state(states, replica["count"]),
         "num_serving": _num_serving(states),
         "versions": first["versions"],
+        "machine": first["machine"],
+        "weights": first["weights"],
         "reasons": [f"{one['node_id']}: {reason}" for one in replicas for reason in one["reasons"]],
         "health": _health([one["health"] for one in replicas]),
         "metrics_url": replica["metrics_url"],

@@ -41,12 +41,12 @@ def _summary(name: str, totals: dict[str, Any]) -> dict[str, Any]:
     return {
         "path": name,
         **totals,
-        "p50_s": _quantile(buckets, totals["batches"], 0.5),
-        "p99_s": _quantile(buckets, totals["batches"], 0.99),
+        "p50_s": histogram_quantile(buckets, totals["batches"], 0.5),
+        "p99_s": histogram_quantile(buckets, totals["batches"], 0.99),
     }
 
 
-def _quantile(buckets: Sequence[tuple[float, float]], count: float, q: float) -> float | None:
+def histogram_quantile(buckets: Sequence[tuple[float, float]], count: float, q: float) -> float | None:
     """The quantile of a cumulative histogram, linear within a bucket, as in Prometheus."""
     below, low = 0.0, 0.0
     for bound, up_to in buckets:

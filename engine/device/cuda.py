@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.device.device import DeviceMemory, Launched
+from moonpool.runtime.machine.description import describe_machine
 
 Result = TypeVar("Result")
 
@@ -27,6 +28,12 @@ def gpu_uuids(device: torch.device) -> tuple[str, ...]:
     if device.type != "cuda":
         return ()
     return (f"GPU-{torch.cuda.get_device_properties(device).uuid}",)
+
+
+def machine_of(device: torch.device) -> str:
+    """Return the machine in one line, with the GPU if the device is one."""
+    gpu = f"{torch.cuda.get_device_name(device)}, " if device.type == "cuda" else ""
+    return gpu + describe_machine()
 
 
 @dataclass(frozen=True, slots=True)

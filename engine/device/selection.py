@@ -72,6 +72,11 @@ def choose_dtype(option: str, config: ModelConfig, device: Device) -> str:
     return "float32" if device.torch.type == "cpu" and is_small else config.stored_dtype
 
 
+def weights_dtype(config: ModelConfig, dtype: str) -> str:
+    """Return how the weights are held by an engine that computes in ``dtype``, for people."""
+    return dtype if config.weights is None else f"{config.weights.name}, computed in {dtype}"
+
+
 def page_dtype(options: EngineOptions, dtype: str) -> str:
     """Return the dtype of K and V for an engine that computes in ``dtype``."""
     return {"fp8_e4m3": "float8_e4m3fn", "int8": "int8"}.get(options.kv_dtype, dtype)

@@ -17,7 +17,8 @@ from prometheus_client import REGISTRY
 from moonpool.engine.adapters.registry import AdapterRegistry
 from moonpool.engine.adapters.residency import AdapterPin, AdapterRef
 from moonpool.engine.batching.sequence import Sequence
-from moonpool.engine.device.cuda import gpu_uuids
+from moonpool.engine.device.cuda import gpu_uuids, machine_of
+from moonpool.engine.device.selection import weights_dtype
 from moonpool.engine.errors import AdapterNameTaken, AdapterRefused, NodeDraining, RankLost, RoleUnsupported
 from moonpool.engine.node.engine_memory import EngineMemory
 from moonpool.engine.node.first_connections import connect_nodes
@@ -330,7 +331,12 @@ class EngineNode(ABC):
             kv_address=self.kv_address.SerializeToString(),
             replica=self.replica,
             stages=self.stages,
-            extra={"version": own_version(), "options": agreement_of(config)},
+            extra={
+                "version": own_version(),
+                "options": agreement_of(config),
+                "machine": machine_of(engine.device.torch),
+                "weights": weights_dtype(engine.config, engine.dtype),
+            },
         )
         stack.callback(REGISTRY.unregister, observe_engine(engine))
         stack.callback(REGISTRY.unregister, observe_stores(lambda: [("kv", self.store.tiers)]))

@@ -41,6 +41,7 @@ from moonpool.runtime import rpc
 from moonpool.runtime.config.agreement import agreement_of, own_version
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.health.monitor import HealthMonitor
+from moonpool.runtime.machine.description import describe_machine
 from moonpool.runtime.observing.metrics_server import serve_metrics
 from moonpool.runtime.security import process
 from moonpool.runtime.security.roles import CONDUCTOR, OPERATOR
@@ -217,6 +218,7 @@ class StoreNode(node_pb2_grpc.NodeServicer):
             rpc_address=self._rpc_address,
             metrics_url=self._metrics_url,
             extra={
+                "machine": describe_machine(),
                 "version": own_version(),
                 "options": agreement_of(self.config),
                 "host_id": self.config.node.host_id or boot_id() or self.node_id,

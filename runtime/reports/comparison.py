@@ -145,6 +145,8 @@ def differences(reports: Sequence[Report]) -> list[str]:
     for at, report in enumerate(reports):
         environment = report.environment
         conditions = {"machine": environment.machine, **environment.versions, **(environment.options or {})}
+        if environment.conditions is not None:
+            conditions |= environment.conditions.facts()
         for name in conditions.keys() | found.keys():
             values = found.setdefault(name, {"(not recorded)": None} if at else {})
             values[conditions.get(name, "(not recorded)")] = None

@@ -8,8 +8,26 @@
         "versions": {"python": "3.11.2", "torch": "2.13.0+cpu"},   # of what was measured
         "commit":   "57d2b2a",            # "+" behind it: with uncommitted changes; "" outside a checkout
         "date":     "2026-11-21T03:00:00+00:00",
-        "command":  "moonpool bench serve --json FILE",  # optional; older files lack it
-        "options":  {"rounds": "7", "seed": "3"}         # optional: every option, with the defaults
+        "command":  "moonpool bench serve --json FILE",  # this and what follows: older files lack it
+        "options":  {"rounds": "7", "seed": "3"},        # every option, with the defaults
+        "conditions": {
+          "models": [                                    # none: no model was computed
+            {"name": "small", "revision": "9f0c…",       # a digest of config.json and all weights
+             "weights": "float32", "kv": "float32"}      # dtypes in use
+          ],
+          "cache": {"state": "cold",                     # when measuring began: cold, warm; none: no cache
+                    "tokens": 0, "blocks": 0,            # in all tiers, with copies
+                    "note": "each round has new prompts"},
+          "warm_up": "a round that does not count",      # what ran before measuring
+          "seeds": {"prompts": 3},
+          "noise": {"rounds": 7,                         # repetitions, in turn with what is compared
+                    "load": [0.3, 1.6],                  # one-minute load average at the start and the end
+                    "spread": 0.02}                      # optional: the median of the rows' noise
+        },
+        "nodes": [                                       # optional: of a running cluster (GET /v1/report)
+          {"name": "decode-0", "role": "decode", "machine": "AMD EPYC, 2 cores",
+           "versions": {"torch": "2.13.0"}}
+        ]
       },
       "rows": [
         {
@@ -19,11 +37,14 @@
           "unit":   "tokens/s",
           "p50": 4012.5, "p90": 4080.0, "p95": 4090.0, "p99": 4100.0,  # optional, of the same measurement
           "samples": [3990.0, 4012.5, 4100.0],          # optional: in the order of the rounds, in "unit"
+          "noise": 0.014,                               # optional: the samples' middle half over their median
           "limit": "at least",                          # optional: "at least" or "at most", and
           "limit_value": 4000.0,                        #   its bound for "ratio" or, without one, "value"
           "ratio": 2.1,                                 # optional: value / peer_value, of the same run
           "peer": "transformers",                       # optional: who else did the same
-          "peer_value": 1910.0
+          "peer_value": 1910.0,
+          "peer_kind": "peer"                           # "limit": what this machine allows; "peer": another
+                                                        #   system; "baseline": this one in another form
         }
       ],
       "curves": [                         # optional: lines of a picture
@@ -32,7 +53,8 @@
     }
 
 All numbers are finite floats. ``limit`` and ``limit_value`` come together, as do ``peer`` and ``peer_value``;
-``ratio`` needs a peer. ``moonpool.runtime.reports.schema`` checks it.
+``ratio`` needs a peer. ``moonpool.runtime.reports.schema`` checks it: of files that are read, that what is
+there has this form; of those that are written, that nothing is missing.
 """
 
 from __future__ import annotations
@@ -51,7 +73,18 @@ from rich.table import Table
 
 from moonpool.runtime.machine.description import commit_here, describe_machine, versions_of
 from moonpool.runtime.redaction import redacted
+from moonpool.runtime.reports.conditions import BASELINE, Conditions, noise_of
 from moonpool.runtime.reports.schema import ReportInvalid, validate
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """A node of a running cluster."""
+
+    name: str
+    role: str
+    machine: str
+    versions: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +95,34 @@ class Environment:
     date: str
     command: str = ""
     options: Mapping[str, str] | None = None
+    conditions: Conditions | None = None  # None: in older files
+    nodes: Sequence[NodeFacts] = ()
+
+    def as_json(self, noises: Sequence[float] = ()) -> dict[str, Any]:
+        """``noises``: those of the rows."""
+        content: dict[str, Any] = {
+            "machine": self.machine,
+            "versions": dict(self.versions),
+            "commit": self.commit,
+            "date": self.date,
+        }
+        if self.command:
+            content["command"] = self.command
+        if self.options is not None:
+            content["options"] = dict(self.options)
+        if self.conditions is not None:
+            content["conditions"] = self.conditions.as_json(noises)
+        if self.nodes:
+            content["nodes"] = [asdict(node) for node in self.nodes]
+        return content
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Environment:
+        found = dict(content)
+        if "conditions" in found:
+            found["conditions"] = Conditions.from_json(found["conditions"])
+        found["nodes"] = tuple(NodeFacts(**node) for node in found.get("nodes", ()))
+        return cls(**found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +141,8 @@ class Row:
     p95: float | None = None
     p90: float | None = None
     samples: Sequence[float] | None = None
+    noise: float | None = None  # written: that of the samples
+    peer_kind: str | None = None
 
     @property
     def reached(self) -> bool | None:
@@ -109,16 +172,15 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """The shape above; what is None is left out."""
-        environment = asdict(self.environment)
-        environment["versions"] = dict(self.environment.versions)
-        if not self.environment.command:
-            del environment["command"]
-        if self.environment.options is None:
-            del environment["options"]
-        else:
-            environment["options"] = dict(self.environment.options)
-        rows = [{k: v for k, v in asdict(row).items() if v is not None} for row in self.rows]
-        content: dict[str, Any] = {"environment": environment, "rows": rows}
+        noises = [row.noise if row.samples is None else noise_of(row.samples) for row in self.rows]
+        rows = [
+            {k: v for k, v in {**asdict(row), "noise": noise}.items() if v is not None}
+            for row, noise in zip(self.rows, noises, strict=True)
+        ]
+        content: dict[str, Any] = {
+            "environment": self.environment.as_json([noise for noise in noises if noise is not None]),
+            "rows": rows,
+        }
         if self.curves:
             content["curves"] = [
                 {**asdict(curve), "points": [[float(x), float(y)] for x, y in curve.points]}
@@ -127,11 +189,14 @@ class Report:
         return content
 
 
-def versus(row: Row, peer: str, peer_value: float) -> Row:
-    """``row`` with a peer's figure of the same measurement beside it, and their ratio, unless that is 0."""
+def versus(row: Row, peer: str, peer_value: float, kind: str | None = None) -> Row:
+    """``row`` with a peer's figure of the same measurement beside it, and their ratio, unless that is 0.
+
+    kind: see ``conditions.KINDS``; None: benchmarks' commands know it by the name.
+    """
     values = {field.name: getattr(row, field.name) for field in fields(Row)}
     ratio = row.value / peer_value if peer_value else None
-    return Row(**{**values, "peer": peer, "peer_value": peer_value, "ratio": ratio})
+    return Row(**{**values, "peer": peer, "peer_value": peer_value, "ratio": ratio, "peer_kind": kind})
 
 
 def measure_environment(
@@ -139,6 +204,7 @@ def measure_environment(
     now: Callable[[], datetime] | None = None,
     command: str = "",
     options: Mapping[str, object] | None = None,
+    conditions: Conditions | None = None,
 ) -> Environment:
     """Describe this machine and process.
 
@@ -153,6 +219,7 @@ def measure_environment(
         date.isoformat(timespec="seconds"),
         redacted(command or _command_line()),
         None if options is None else {name: _option(name, value) for name, value in options.items()},
+        conditions,
     )
 
 
@@ -173,9 +240,9 @@ def _command_line() -> str:
 
 
 def write(report: Report, path: Path) -> None:
-    """Check ``report`` and write it as JSON. Nothing is written when it is invalid."""
+    """Check ``report`` and write it as JSON. Nothing is written when it is invalid, or lacks a field."""
     content = report.as_json()
-    validate(content)
+    validate(content, complete=True)
     path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
@@ -187,7 +254,7 @@ def read(path: Path) -> Report:
         raise ReportInvalid(str(path), f"must be JSON: {error}") from error
     validate(content)
     return Report(
-        Environment(**content["environment"]),
+        Environment.from_json(content["environment"]),
         [Row(**row) for row in content["rows"]],
         [Curve(**curve) for curve in content.get("curves", ())],
     )
@@ -214,7 +281,7 @@ def show(report: Report, console: Console | None = None) -> None:
         "p90": lambda row: number(row.p90),
         "p95": lambda row: number(row.p95),
         "p99": lambda row: number(row.p99),
-        "against": lambda row: f"{row.peer} {number(row.peer_value)}" if row.peer else "",
+        "against": _against,
         "ratio": lambda row: number(row.ratio),
         "limit": _limit,
     }
@@ -231,6 +298,16 @@ def show(report: Report, console: Console | None = None) -> None:
         table.add_row(*(cell(row) for cell in shown.values()))
     console.print(table)
     console.print(f"{report.environment.machine}; commit {report.environment.commit}", style="dim")
+    if (conditions := report.environment.conditions) is not None:
+        for name, text in conditions.facts().items():
+            console.print(f"{name}: {text or 'none'}", style="dim", markup=False)
+
+
+def _against(row: Row) -> str:
+    if not row.peer:
+        return ""
+    kind = f"{row.peer_kind} " if row.peer_kind not in (None, BASELINE) else ""
+    return f"{kind}{row.peer} {number(row.peer_value)}"
 
 
 def _limit(row: Row) -> str:

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from moonpool.runtime.reports.report import Row
+from moonpool.runtime.reports.conditions import BASELINE
+from moonpool.runtime.reports.report import Row, versus
 from moonpool.simulator.sizing.answer import Change, Question, Sized, by_kind
 from moonpool.simulator.sizing.budget import budget, cost
 from moonpool.simulator.sizing.check import Check
@@ -196,9 +197,7 @@ def rows(sized: Sized, found: Mapping[str, Check], price: float | None) -> list[
             ("E2E p99 of a part", simulated.e2e_p99_s, part.e2e.p99_s, "s"),
             ("most load of a part", check.simulated_rate, check.part.traffic.rate, "requests/s"),
         ):
-            made.append(
-                Row(plan.name, metric, value, unit, ratio=value / formula, peer="formula", peer_value=formula)
-            )
+            made.append(versus(Row(plan.name, metric, value, unit), "formula", formula, BASELINE))
         if price is not None:
             paid = cost(plan, sized.traffic, price)
             made.append(

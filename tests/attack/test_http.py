@@ -151,7 +151,7 @@ async def test_slow_clients_keep_nobody_waiting(target: Target) -> None:
         writer.close()
 
 
-WHOLE = ("/v1/cluster", "/metrics", "/v1/prometheus-targets", "/v1/index/prefill-0")
+WHOLE = ("/v1/cluster", "/metrics", "/v1/prometheus-targets", "/v1/index/prefill-0", "/v1/report")
 PAGES = ("/", "/v1/live", "/v1/about", "/v1/requests", "/v1/models", "/openapi.json", "/static/dashboard.js")
 
 

@@ -61,11 +61,26 @@ class FakeServer:
 
     async def _cluster(self, request: web.Request) -> web.Response:
         return web.json_response(
-            {"nodes": [{"metrics_url": f"{self.url}/metrics", "state": "ready", "tiers": []}]}
+            {
+                "block_size": 16,
+                "nodes": [
+                    {
+                        "metrics_url": f"{self.url}/metrics",
+                        "state": "ready",
+                        "tiers": [{"name": "pool", "num_used_blocks": 9, "num_cached_blocks": 2}],
+                    }
+                ],
+            }
         )
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(text='moonpool_model_seconds_sum{kind="decode"} 0.5\n')
+        lines = (
+            'moonpool_model_seconds_sum{kind="decode"} 0.5',
+            'moonpool_engine_requests{state="running"} 3.0',
+            'moonpool_engine_requests{state="waiting"} 2.0',
+            "process_cpu_seconds_total 1.5",
+        )
+        return web.Response(text="\n".join(lines) + "\n")
 
     async def _timeline(self, request: web.Request) -> web.Response:
         events: list[dict[str, Any]] = [

@@ -14,9 +14,9 @@ from moonpool.bench.cli import bench
 from moonpool.bench.harness.turns import condensed, spread
 from moonpool.runtime.reports import report
 from moonpool.runtime.reports.comparison import Verdict, compare_runs, differences, least_samples
-from moonpool.runtime.reports.report import Environment, Report, Row
-
-ENVIRONMENT = Environment("a machine", {"python": "3.11"}, "abc1234", "2026-11-21T03:00:00+00:00")
+from moonpool.runtime.reports.conditions import CacheState
+from moonpool.runtime.reports.report import Report, Row
+from tests.bench.records import ENVIRONMENT
 
 
 def run_of(*rows: Row) -> Report:
@@ -122,7 +122,12 @@ def test_conditions_that_differ_are_told() -> None:
     other = Report(replace(ENVIRONMENT, machine="another", options={"seed": "4"}), ())
     assert differences([with_seed, with_seed]) == []
     assert differences([with_seed, other]) == ["machine differs: a machine / another", "seed differs: 3 / 4"]
-    assert differences([run_of(), with_seed]) == ["seed differs: (not recorded) / 3"]
+    without = Report(replace(ENVIRONMENT, options=None), ())
+    assert differences([without, with_seed]) == ["seed differs: (not recorded) / 3"]
+    assert ENVIRONMENT.conditions is not None
+    warm = replace(ENVIRONMENT.conditions, cache=CacheState.holding(10, 16))
+    (found,) = differences([with_seed, Report(replace(ENVIRONMENT, conditions=warm), ())])
+    assert found == "cache differs: warm, 48 tokens in 3 blocks / warm, 160 tokens in 10 blocks"
 
 
 def test_command_prints_the_verdict(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from moonpool.bench.gpu.__main__ import Outcome, keep, run_part
 from moonpool.bench.gpu.jobs import DEFAULT, PARTS, Part
 from moonpool.errors import RedisMissing
 from moonpool.runtime.reports.report import Environment, Row
+from tests.bench.records import CONDITIONS
 
 ROOT = Path(__file__).parents[2]
 
@@ -104,8 +105,9 @@ def test_a_part_says_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_results_of_a_part_are_there_when_it_has_ended(tmp_path: Path) -> None:
-    environment = Environment("m", {}, "", "2026-11-22T03:00:00+00:00", "make gpu")
-    measured = Outcome(Part("some", 9, ("x",)), 0, 1.0, tmp_path / "some.log", [Row("c", "m", 1.5, "s")])
+    environment = Environment("m", {}, "", "2026-11-22T03:00:00+00:00", "make gpu", {})
+    rows = [Row("c", "m", 1.5, "s")]
+    measured = Outcome(Part("some", 9, ("x",)), 0, 1.0, tmp_path / "some.log", rows, CONDITIONS)
     keep(measured, environment, tmp_path / "results" / "h100")
     assert json.loads((tmp_path / "results/h100-some.json").read_text())["rows"][0]["value"] == 1.5
     (tmp_path / "tune.json").write_text("{}")

@@ -15,11 +15,14 @@ import pytest
 from rich.console import Console
 
 from moonpool.runtime.reports import report
-from moonpool.runtime.reports.report import Environment, Report, Row
+from moonpool.runtime.reports.report import Report, Row
 from moonpool.runtime.reports.schema import ReportInvalid
+from tests.bench.records import CONDITIONS, ENVIRONMENT
 
-ENVIRONMENT = Environment("a machine", {"python": "3.11"}, "abc1234", "2026-11-21T03:00:00+00:00")
-FULL = Row("case", "throughput", 20.0, "tokens/s", 20.0, 21.0, "at least", 2.0, 2.5, "other", 8.0)
+FULL = Row(
+    *("case", "throughput", 20.0, "tokens/s", 20.0, 21.0, "at least", 2.0, 2.5, "other", 8.0),
+    peer_kind="peer",
+)
 
 
 def content(*rows: dict[str, Any]) -> dict[str, Any]:
@@ -47,7 +50,7 @@ def test_committed_results_name_their_command_and_commit() -> None:
 
 def test_a_peers_figure_of_0_has_no_ratio(tmp_path: Path) -> None:
     # Tokens that a busy client read in one piece have no time between them.
-    row = report.versus(Row("case", "TPOT", 5.8, "ms"), "A", 0.0)
+    row = report.versus(Row("case", "TPOT", 5.8, "ms"), "A", 0.0, "baseline")
     assert (row.peer_value, row.ratio) == (0.0, None)
     report.write(Report(ENVIRONMENT, [row]), tmp_path / "report.json")
     assert report.read(tmp_path / "report.json").rows == [row]
@@ -60,6 +63,46 @@ def test_written_report_is_read_back(tmp_path: Path) -> None:
     report.validate(read)
     assert read == written.as_json()
     assert read["rows"][1] == {"case": "case", "metric": "ttft", "value": 0.01, "unit": "s"}
+
+
+FIELDS = (
+    *("command", "options", "conditions", "machine", "versions", "commit", "date"),
+    *(f"conditions.{name}" for name in ("models", "cache", "warm_up", "seeds", "noise")),
+    *(f"conditions.models.0.{name}" for name in ("name", "revision", "weights", "kv")),
+    *(f"conditions.cache.{name}" for name in ("state", "tokens", "blocks", "note")),
+    *("conditions.noise.rounds", "conditions.noise.load"),
+)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_record_that_lacks_a_field_is_refused(field: str) -> None:
+    made = Report(ENVIRONMENT, [FULL]).as_json()
+    report.validate(made, complete=True)
+    *path, name = field.split(".")
+    place: Any = made["environment"]
+    for step in path:
+        place = place[int(step) if step.isdigit() else step]
+    del place[name]
+    with pytest.raises(ReportInvalid, match=f"{name} is missing"):
+        report.validate(made, complete=True)
+
+
+def test_a_figure_beside_ours_that_does_not_say_what_it_is_is_refused() -> None:
+    made = Report(ENVIRONMENT, [FULL]).as_json()
+    del made["rows"][0]["peer_kind"]
+    report.validate(made)
+    with pytest.raises(ReportInvalid, match="peer_kind is missing"):
+        report.validate(made, complete=True)
+
+
+def test_noise_is_the_middle_half_of_the_repetitions_over_their_median(tmp_path: Path) -> None:
+    rows = [Row("c", "m", 10.0, "s", samples=[8.0, 9.0, 10.0, 11.0, 12.0]), Row("c", "n", 1.0, "s")]
+    report.write(Report(ENVIRONMENT, rows), tmp_path / "report.json")
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert written["rows"][0]["noise"] == pytest.approx(0.2)
+    assert "noise" not in written["rows"][1]
+    assert written["environment"]["conditions"]["noise"] == {"rounds": 5, "load": [0.5, 1.0], "spread": 0.2}
+    assert report.read(tmp_path / "report.json").environment == ENVIRONMENT
 
 
 @pytest.mark.parametrize(
@@ -75,6 +118,8 @@ def test_written_report_is_read_back(tmp_path: Path) -> None:
         ({"limit": "at least"}, "rows[0]"),
         ({"limit": "about", "limit_value": 1.0}, "rows[0].limit"),
         ({"ratio": 2.0}, "rows[0].ratio"),
+        ({"peer_kind": "peer"}, "rows[0].peer_kind"),
+        ({"peer": "p", "peer_value": 1.0, "peer_kind": "friend"}, "rows[0].peer_kind"),
     ],
 )
 def test_wrong_row_is_named(change: dict[str, Any], where: str) -> None:
@@ -114,7 +159,7 @@ def test_this_machine_is_described() -> None:
 
 def test_options_are_recorded_without_secrets(tmp_path: Path) -> None:
     options = {"seed": 3, "sets": ("a=1", "conductor.api_key=hunter2"), "password": "hunter2", "url": None}
-    environment = report.measure_environment((), command="x", options=options)
+    environment = report.measure_environment((), command="x", options=options, conditions=CONDITIONS)
     report.write(Report(environment, ()), tmp_path / "report.json")
     assert report.read(tmp_path / "report.json").environment.options == environment.options
     assert environment.options is not None

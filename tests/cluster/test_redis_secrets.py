@@ -21,7 +21,7 @@ from tests.cluster.conftest import another, eventually, nodes, small_config, sta
 from tests.kvstore.redis_servers import Server
 
 WRONG = "wrong-" + secrets.token_hex(8)
-PAGES = ("v1/cluster", "v1/about", "metrics", "readyz", "v1/requests", "")
+PAGES = ("v1/cluster", "v1/about", "v1/report", "metrics", "readyz", "v1/requests", "")
 
 
 def command_lines() -> str:

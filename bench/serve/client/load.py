@@ -22,11 +22,13 @@ async def run(server: Server, workload: Workload) -> Outcome:
     conversations = workload.conversations()
     started = time.perf_counter()
     if workload.rate > 0:
-        gaps = random.Random(workload.seed)
+        gaps, due_s = random.Random(workload.seed), started
         async with asyncio.TaskGroup() as group:
             for conversation in conversations:
+                # By the clock: what a late one missed is not added to the next.
+                await asyncio.sleep(max(due_s - time.perf_counter(), 0.0))
                 group.create_task(_converse(server, conversation, results))
-                await asyncio.sleep(gaps.expovariate(workload.rate))
+                due_s += gaps.expovariate(workload.rate)
     else:
         await server.http.warm(min(workload.concurrency, workload.requests))
         started = time.perf_counter()

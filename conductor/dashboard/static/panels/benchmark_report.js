@@ -55,7 +55,7 @@ function measured(name, same, full) {
   const lines = [row(name, bar(own.value, full, "", onValue), cell(number(own.value), "number"), cell(spread, "number soft"), cell(""), limitCell(own))];
   for (const one of same.filter((each) => each.peer !== undefined)) {
     const ratio = one.ratio === undefined ? "" : `× ${number(one.ratio)}`;
-    lines.push(row(within("th", "peer", one.peer), bar(one.peer_value, full, "peer"), cell(number(one.peer_value), "number soft"), cell(""), cell(ratio, "number"), one.ratio === undefined ? cell("") : limitCell(one)));
+    lines.push(row(within("th", "peer", one.peer_kind === "limit" ? `limit: ${one.peer}` : one.peer), bar(one.peer_value, full, "peer"), cell(number(one.peer_value), "number soft"), cell(""), cell(ratio, "number"), one.ratio === undefined ? cell("") : limitCell(one)));
   }
   return lines;
 }
@@ -81,7 +81,12 @@ function group(rows, title, name) {
 export function conditions(environment) {
   const versions = Object.entries(environment.versions).map(([name, version]) => `${name} ${version}`).join(", ");
   const commit = environment.commit ? `commit ${environment.commit}, ` : "";
-  return `${environment.machine}; ${commit}${environment.date.slice(0, 16).replace("T", " ")}; ${versions}`;
+  const code = `${environment.machine}; ${commit}${environment.date.slice(0, 16).replace("T", " ")}; ${versions}`;
+  if (!environment.conditions) return code; // older files
+  const { models, cache, noise } = environment.conditions;
+  const names = models.map((one) => `${one.name} ${one.revision.slice(0, 12)}, weights ${one.weights}, KV ${one.kv}`);
+  const held = cache.tokens ? `, ${number(cache.tokens)} tokens` : "";
+  return [code, ...names, `cache ${cache.state}${held}`, `load ${noise.load.join(" to ")}`].join("; ");
 }
 
 // Draw a report: one chart per metric or one per case, whichever needs fewer charts.

@@ -1,0 +1,135 @@
+"""The record of a running cluster: what benchmarks record of a run, of all requests since the start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from moonpool.conductor.observing.transfer_paths import histogram_quantile
+from moonpool.runtime.reports.conditions import CacheState, Conditions, ModelFacts, load_average
+from moonpool.runtime.reports.report import Environment, NodeFacts, Report, Row
+
+_UNKNOWN = "not known: no node says"
+# Of the API's metrics: our name, the report's, unit and factor.
+_LATENCIES = (
+    ("time_to_first_token_seconds", "TTFT", "ms", 1e3),
+    ("time_per_output_token_seconds", "TPOT", "ms", 1e3),
+    ("inter_token_latency_seconds", "ITL", "ms", 1e3),
+    ("request_seconds", "E2E", "ms", 1e3),
+)
+_COUNTS = (
+    ("prompt_tokens", "prompt tokens", "tokens"),
+    ("prefix_hit_tokens", "prompt tokens from cache", "tokens"),
+    ("output_tokens", "output tokens", "tokens"),
+    ("requests_within_slo", "sequences within the SLOs", "sequences"),
+    ("running_requests", "running now", "sequences"),
+    ("waiting_requests", "waiting now", "sequences"),
+)
+_FRACTIONS = (0.5, 0.9, 0.95, 0.99)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model: its name, ``Conductor.cluster()``, and ``RequestMetrics.snapshot()``, empty before its first
+    request."""
+
+    name: str
+    cluster: Mapping[str, Any]
+    counted: Mapping[str, Any]
+
+
+def cluster_report(about: Mapping[str, Any], served: Sequence[Served], now_s: float) -> Report:
+    """``about``: of the conductor's start. ``now_s``: unix time."""
+    nodes = [node for one in served for node in one.cluster["nodes"]]
+    held = {tier: tokens for one in served for tier, tokens in _held(one.cluster)}
+    started = datetime.fromtimestamp(about.get("started_unix_s", now_s), UTC).isoformat(timespec="seconds")
+    conditions = Conditions(
+        [model for one in served for model in _models(one)],
+        CacheState.holding(
+            sum(blocks for one in served for _, blocks in _blocks(one.cluster)),
+            served[0].cluster.get("block_size") or 0,
+            "now, by tier: "
+            + (", ".join(f"{name} {tokens:,} tokens" for name, tokens in held.items()) or "none"),
+        ),
+        f"nothing is left out: all requests since {started}",
+        {},
+        load=[about.get("load_average", 0.0), load_average()],
+    )
+    environment = Environment(
+        about.get("machine", ""),
+        about.get("versions", {}),
+        about.get("commit", ""),
+        datetime.fromtimestamp(now_s, UTC).isoformat(timespec="seconds"),
+        about.get("command", "moonpool.conductor"),
+        {one["key"]: str(one["value"]) for one in about.get("options", ())},
+        conditions,
+        [_node(node) for node in nodes],
+    )
+    return Report(environment, [row for one in served for row in _rows(one)])
+
+
+def _models(one: Served) -> Iterable[ModelFacts]:
+    """One for each form in which nodes hold the model: while it is replaced, there may be two."""
+    kv = one.cluster.get("dtype") or _UNKNOWN
+    found = [
+        ModelFacts(one.name, node.get("model") or _UNKNOWN, node.get("weights") or _UNKNOWN, kv)
+        for node in one.cluster["nodes"]
+        if node.get("role") != "store"
+    ]
+    return dict.fromkeys(found or [ModelFacts(one.name, _UNKNOWN, _UNKNOWN, kv)])
+
+
+def _node(node: Mapping[str, Any]) -> NodeFacts:
+    return NodeFacts(
+        str(node.get("node_id", "")),
+        str(node.get("role", "")),
+        str(node.get("machine") or _UNKNOWN),
+        {name: str(version) for name, version in node.get("versions", {}).items()},
+    )
+
+
+def _blocks(cluster: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Cached blocks of each tier of each node. Of a pool those that no sequence uses."""
+    for node in cluster["nodes"]:
+        for tier in node["tiers"]:
+            yield tier["name"], tier.get("num_cached_blocks", tier["num_used_blocks"])
+
+
+def _held(cluster: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Cached tokens by tier, over all nodes and with copies."""
+    totals: dict[str, int] = {}
+    for tier, blocks in _blocks(cluster):
+        totals[tier] = totals.get(tier, 0) + blocks * (cluster.get("block_size") or 0)
+    return list(totals.items())
+
+
+def _rows(one: Served) -> Iterator[Row]:
+    case = f"{one.name}, since the start"
+    for reason, count in one.counted.get("requests", {}).items():
+        yield Row(case, f"sequences that ended: {reason}", count, "sequences")
+    for name, metric, unit in _COUNTS:
+        if name in one.counted:
+            yield Row(case, metric, one.counted[name], unit)
+    for name, metric, unit, factor in _LATENCIES:
+        if (row := _latency(case, metric, unit, factor, one.counted.get(name, {}))) is not None:
+            yield row
+    for tier, tokens in _held(one.cluster):
+        yield Row(f"{one.name}, now", f"cached tokens, {tier}", float(tokens), "tokens")
+
+
+def _latency(case: str, metric: str, unit: str, factor: float, histogram: Mapping[str, Any]) -> Row | None:
+    """None: nothing was measured. A percentile beyond the last bucket is left out; the value is the median,
+    or the mean where the median is beyond."""
+    buckets = [(float(bound), count) for bound, count in histogram.get("buckets", ())]
+    if not buckets or not (count := buckets[-1][1]):
+        return None
+    finite = [each for each in buckets if each[0] != float("inf")]
+    p50, p90, p95, p99 = (_scaled(histogram_quantile(finite, count, q), factor) for q in _FRACTIONS)
+    middle = factor * histogram["sum"] / count if p50 is None else p50
+    return Row(case, metric, middle, unit, p50=p50, p90=p90, p95=p95, p99=p99)
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else factor * value
