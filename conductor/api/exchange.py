@@ -61,9 +61,8 @@ class GenerationExchange:
         unique = f"{client_id}-{context.new_id()[:8]}" if REQUEST_ID_HEADER in http.headers else client_id
         self._id = kind.id_prefix + unique
         self._explains = False
-        self._tiers = Tiers(
-            [], context.conductor.model.name
-        )  # from ``parse`` on, those of the model or route asked for
+        # From ``parse`` on, those of the model or route asked for.
+        self._tiers = Tiers([], context.conductor.model.name)
         self._failure: Exception | None = None  # of a model, also where a stream told it to the client
         self._draft: Draft | None = None  # of the model whose turn it is
         self._beats: Heartbeats | None = None
