@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 
 import pytest
 
@@ -91,3 +92,44 @@ def test_the_bounds_hold_for_all_looks_together(rate: float) -> None:
                 found += 1
                 break
     assert found <= 0.05 * runs + 3
+
+
+def concluded(failing: tuple[float, float], late: tuple[float, float], seed: int) -> tuple[Verdict, int]:
+    """One simulated canary with a share of 10 %, looked at after each request of the candidate. Probabilities
+    of the old model and of the candidate. Returns the verdict and the candidate's requests."""
+    draws, sides = random.Random(seed), (Tally(), Tally())
+    for _ in range(40_000):
+        new = draws.random() < 0.1
+        side = sides[new]
+        side.requests += 1
+        if draws.random() < failing[new]:
+            side.errors += 1
+        else:
+            side.decoded += 1
+            side.ttft_within += draws.random() >= late[new]
+            side.tbt_within += draws.random() >= late[new]
+        if new and (verdict := decide(*sides, BOTH).verdict) is not Verdict.WAIT:
+            return verdict, side.requests
+    return Verdict.WAIT, sides[1].requests
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("failing", "late", "verdict", "requests"),
+    [
+        ((0.0, 1.0), (0.05, 0.05), Verdict.ROLL_BACK, 4),
+        ((0.0, 0.2), (0.05, 0.05), Verdict.ROLL_BACK, 46),
+        ((0.0, 0.05), (0.05, 0.05), Verdict.ROLL_BACK, 275),
+        ((0.0, 0.0), (0.05, 0.4), Verdict.ROLL_BACK, 22),
+        ((0.0, 0.0), (0.05, 0.15), Verdict.ROLL_BACK, 286),
+        ((0.0, 0.0), (0.02, 0.02), Verdict.PROMOTE, 459),
+        ((0.01, 0.01), (0.05, 0.05), Verdict.PROMOTE, 1269),
+    ],
+)
+def test_the_requests_that_a_verdict_takes(
+    failing: tuple[float, float], late: tuple[float, float], verdict: Verdict, requests: int
+) -> None:
+    """The table in docs/models.md, with fewer runs."""
+    runs = [concluded(failing, late, seed) for seed in range(15)]
+    assert {one for one, _ in runs} == {verdict}
+    assert requests / 2 <= statistics.median(count for _, count in runs) <= requests * 2
