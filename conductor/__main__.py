@@ -52,7 +52,8 @@ async def main(config: Config, service: ServiceContext) -> None:
         for one, conductor in zip(served.models, conductors, strict=True)
     ]
     lanes[0].loaded = first
-    server = ApiServer(first, Lanes(lanes, served.routes))
+    canaries = conductors[0].canaries if len(lanes) > 1 else None
+    server = ApiServer(first, Lanes(lanes, served.routes, canaries))
     # Listen first: a port in use is a common error, and nothing needs undoing then.
     await server.start()
     try:
@@ -60,11 +61,15 @@ async def main(config: Config, service: ServiceContext) -> None:
         for one, conductor in zip(served.models, conductors, strict=True):
             conductor.describe(url=url, version=own_version(), options=agreement_of(one.config))
             await conductor.start()
+        if canaries is not None:
+            await canaries.start()
         service.ready(url=url, metrics_url=f"{url}/metrics", model=served.models[0].name)
         await service.draining.wait()
         await server.drain(config.node.drain_s, config.conductor.leave_s)
     finally:
         await server.close()
+        if canaries is not None:
+            await canaries.close()
         await asyncio.gather(*(conductor.close() for conductor in conductors))
 
 

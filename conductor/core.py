@@ -20,6 +20,7 @@ from moonpool.conductor.admission.fair_share import FairShare
 from moonpool.conductor.admission.limits import Admission
 from moonpool.conductor.admission.rejection import REJECTIONS
 from moonpool.conductor.admission.usage import Usage
+from moonpool.conductor.canary.canaries import Canaries
 from moonpool.conductor.coordination.arbitration import Arbitration
 from moonpool.conductor.coordination.other_conductors import OtherConductors
 from moonpool.conductor.costs.model import CostModel
@@ -147,6 +148,7 @@ class Conductor:
         )
         self.streams = StreamRecords(kv_index)
         self.conversations = ConversationRecords(kv_index)
+        self.canaries = Canaries(kv_index, conductor_id, activity.event)  # of all models: not started here
         self.ledger = Ledger(
             kv_index, model.name, conductor_id, lambda: (one.record for one in registry.members.values())
         )
@@ -357,6 +359,16 @@ class Conductor:
     def num_others(self) -> int:
         """Conductors of the same cluster that live."""
         return self._deps.arbitration.peers.num_live
+
+    @property
+    def slo(self) -> Slo:
+        return self._deps.slo
+
+    @property
+    def serves(self) -> bool:
+        """Whether there is a node of each stage, or requests have one started."""
+        available = self._deps.registry.available
+        return self._on_demand.starts_nodes or all(available(stage) for stage in STAGES)
 
     def planner(self) -> dict[str, Any]:
         """What the planner of this conductor saw and decided last: plain JSON types."""

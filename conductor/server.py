@@ -25,6 +25,7 @@ from moonpool.conductor.api.errors import ApiError, as_api_error
 from moonpool.conductor.api.exchange import REQUEST_ID, REQUEST_ID_HEADER
 from moonpool.conductor.api.models.lanes import LANES, Lanes
 from moonpool.conductor.api.openapi import openapi
+from moonpool.conductor.canary import routes as canary
 from moonpool.conductor.dashboard import routes as dashboard_routes
 from moonpool.conductor.dashboard.benchmark_results import BenchResults
 from moonpool.conductor.dashboard.routes import LiveFeed
@@ -75,6 +76,10 @@ def create_app(context: ApiContext, lanes: Lanes | None = None) -> web.Applicati
             web.get("/v1/fleet/rollout", fleet.rollout_status),
             web.post("/v1/fleet/rollout", fleet.rollout),
             web.post("/v1/fleet/rollout/abort", fleet.abort_rollout),
+            web.get("/v1/fleet/canary", canary.status),
+            web.post("/v1/fleet/canary/{name}/start/{candidate}/{share}", canary.start),
+            web.post("/v1/fleet/canary/{name}/promote", canary.promote),
+            web.post("/v1/fleet/canary/{name}/rollback", canary.roll_back),
             web.get("/v1/about", pages.about),
             web.get("/v1/report", pages.report),
             web.get("/v1/benchmarks", dashboard_routes.benchmarks),

@@ -169,6 +169,35 @@ class Client:
         """Roll back what was replaced. Returns at once."""
         return await self._post("/v1/fleet/rollout/abort")
 
+    async def canaries(self) -> list[dict[str, Any]]:
+        """Return the latest canary of each model: its counts, and while it runs what they say."""
+        found: list[dict[str, Any]] = (await self._get("/v1/fleet/canary"))["data"]
+        return found
+
+    async def start_canary(
+        self,
+        name: str,
+        candidate: str,
+        share: float,
+        *,
+        tenants: Sequence[str] = (),
+        least: int | None = None,
+        auto: bool = False,
+    ) -> dict[str, Any]:
+        """Send ``share`` percent of the conversations of the model ``name`` to ``candidate``."""
+        query = [*(f"tenant={quote(one, safe='')}" for one in tenants), *(["auto=1"] if auto else [])]
+        query += [] if least is None else [f"least={least}"]
+        path = f"/v1/fleet/canary/{quote(name, safe='')}/start/{quote(candidate, safe='')}/{share:g}"
+        return await self._post(path + (f"?{'&'.join(query)}" if query else ""))
+
+    async def promote_canary(self, name: str) -> dict[str, Any]:
+        """Have the candidate answer for the model ``name``."""
+        return await self._post(f"/v1/fleet/canary/{quote(name, safe='')}/promote")
+
+    async def roll_back_canary(self, name: str) -> dict[str, Any]:
+        """Have the model before the candidate answer for ``name`` again, also after a promotion."""
+        return await self._post(f"/v1/fleet/canary/{quote(name, safe='')}/rollback")
+
     async def metrics(self) -> str:
         """Return the conductor's own /metrics."""
         return (await self._read("/metrics")).decode()

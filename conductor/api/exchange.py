@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import math
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -13,7 +15,7 @@ from moonpool.conductor.admission.tenants import BATCH, Tenant
 from moonpool.conductor.api.answer import Answer, Outcome, Usage
 from moonpool.conductor.api.choice import Choice, Delta
 from moonpool.conductor.api.context import ApiContext
-from moonpool.conductor.api.errors import ApiError, bad_request, name_of
+from moonpool.conductor.api.errors import bad_request, name_of
 from moonpool.conductor.api.models.cascade import Draft
 from moonpool.conductor.api.models.lanes import LANES
 from moonpool.conductor.api.models.tiers import Tiers
@@ -29,6 +31,7 @@ from moonpool.conductor.observing.recent_requests import RequestRecord
 from moonpool.conductor.request import GenerateRequest
 from moonpool.conductor.tools.use import ToolUse
 from moonpool.protos import node_pb2
+from moonpool.runtime.errors import MoonpoolError
 from moonpool.runtime.observing import audit, tracing
 from moonpool.runtime.observing.log import request_id
 from moonpool.runtime.structure.grammars import Structure, StructureUnsupported
@@ -58,10 +61,11 @@ class GenerationExchange:
         unique = f"{client_id}-{context.new_id()[:8]}" if REQUEST_ID_HEADER in http.headers else client_id
         self._id = kind.id_prefix + unique
         self._explains = False
-        self._tiers = Tiers([])  # from ``parse`` on, those of the model or route asked for
+        # From ``parse`` on, those of the model or route asked for.
+        self._tiers = Tiers([], context.conductor.model.name)
+        self._failure: Exception | None = None  # of a model, also where a stream told it to the client
         self._draft: Draft | None = None  # of the model whose turn it is
         self._beats: Heartbeats | None = None
-        self._model = context.conductor.model.name  # or the name of the adapter
         self._adapter: node_pb2.Adapter | None = None
         request_id.set(self._id)
         self._client = http[PRINCIPAL].client
@@ -100,7 +104,7 @@ class GenerationExchange:
         audit.usage(
             request_id=record.id,
             tenant=self._client.name,
-            model=self._model,
+            model=self._tiers.model,
             endpoint=record.endpoint,
             outcome=record.status,
             prompt_tokens=record.prompt_tokens,
@@ -122,6 +126,8 @@ class GenerationExchange:
         gaps = sum(clock.num_tokens - 1 for clock in clocks)
         if gaps:
             record.tpot_s = sum(clock.last_s - clock.first_s for clock in clocks) / gaps
+        if self._tiers.trial is not None:
+            self._tiers.trial.ended(record, error if isinstance(error, Exception) else self._failure)
         self._span.__exit__(kind, error, trace)
 
     async def parse(self, schema: type[B], translate: Translation | None = None) -> B:
@@ -133,16 +139,12 @@ class GenerationExchange:
         given = await read_object(self._http, self._context.options.max_body_nbytes)
         started_s = self._context.clock()
         body = parse(schema, given if translate is None else await translate(given))
-        if (route := self._lanes.routes.get(body.model or "")) is not None:
-            self._tiers = Tiers.of(self._lanes, route, body, self._client.name)
-            self._model = self._tiers.now.name
-        else:
-            lane = self._lanes.find(body.model)
-            if lane is None:
-                assert body.model is not None
-                lane, self._adapter = await self._lanes.adapter(body.model)
-            self._tiers, self._model = Tiers([lane]), body.model or lane.name
-        self._context = await self._tiers.now.context()
+        tiers = Tiers.of(self._lanes, body, self._client.name)
+        if tiers is None:
+            assert body.model is not None
+            lane, self._adapter = await self._lanes.adapter(body.model)
+            tiers = Tiers([lane], body.model)
+        self._tiers = tiers
         self.record.stream = body.stream
         self.record.parse_s = self._observe("parse", started_s)
         return body
@@ -152,9 +154,7 @@ class GenerationExchange:
     ) -> web.StreamResponse:
         """Call ``ask``, which calls ``answer``, for each model in turn, until it returns a response."""
         if self._tiers.is_last:
-            response = await ask(self._context)
-            assert response is not None
-            return response
+            return await self._in_turn(ask)
         try:
             if not self.record.stream:
                 return await self._in_turn(ask)
@@ -177,9 +177,17 @@ class GenerationExchange:
     async def _in_turn(
         self, ask: Callable[[ApiContext], Awaitable[web.StreamResponse | None]]
     ) -> web.StreamResponse:
-        while (response := await ask(self._context)) is None:
-            self._context = await self._tiers.now.context()
-        return response
+        while True:
+            try:
+                self._context = await self._tiers.now.context()
+                if (response := await ask(self._context)) is not None:
+                    return response
+            except MoonpoolError:
+                if self._tiers.is_last or self._draft is not None:
+                    raise
+                # Too long for this model, or its files are wrong: perhaps not so for the next.
+                self._tiers.escalate("failed", 0.0)
+                self._failure = None
 
     async def tokenize(self, prompts: Awaitable[T]) -> T:
         started_s = self._context.clock()
@@ -200,20 +208,12 @@ class GenerationExchange:
         structure = body.structure if tools is None or tools.structure is None else tools.structure
         await self._check(structure)
         drafts = not self._tiers.is_last and body.token_limit != 0
-        try:
-            runs = self._plan(body, prompts, default_limit, structure, tools, drafts=drafts)
-        except ApiError:
-            if not drafts:
-                raise
-            # Too long for this model, perhaps not for the next.
-            self._tiers.escalate("failed", 0.0)
-            return None
+        needs_logprobs = drafts and self._tiers.cascade.least_logprob > -math.inf
+        runs = self._plan(body, prompts, default_limit, structure, tools, logprobs=needs_logprobs)
         self._runs = runs
         self.record.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self.record.sequences = [run.request.request_id for run in runs]
         context, self._draft = self._context, None
-        if self._tiers.route is not None:
-            self._model = self._tiers.now.name
         if drafts and not await self._drafted(runs, body):
             return None
         stream = await resumable(self._http, context, self._id, body, runs) if body.stream else None
@@ -223,7 +223,7 @@ class GenerationExchange:
         if answer_id != self._id:  # a stream goes on: it is found by its answer's id here, too
             self.record.client_id = answer_id
             context.recent.add(self.record)
-        answer = self._kind(answer_id, created, self._model, body, context.tokenizer)
+        answer = self._kind(answer_id, created, self._tiers.model, body, context.tokenizer)
         if prepare is not None:
             prepare(answer)
         if body.stream:
@@ -248,9 +248,9 @@ class GenerationExchange:
         structure: Structure | None,
         tools: ToolUse | None,
         *,
-        drafts: bool,
+        logprobs: bool,
     ) -> list[SequenceRun]:
-        """One run per choice, prompt by prompt. ``drafts``: with log-probabilities in any case."""
+        """One run per choice, prompt by prompt. ``logprobs``: with log-probabilities in any case."""
         if len(prompts) * body.n > MAX_SEQUENCES:
             raise bad_request(f"n: {len(prompts)} prompts × {body.n} is more than {MAX_SEQUENCES}", "n")
         context, runs = self._context, list[SequenceRun]()
@@ -263,7 +263,7 @@ class GenerationExchange:
                     body,
                     context.conductor.model,
                     max_tokens=max(limit, 1),
-                    num_logprobs=max(body.num_logprobs, 0) if drafts else body.num_logprobs,
+                    num_logprobs=max(body.num_logprobs, 0) if logprobs else body.num_logprobs,
                     choice=nth,
                     structure=structure,
                 )
@@ -312,7 +312,7 @@ class GenerationExchange:
         return await stream.run(lambda sink: self._generate(runs, sink, body), end)
 
     async def _generate(self, runs: list[SequenceRun], sink: Sink, body: GenerationBody) -> None:
-        with transcribed(runs, sink, self._context.log_options.prompt_chars) as sink:
+        with self._failing(), transcribed(runs, sink, self._context.log_options.prompt_chars) as sink:
             if body.token_limit == 0 and body.num_logprobs < 0:  # echo alone needs no model
                 for run in runs:
                     await sink(run, run.choice.echo())
@@ -333,8 +333,7 @@ class GenerationExchange:
 
     async def _drafted(self, runs: list[SequenceRun], body: GenerationBody) -> bool:
         """Whether this model's answer counts; ``_generate`` goes on with it."""
-        assert self._tiers.route is not None and self._tiers.route.cascade is not None
-        draft = self._draft = Draft(runs, self._tiers.route.cascade, logprobs=body.num_logprobs >= 0)
+        draft = self._draft = Draft(runs, self._tiers.cascade, logprobs=body.num_logprobs >= 0)
         cause = await draft.judge(self._context, self._arrived_s)
         if not cause:
             return True
@@ -343,6 +342,16 @@ class GenerationExchange:
         self._spent(runs)
         self._tiers.escalate(cause, draft.seconds)
         return False
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except ConnectionError:
+            raise  # the client's
+        except Exception as error:
+            self._failure = error
+            raise
 
     def _spent(self, runs: Sequence[SequenceRun]) -> None:
         """The sequences have run on the nodes of this model."""

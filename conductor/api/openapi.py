@@ -20,6 +20,7 @@ from moonpool.conductor.api.schemas import (
     GenerationBody,
 )
 from moonpool.conductor.api.status_routes import MAX_LISTED, TIMELINE_FORMATS
+from moonpool.conductor.canary.decision import LEAST_REQUESTS
 
 Schema = dict[str, Any]
 
@@ -226,6 +227,28 @@ def _paths() -> dict[str, Any]:
             "post": _page("Replace all nodes by ones with other settings", anything, 400, 409, set=_TEXT),
         },
         "/v1/fleet/rollout/abort": {"post": _page("Roll back the rollout that runs", anything, 409)},
+        "/v1/fleet/canary": {
+            "get": _page("The latest canary of each model, its counts and what they say", _listed(anything))
+        },
+        "/v1/fleet/canary/{name}/start/{candidate}/{share}": {
+            "post": _page(
+                "Send a share (percent) of the requests for a model to another one",
+                anything,
+                *(400, 404, 409, 503),
+                name="path",
+                candidate="path",
+                share="path",
+                tenant=_TEXT,
+                least={"type": "integer", "minimum": 1, "default": LEAST_REQUESTS},
+                auto={"enum": ["0", "1"], "default": "0"},
+            )
+        },
+        "/v1/fleet/canary/{name}/promote": {
+            "post": _page("Have the candidate answer for the model", anything, 404, 409, 503, name="path")
+        },
+        "/v1/fleet/canary/{name}/rollback": {
+            "post": _page("Have the model before it answer again", anything, 404, 409, 503, name="path")
+        },
         "/v1/load_lora_adapter": {
             "post": _with_body(
                 _page("Load a LoRA adapter on all nodes", _STRING, 400, 503),

@@ -37,8 +37,8 @@ def reply(value: Any, status: int = 200) -> web.Response:
 async def models(http: web.Request) -> web.Response:
     """``GET /v1/models``"""
     created, lanes = http.app[CONTEXT].created_unix_s, http.app[LANES]
-    listed = [_model(lane, name, created) for lane in lanes for name in (lane.name, *lane.aliases)]
-    listed += [_model(lanes.known(name)[0], name, created) for name in lanes.routes]
+    names = [name for lane in lanes for name in (lane.name, *lane.aliases)]
+    listed = [_model(lanes.known(name)[0], name, created) for name in (*names, *lanes.routes)]
     adapters = [_adapter(lane, one, created) for lane in lanes for one in lane.conductor.adapters.all()]
     return reply({"object": "list", "data": listed + adapters})
 

@@ -25,6 +25,12 @@ added = Histogram(
     ["route"],
     buckets=_BUCKETS,
 )
+canary_requests = Counter(
+    "moonpool_canary_requests_total",
+    "Requests for a model beside which another one is tried, by side (stable, candidate) and outcome (within "
+    "or late, by the SLO; error)",
+    ["model_name", "side", "outcome"],
+)
 held = Histogram(
     "moonpool_route_held_seconds",
     "Time that the first tokens of streams were held until it was known that the answer is used",

@@ -17,4 +17,9 @@ class Slo:
 
     @classmethod
     def of(cls, options: ConductorOptions) -> Slo:
-        return cls(options.slo_ttft_s or math.inf, options.slo_tbt_s or math.inf)
+        return cls.of_limits(options.slo_ttft_s, options.slo_tbt_s)
+
+    @classmethod
+    def of_limits(cls, ttft_s: float, tbt_s: float) -> Slo:
+        """0: none."""
+        return cls(ttft_s or math.inf, tbt_s or math.inf)

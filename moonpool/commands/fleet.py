@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from moonpool.client import Client
+from moonpool.commands.canary import canary
 from moonpool.commands.options import console, json_option, plain_table, run_with_client, url_option
 
 _TEXTS = ("node", "role", "state", "supplied", "why")
@@ -23,6 +24,9 @@ def fleet() -> None:
 
     Changes need an admin key, or where no API keys are configured the cluster's key.
     """
+
+
+fleet.add_command(canary)
 
 
 @fleet.command("ls")

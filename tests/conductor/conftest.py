@@ -22,6 +22,7 @@ from moonpool.conductor.api.models.lanes import Lanes
 from moonpool.conductor.api.sampling_defaults import SamplingDefaults
 from moonpool.conductor.fleet.served_model import ServedModel
 from moonpool.conductor.observing.request_metrics import ClusterCounts, RequestMetrics
+from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.observing.timelines.timeline import RequestTimeline
 from moonpool.conductor.request import GenerateRequest, TokenEvent, TokenLogprobs
 from moonpool.conductor.server import ApiServer
@@ -142,6 +143,7 @@ class ScriptedConductor:
         self.fleet = ScriptedFleet()
         self.adapters = ScriptedAdapters()
         self.num_others = 0
+        self.slo = Slo()
 
     def says(self, text: str, *after: Any) -> list[Any]:
         return [*self.tokenizer.encode_now(text, add_special_tokens=False).tolist(), *after]
@@ -219,6 +221,10 @@ class ScriptedConductor:
 
     def counts(self) -> ClusterCounts:
         return ClusterCounts(num_blocks=8, num_used_blocks=2)
+
+    @property
+    def serves(self) -> bool:
+        return self.is_ready
 
     def ready(self) -> tuple[bool, list[str]]:
         return self.is_ready, self.degraded

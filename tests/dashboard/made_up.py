@@ -22,6 +22,9 @@ def large(now: dict[str, Any], num_nodes: int, second: int, seed: int = 7) -> di
     half = num_nodes // 2
     nodes = [_node(whole, rng, role, number) for role in ("prefill", "decode") for number in range(half)]
     made["cluster"]["nodes"] = nodes
+    counts = {"candidate": {"requests": 200, "errors": 3}, "stable": {"requests": 1800, "errors": 9}}
+    canary = {"name": "large", "candidate": "next", "share": 10, "state": "running", "verdict": "wait"}
+    made["cluster"]["canaries"] = [canary | {"sides": counts}]
     pairs = [
         (f"prefill-{i % half}", f"decode-{(i * 7 + i // half) % half}")
         for i in range(min(MAX_ROUTES, 8 * half))

@@ -13,6 +13,7 @@ from aiohttp import web
 from moonpool.conductor.api.context import ApiContext
 from moonpool.conductor.api.errors import ApiError
 from moonpool.conductor.api.models.classifier import Classifier
+from moonpool.conductor.canary.canaries import Canaries
 from moonpool.conductor.core import Conductor
 from moonpool.conductor.observing.request_metrics import ClusterCounts
 from moonpool.conductor.observing.timelines.timeline import RequestTimeline
@@ -44,9 +45,12 @@ class Lane:
 class Lanes:
     """The first lane answers requests that name no model, and its context is that of all handlers."""
 
-    def __init__(self, lanes: Sequence[Lane], routes: Sequence[Route] = ()) -> None:
+    def __init__(
+        self, lanes: Sequence[Lane], routes: Sequence[Route] = (), canaries: Canaries | None = None
+    ) -> None:
         """Raises ConfigError: a route's classifier cannot be used."""
         assert lanes and lanes[0].loaded is not None
+        self.canaries = canaries
         self.routes = {route.name: route for route in routes}
         self.classifiers = {
             route.name: Classifier.load(route.classifier.path)
@@ -76,6 +80,13 @@ class Lanes:
         """The lane of a model or an alias; None: the name is unknown, or an adapter's."""
         return self._lanes[self.first.conductor.model.name] if name is None else self._names.get(name)
 
+    def answering(self, lane: Lane) -> Lane:
+        """The lane that answers for this one: another one after a canary was promoted."""
+        if self.canaries is None:
+            return lane
+        # A candidate that was taken out of the configuration leaves its name to the model before it.
+        return self._lanes.get(self.canaries.meaning(lane.name), lane)
+
     async def adapter(self, name: str) -> tuple[Lane, node_pb2.Adapter]:
         """The adapter of this name, and its base model. Raises ``ApiError`` 404."""
         for lane in self:
@@ -90,9 +101,9 @@ class Lanes:
     def known(self, name: str) -> tuple[Lane, node_pb2.Adapter | None]:
         """The lane of a model, an alias, a route (its last model) or an adapter. Raises ``ApiError`` 404."""
         if (lane := self.find(name)) is not None:
-            return lane, None
+            return self.answering(lane), None
         if (route := self.routes.get(name)) is not None:
-            return self._lanes[route.models[-1]], None
+            return self.answering(self._lanes[route.models[-1]]), None
         for lane in self:
             if (adapter := lane.conductor.adapters.find(name)) is not None:
                 return lane, adapter
@@ -141,6 +152,7 @@ class Lanes:
             }
             for lane in self
         ]
+        whole["canaries"] = [] if self.canaries is None else self.canaries.status()
         return whole
 
     def counts(self) -> ClusterCounts:

@@ -127,7 +127,7 @@ async def resumable(
         if given is not None:
             raise bad_request(f"{LAST_EVENT_ID}: this request is of no stream that can go on", LAST_EVENT_ID)
         return None
-    digest = _digest(http.path, body, runs)
+    digest = _digest(http.path, body, runs, context.conductor.model.name)
     if given is None:
         seeds = tuple(
             secrets.randbits(64) if run.request.sampling.seed is None else run.request.sampling.seed
@@ -214,8 +214,9 @@ def _refused(status: int, why: str, code: str) -> ApiError:
     return ApiError(status, why, param=LAST_EVENT_ID, code=code)
 
 
-def _digest(path: str, body: GenerationBody, runs: Sequence[SequenceRun]) -> str:
-    digest = blake2b(path.encode(), digest_size=16)
+def _digest(path: str, body: GenerationBody, runs: Sequence[SequenceRun], model: str) -> str:
+    """``model``: that answers: a name may come to mean another one (``conductor.canary``)."""
+    digest = blake2b(f"{path}\0{model}\0".encode(), digest_size=16)
     digest.update(orjson.dumps(body.model_dump(mode="json"), option=orjson.OPT_SORT_KEYS))
     for run in runs:
         # Whatever made the prompt: a template may have today's date in it.

@@ -2,6 +2,7 @@
 import { bytes, cell, element, fill, format, patch, percent, pill, row, say, scrolling, seconds, table, within } from "../elements.js";
 import { List } from "../list.js";
 import { heldBy, stateClass, stateOf } from "../nodes.js";
+import { canariesOf } from "../panels/canaries.js";
 import { drawPlan } from "../panels/plan.js";
 import { TIER_COLUMNS, tierRows } from "../panels/tiers.js";
 import { Detail } from "./detail.js";
@@ -117,6 +118,7 @@ export function mount(root, page) {
     list.sortBy(page.param("sort"));
     list.draw(shown, page.param("node"));
     drawPlan(frame.now.planner);
+    say(root.querySelector("#canaries"), canariesOf(frame.now.cluster));
   }
 
   return { draw, recolour() {}, unmount: () => list.remove() };

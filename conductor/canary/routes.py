@@ -1,0 +1,72 @@
+"""HTTP routes of canaries. ``{name}`` is the name that clients ask for: a model's, or an alias of it."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from moonpool.conductor.api.errors import ApiError
+from moonpool.conductor.api.models.lanes import LANES, Lane
+from moonpool.conductor.api.status_routes import reply
+from moonpool.conductor.canary.canaries import MOST_TENANTS, Canaries
+from moonpool.conductor.canary.decision import LEAST_REQUESTS
+from moonpool.conductor.fleet.errors import FleetUnchanged
+
+MOST_REQUESTS = 1_000_000
+
+
+async def status(http: web.Request) -> web.Response:
+    """``GET /v1/fleet/canary``: the latest one of each name."""
+    canaries = http.app[LANES].canaries
+    return reply({"object": "list", "data": [] if canaries is None else canaries.status()})
+
+
+async def start(http: web.Request) -> web.Response:
+    """``POST /v1/fleet/canary/{name}/start/{candidate}/{share}?tenant=NAME&…&least=REQUESTS&auto=1``"""
+    canaries, lanes, info = _canaries(http), http.app[LANES], http.match_info
+    lane, candidate = _lane(http, info["name"]), _lane(http, info["candidate"])
+    try:
+        share = float(info["share"])
+    except ValueError:
+        raise ApiError(400, f"share: must be a number, got {info['share'][:32]!r}", param="share") from None
+    least, tenants = http.query.get("least", str(LEAST_REQUESTS)), http.query.getall("tenant", [])
+    if not least.isascii() or not least.isdigit() or not 1 <= int(least[:9]) <= MOST_REQUESTS:
+        raise ApiError(400, f"least: must be from 1 to {MOST_REQUESTS}, got {least[:32]!r}", param="least")
+    if len(tenants) > MOST_TENANTS:
+        raise ApiError(400, f"tenant: at most {MOST_TENANTS}, got {len(tenants)}", param="tenant")
+    if tenants and not lanes.first.gate.keys.are_configured:
+        raise FleetUnchanged(
+            "no tenants are configured (conductor.tenants_path): give a share of all requests"
+        )
+    if not candidate.conductor.serves:
+        raise FleetUnchanged(f"{candidate.name} has no node to answer with: start one before")
+    auto = http.query.get("auto", "0") == "1"
+    slo = lane.conductor.slo
+    return reply(
+        await canaries.begin(lane.name, candidate.name, share, tenants, slo, auto=auto, least=int(least))
+    )
+
+
+async def promote(http: web.Request) -> web.Response:
+    """``POST /v1/fleet/canary/{name}/promote``"""
+    return reply(await _canaries(http).promote(_lane(http, http.match_info["name"]).name))
+
+
+async def roll_back(http: web.Request) -> web.Response:
+    """``POST /v1/fleet/canary/{name}/rollback``"""
+    return reply(await _canaries(http).roll_back(_lane(http, http.match_info["name"]).name))
+
+
+def _canaries(http: web.Request) -> Canaries:
+    if (canaries := http.app[LANES].canaries) is None:
+        raise FleetUnchanged(
+            "this conductor serves one model: a canary needs two, the old and the new one (models.toml)"
+        )
+    return canaries
+
+
+def _lane(http: web.Request, name: str) -> Lane:
+    """Raises ``ApiError`` 404."""
+    lane = http.app[LANES].find(name)
+    if lane is None:
+        raise http.app[LANES].unknown(name)
+    return lane
