@@ -101,13 +101,27 @@ async def test_they_are_one_node_and_answer_as_one_process_does(
     assert used >= {"decode-0.0", "decode-0.1"}
 
 
-async def test_prompts_spread_and_each_next_turn_finds_its_prefix(client: Client) -> None:
+async def test_prompts_spread_and_each_next_turn_finds_its_prefix(
+    cluster: LocalCluster, client: Client
+) -> None:
+    block_size = cluster.config.engine.block_size
     await eventually(lambda: all_are_ready(client))
     # So many that even a replica that was measured on a busy machine, and is taken to be slow, gets some.
     prefixes = [f"{number} And the LORD spake unto Moses, saying, " * 40 for number in range(10)]
+
+    async def num_known() -> int:
+        return int((await client.cluster())["index"]["num_blocks"])
+
+    known_before = await num_known()
     replies = await asyncio.gather(*(ask(client, prefix, max_tokens=4) for prefix in prefixes))
     first = [await summary(client, reply) for reply in replies]
     assert {told["prefill_node"] for told in first} == {"prefill-0.0", "prefill-0.1"}
+    num_blocks = sum(told["prompt_tokens"] // block_size for told in first)
+
+    async def published() -> bool:
+        return await num_known() >= known_before + num_blocks
+
+    await eventually(published)
     for prefix, before in zip(prefixes, first, strict=True):
         told = await summary(client, await ask(client, f"{prefix} Amen", max_tokens=4))
         assert told["cached_tokens"] > 400

@@ -41,26 +41,40 @@ async def ends(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
 
 class Lives:
     """Every prompt joins the step that its node runs; with the request ``poison`` in it the node's life ends.
-    At token ``index``. ``ended``: the requests of each step that ended a life."""
+    At token ``index``. ``ended``: the requests of each step that ended a life.
 
-    def __init__(self, poison: str, index: int = 0) -> None:
+    No step ends before ``poison`` and ``num_others`` requests are in one: the first life ends with those that
+    are on its node, and the others are computed then.
+    """
+
+    def __init__(self, poison: str, index: int, num_others: int) -> None:
         self.ended: list[set[str]] = []
-        self._poison, self._index = poison, index
-        self._steps: dict[str, tuple[set[str], asyncio.Event]] = {}
+        self._poison, self._index, self._num_others = poison, index, num_others
+        self._seen: set[str] = set()
+        # By node: its requests, and whether its life ends.
+        self._steps: dict[str, tuple[set[str], asyncio.Future[bool]]] = {}
 
     async def __call__(self, node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
         if index != self._index:
             return
-        step, end = self._steps.setdefault(node.node_id, (set(), asyncio.Event()))
+        fresh = set[str](), asyncio.get_running_loop().create_future()
+        step, ends = self._steps.setdefault(node.node_id, fresh)
         step.add(work.request_id)
+        self._seen.add(work.request_id)
+        is_first = not self.ended
         if work.request_id == self._poison:
-            await asyncio.sleep(0.05)  # others join
+            while len(self._seen) <= self._num_others:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+            await asyncio.sleep(0.05)  # who may join does
             self.ended.append(step)
             del self._steps[node.node_id]
-            end.set()
-        try:
-            await asyncio.wait_for(end.wait(), 0.3)
-        except TimeoutError:
+            ends.set_result(True)
+            if is_first:
+                for _, others_end in self._steps.values():
+                    others_end.set_result(False)
+                self._steps.clear()
+        await asyncio.wait((ends,), timeout=None if is_first else 0.3)
+        if not ends.done() or not ends.result():
             step.discard(work.request_id)
             return
         raise LifeEnded("rank 1 is lost: it ended by signal 9")

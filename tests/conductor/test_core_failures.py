@@ -62,7 +62,7 @@ async def test_a_request_that_ends_nodes_is_refused_after_two_and_takes_no_other
         # Warm nodes take several requests at once.
         for number in range(16):
             await cluster.generate(request(f"warm-{number}"))
-        lives = Lives("poison", index)
+        lives = Lives("poison", index, num_others=3)
         for name in names:
             cluster.nodes[name].script = lives
         others = [request(f"other-{number}", [number, *PROMPT]) for number in range(3)]
@@ -72,7 +72,7 @@ async def test_a_request_that_ends_nodes_is_refused_after_two_and_takes_no_other
         assert str(refused.value).count("it ended by signal 9") == 2
         assert await running_others == [continuation([number, *PROMPT], 8) for number in range(3)]
         assert len(lives.ended) == 2
-        # Others were in the first step, and were computed without it then.
+        # Others were in the first step; they have their turns one by one, and it has its own.
         assert lives.ended[1] == {"poison"}
 
 
