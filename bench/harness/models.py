@@ -18,10 +18,10 @@ def models_of(sets: Sequence[str]) -> list[ModelFacts]:
     return [_of(one.name, one.config) for one in served_models(load_config(None, sets)).models]
 
 
-def model_at(directory: Path, name: str = "", dtype: str = "auto", device: str = "auto") -> ModelFacts:
-    """A checkpoint. ``dtype``, ``device``: as in the options of a model."""
-    sets = (f"model.path={directory}", f"model.dtype={dtype}", f"model.device={device}")
-    return _of(name or directory.name, load_config(None, sets))
+def model_at(directory: Path, name: str = "", *, as_stored: bool = False) -> ModelFacts:
+    """A checkpoint; ``as_stored``: computed in its own dtype, as on a GPU and by other engines."""
+    dtype = ModelConfig.from_checkpoint(directory).stored_dtype if as_stored else "auto"
+    return _of(name or directory.name, load_config(None, (f"model.path={directory}", f"model.dtype={dtype}")))
 
 
 def random_model(name: str, seed: int, weights: str, engine: EngineOptions) -> ModelFacts:

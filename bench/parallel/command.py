@@ -77,7 +77,7 @@ def parallel(run: Run, texts: tuple[str, ...], model: Path | None, device: str) 
     run.parts = [part for part in run.parts if part not in left_out]
     directory = model or ModelOptions().directory
     run.conditions = Conditions(
-        [model_at(directory, device=device)],
+        [model_at(directory, as_stored=device == "cuda")],
         CacheState.holding(0, 0, "no prompt is sent twice"),
         "a few steps, and a prompt, of each plan; replicas, handover: nothing",
         {"prompts": 0},

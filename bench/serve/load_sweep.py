@@ -27,6 +27,7 @@ _MAX_STEPS = 16
 # A step arrives in so many seconds, and has at least so many requests.
 _STEP_S, _STEP_REQUESTS = 10.0, 48
 _QUICK_STEP_S, _QUICK_REQUESTS, _QUICK_STEPS = 1.0, 8, 4
+_TABLE_WIDTH = 240
 # What breaks a load: see ``broken``.
 TTFT_TIMES, REACHED = 3.0, 0.9
 # So many loads in a row must break: one may have met another process of the machine.
@@ -176,7 +177,7 @@ def _occupancy(of: Callable[[Occupancy], float]) -> Callable[[Turn], float]:
 # Metric, unit and figure of a turn.
 _OCCUPANCY: tuple[tuple[str, str, Callable[[Turn], float]], ...] = (
     ("utilisation of cores", "%", _occupancy(lambda one: 100 * one.cores)),
-    ("utilisation of cores by the load itself", "%", _occupancy(lambda one: 100 * one.client_cores)),
+    ("utilisation of cores, client", "%", _occupancy(lambda one: 100 * one.client_cores)),
     ("mean batch size", "sequences", _occupancy(lambda one: one.batch_size)),
     ("mean queue length", "sequences", _occupancy(lambda one: one.queue_length)),
 )
@@ -210,15 +211,15 @@ def _rows(case: str, step: Step, slo: Slo) -> Iterator[Row]:
 def _show(steps: Sequence[Step], knee: int | None, slo: Slo) -> None:
     table = Table(box=None, pad_edge=False, header_style="dim", title=RULE, title_justify="left")
     figures = (f"{name},\n{unit}" for name, (unit, _) in _figures(steps[0], slo).items())
-    for heading in (*figures, *(f"{name} p50/p90/\np95/p99, ms" for name in _LATENCIES), ""):
+    for heading in ("", *figures, *(f"{name} p50/p90/\np95/p99, ms" for name in _LATENCIES)):
         table.add_column(heading, justify="right")
     for at, step in enumerate(steps):
         cells = [number(step.mean(figure)) for _, figure in _figures(step, slo).values()]
         for latency in _LATENCIES.values():
             found = percentiles(step.values(latency), 1e3)
             cells.append("/".join(map(number, (found["p50"], found["p90"], found["p95"], found["p99"]))))
-        table.add_row(*cells, "← knee" if at == knee else "")
-    Console(highlight=False, width=220).print(table)
+        table.add_row("knee →" if at == knee else "", *cells)
+    Console(highlight=False, width=_TABLE_WIDTH).print(table)
 
 
 def _curves(steps: Sequence[Step], knee: int | None, slo: Slo) -> Iterator[Curve]:

@@ -16,7 +16,6 @@ from moonpool.bench.vllm import cases
 from moonpool.bench.vllm.engines import Settings
 from moonpool.bench.vllm.pairs import pair_rows
 from moonpool.bench.vllm.sessions import session_rows
-from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.runtime.config.options import ModelOptions
 from moonpool.runtime.machine.processor import usable_cores
 from moonpool.runtime.reports.conditions import CacheState, Conditions
@@ -65,11 +64,7 @@ def vllm(
         run.say(f"seed {seed}")
     directory = shape_directory(shape) if shape else ModelOptions().directory
     run.conditions = Conditions(
-        [
-            model_at(
-                directory, shape or "shipped model", dtype=ModelConfig.from_checkpoint(directory).stored_dtype
-            )
-        ],
+        [model_at(directory, shape or "shipped model", as_stored=True)],
         CacheState.holding(0, block_size, "new prompts each round; a hit is of the prompt sent just before"),
         "a round of each server",
         {"prompts": seed},

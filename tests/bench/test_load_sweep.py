@@ -109,7 +109,7 @@ async def test_the_command_draws_latency_against_load(
     assert {"offered", "reached", "goodput", "output throughput", "TTFT", "TPOT", "E2E", "failed"} <= set(
         first
     )
-    assert {"utilisation of cores", "utilisation of cores by the load itself"} <= set(first)
+    assert {"utilisation of cores", "utilisation of cores, client"} <= set(first)
     assert {"mean batch size", "mean queue length"} <= set(first)
     rates = [float(case.split()[0]) for case in by_case if not case.startswith("knee")]
     assert len(rates) > 1
