@@ -18,8 +18,10 @@ from moonpool.conductor.api.context import ApiContext
 from moonpool.conductor.api.models.lanes import Lane, Lanes
 from moonpool.conductor.canary import canaries as canaries_module
 from moonpool.conductor.canary.canaries import Canaries
+from moonpool.conductor.canary.record import CanaryRecords
 from moonpool.conductor.errors import DeadlineExceeded, RequestFailed, RequestInvalid
 from moonpool.conductor.observing.slo import Slo
+from moonpool.conductor.requests.stream_records import StreamRecords
 from moonpool.kvstore.index.redis.client import connect
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.runtime.config.options import AuditOptions, ConductorOptions, SecurityOptions
@@ -238,6 +240,33 @@ async def test_a_candidate_without_a_node_or_configuration_is_passed_over_at_onc
     assert "has no node" in (await one.post(f"{START}/99", 409))["error"]["message"]
 
 
+async def test_a_prompt_that_is_too_long_for_the_candidate_alone_is_an_error_of_it(one: Pair) -> None:
+    await one.post(f"{START}/99")
+    one.new.model = replace(one.new.model, max_model_len=4)
+    assert await one.ask("In the beginning " * 4) == "old"
+    assert (await one.counted(0, 1))["candidate"]["errors"] == 1
+    too_long = {"model": "old", "prompt": [20] * 999}
+    assert (await one.api.post("/v1/completions", too_long))[0] == 400
+    await one.ask("again")
+    await one.counted(0, 2)
+
+
+async def test_a_stream_that_can_go_on_elsewhere_is_of_one_model(one: Pair) -> None:
+    streams = StreamRecords(one.canaries._records._index)
+    for lane in one.api.server._lanes:
+        (await lane.context()).streams = streams
+    body = {"model": "old", "prompt": "In the", "stream": True, "stream_options": {"resumable": True}}
+    await one.post(f"{START}/99")
+    async with one.api.client.post(f"{one.api.url}/v1/completions", json=body) as response:
+        events = (await response.text()).split("\n\n")
+    assert len(one.old.requests) == 1, "the candidate is not tried with it"
+    last_id = next(line for line in events[0].splitlines() if line.startswith("id: ")).removeprefix("id: ")
+    await streams.flush()
+    await one.post("/v1/fleet/canary/old/promote")
+    status, answer = await one.api.post("/v1/completions", body, headers={"Last-Event-ID": last_id})
+    assert (status, answer["error"]["code"]) == (409, "other_request")
+
+
 async def test_errors_of_clients_count_for_no_side_and_those_of_the_cluster_do(one: Pair) -> None:
     await one.post(f"{START}/50")
     for error, status in ((RequestInvalid("too large"), 400), (DeadlineExceeded(1.0, 0), 504)):
@@ -355,7 +384,14 @@ async def test_a_canary_of_one_tenant_leaves_the_others_alone(one: Pair, tmp_pat
     assert (await one.api.post(path, {}, headers={"Authorization": "Bearer sk-1"}))[0] == 403
     assert (await one.api.post(path, {}, headers={"Authorization": "Bearer sk-ops"}))[0] == 200
     assert {await ask("sk-1", number) for number in range(10)} == {"new"}
-    assert {await ask("sk-2", number) for number in range(10)} == {"old"}
+    assert {await ask("sk-2", number) for number in range(15)} == {"old"}
+
+    async def counted() -> bool:
+        # The others are what the candidate is compared with.
+        (found,) = one.canaries.status()
+        return [found["sides"][side]["requests"] for side in ("stable", "candidate")] == [15, 10]
+
+    await eventually(counted)
 
 
 async def test_a_route_leads_to_a_canary_and_a_cascade_to_what_was_promoted(
@@ -381,6 +417,20 @@ async def test_without_redis_requests_go_on_as_they_did_and_counts_come_later(
     finally:
         redis.resume()
     await one.counted(0, 1)
+
+
+async def test_of_two_changes_in_one_moment_one_is_made(one: Pair, url: str, namespace: str) -> None:
+    await one.post(f"{START}/50")
+    redis = connect(url)
+    ours, theirs = (CanaryRecords(KVIndex(redis, namespace, timeout_s=1.0)) for _ in range(2))
+    for each in (ours, theirs):
+        await each.read()
+    canary = ours.known["old"]
+    assert await theirs.put(replace(canary, state="rolled back"))
+    assert not await ours.put(replace(canary, state="promoted"))
+    await ours.read()
+    assert ours.known["old"].state == "rolled back"
+    await redis.aclose()
 
 
 async def test_an_entry_of_another_cluster_is_none(one: Pair, url: str, namespace: str) -> None:
