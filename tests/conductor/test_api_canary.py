@@ -36,6 +36,7 @@ from tests.conductor.core_nodes import RedisProcess
 
 BROKEN = RequestFailed("no node", 1, 0)
 START = "/v1/fleet/canary/old/start/new"
+NEARLY_ALL = "99.9999"  # the side is a hash with the canary's random id
 
 
 @pytest.fixture(autouse=True)
@@ -81,8 +82,8 @@ class Pair:
 
     async def status(self) -> Any:
         async with self.api.client.get(f"{self.api.url}/v1/fleet/canary") as response:
-            (found,) = (await response.json())["data"]
-            return found
+            found = (await response.json())["data"]
+            return found[0] if found else None  # another conductor may know it already
 
     async def until(self, holds: Callable[[Any], bool]) -> Any:
         """Wait for a state of the canary."""
@@ -147,7 +148,7 @@ async def test_a_share_of_conversations_goes_to_the_candidate_and_stays_there(on
     await one.post(f"{START}/30")
     sides = {f"talk {number}": await one.side_of(f"talk {number}") for number in range(100)}
     share = sum(side == "new" for side in sides.values())
-    assert 15 <= share <= 45
+    assert 8 <= share <= 55
     for talk, side in list(sides.items())[:20]:
         assert await one.side_of(talk, turns=3) == side
     assert await one.ask(model="new") == "new", "by its own name it is no part of the canary"
@@ -221,7 +222,7 @@ async def test_where_the_candidate_fails_before_its_first_token_the_old_model_an
 
 async def test_an_answer_that_is_not_streamed_falls_back_also_when_it_breaks_off(one: Pair) -> None:
     one.new.script = lambda request: [20, 21, RequestFailed("no node", 1, 2)]
-    await one.post(f"{START}/99")
+    await one.post(f"{START}/{NEARLY_ALL}")
     assert (await one.api.complete(model="old"))["choices"][0]["text"] == "Hello, world."
     # In a stream, the client has a part of it.
     chunks = await one.api.events("/v1/completions", model="old", prompt="In the")
@@ -230,18 +231,18 @@ async def test_an_answer_that_is_not_streamed_falls_back_also_when_it_breaks_off
 
 
 async def test_a_candidate_without_a_node_or_configuration_is_passed_over_at_once(one: Pair) -> None:
-    await one.post(f"{START}/99")
+    await one.post(f"{START}/{NEARLY_ALL}")
     one.new.is_ready = False
     assert await one.ask() == "old"
     assert (await one.counted(0, 1))["candidate"]["errors"] == 1
     assert not one.new.requests
     # It is refused as a candidate, too.
     await one.post("/v1/fleet/canary/old/rollback")
-    assert "has no node" in (await one.post(f"{START}/99", 409))["error"]["message"]
+    assert "has no node" in (await one.post(f"{START}/{NEARLY_ALL}", 409))["error"]["message"]
 
 
 async def test_a_prompt_that_is_too_long_for_the_candidate_alone_is_an_error_of_it(one: Pair) -> None:
-    await one.post(f"{START}/99")
+    await one.post(f"{START}/{NEARLY_ALL}")
     one.new.model = replace(one.new.model, max_model_len=4)
     assert await one.ask("In the beginning " * 4) == "old"
     assert (await one.counted(0, 1))["candidate"]["errors"] == 1
@@ -256,7 +257,7 @@ async def test_a_stream_that_can_go_on_elsewhere_is_of_one_model(one: Pair) -> N
     for lane in one.api.server._lanes:
         (await lane.context()).streams = streams
     body = {"model": "old", "prompt": "In the", "stream": True, "stream_options": {"resumable": True}}
-    await one.post(f"{START}/99")
+    await one.post(f"{START}/{NEARLY_ALL}")
     async with one.api.client.post(f"{one.api.url}/v1/completions", json=body) as response:
         events = (await response.text()).split("\n\n")
     assert len(one.old.requests) == 1, "the candidate is not tried with it"
@@ -280,7 +281,7 @@ async def test_errors_of_clients_count_for_no_side_and_those_of_the_cluster_do(o
 
 async def test_no_logprobs_are_computed_for_a_candidate_unasked(one: Pair) -> None:
     """They would cost it time that the other side does not spend."""
-    await one.post(f"{START}/99")
+    await one.post(f"{START}/{NEARLY_ALL}")
     assert await one.ask() == "new"
     assert one.new.requests[-1].sampling.num_logprobs < 0
 
@@ -289,7 +290,7 @@ async def test_clients_that_leave_count_once_the_first_token_was_due(
     checkpoint: Path, url: str, namespace: str
 ) -> None:
     async with pair(checkpoint, url, namespace, slo=Slo(0.05)) as one:
-        await one.post(f"{START}/99")
+        await one.post(f"{START}/{NEARLY_ALL}")
         one.new.script = lambda request: [asyncio.Event()]
 
         async def leave_after(seconds: float) -> None:
@@ -408,7 +409,7 @@ async def test_a_route_leads_to_a_canary_and_a_cascade_to_what_was_promoted(
 async def test_without_redis_requests_go_on_as_they_did_and_counts_come_later(
     one: Pair, redis: RedisProcess
 ) -> None:
-    await one.post(f"{START}/99")
+    await one.post(f"{START}/{NEARLY_ALL}")
     await one.until(lambda found: found["state"] == "running")
     redis.stop()
     try:
@@ -434,7 +435,7 @@ async def test_of_two_changes_in_one_moment_one_is_made(one: Pair, url: str, nam
 
 
 async def test_an_entry_of_another_cluster_is_none(one: Pair, url: str, namespace: str) -> None:
-    await one.post(f"{START}/99")
+    await one.post(f"{START}/{NEARLY_ALL}")
     redis = connect(url)
     key = f"{{{namespace}}}:canaries"
     sealed = await redis.hget(key, "old")
@@ -445,5 +446,5 @@ async def test_an_entry_of_another_cluster_is_none(one: Pair, url: str, namespac
 
     await eventually(gone)
     assert await one.ask() == "old"
-    await one.post(f"{START}/99")  # another one may be begun
+    await one.post(f"{START}/{NEARLY_ALL}")  # another one may be begun
     await redis.aclose()
