@@ -96,7 +96,6 @@ class Canaries:
         self._unix_clock = unix_clock
         self._known: Mapping[str, Canary] = {}
         self._own: dict[str, dict[str, Tally]] = {}  # what this conductor counted, by id
-        self._unwritten: set[str] = set()  # ids whose counts have changed since they were written
         self._total: dict[str, dict[str, Tally]] = {}  # of all conductors, by id, of those that run
         self._turn = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
@@ -146,7 +145,6 @@ class Canaries:
         """Count for a canary; one that has ended counts no more."""
         if self._known.get(canary.name, canary).id == canary.id:
             self._own.setdefault(canary.id, new_sides())[side].add(tally)
-            self._unwritten.add(canary.id)
 
     # ------------------------------------------------------------------ operators
 
@@ -254,17 +252,10 @@ class Canaries:
         self._known = self._records.known
         running = {canary.id for canary in self._running()}
         self._own = {name: sides for name, sides in self._own.items() if name in running}
-        self._unwritten &= running
         self._total = {name: sides for name, sides in self._total.items() if name in running}
         for name in running:
-            own = self._own.get(name) if name in self._unwritten else None
-            self._unwritten.discard(name)
-            try:
-                self._total[name] = await self._records.count(name, self._conductor_id, own)
-            except IndexUnavailable:
-                if own is not None:
-                    self._unwritten.add(name)
-                raise
+            own = self._own.get(name)
+            self._total[name] = await self._records.count(name, self._conductor_id, own)
 
     async def _judge(self, canary: Canary) -> None:
         decision = self._decision(canary)

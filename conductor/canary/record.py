@@ -120,10 +120,8 @@ class CanaryRecords:
     async def count(
         self, canary_id: str, conductor_id: str, own: Mapping[str, Tally] | None
     ) -> dict[str, Tally]:
-        """Write what this conductor has counted in all, and return the sums over all conductors.
-
-        ``own`` None: nothing new.
-        """
+        """Write what this conductor has counted in all (None: nothing), and return the sums over all
+        conductors."""
         key, data = self._counts(canary_id), b""
         if own is not None:
             place = f"{key}:{conductor_id}".encode()

@@ -18,8 +18,10 @@ from moonpool.conductor.api.context import ApiContext
 from moonpool.conductor.api.models.lanes import Lane, Lanes
 from moonpool.conductor.canary import canaries as canaries_module
 from moonpool.conductor.canary.canaries import Canaries
+from moonpool.conductor.canary.record import CanaryRecords
 from moonpool.conductor.errors import DeadlineExceeded, RequestFailed, RequestInvalid
 from moonpool.conductor.observing.slo import Slo
+from moonpool.conductor.requests.stream_records import StreamRecords
 from moonpool.kvstore.index.redis.client import connect
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.runtime.config.options import AuditOptions, ConductorOptions, SecurityOptions
@@ -34,6 +36,7 @@ from tests.conductor.core_nodes import RedisProcess
 
 BROKEN = RequestFailed("no node", 1, 0)
 START = "/v1/fleet/canary/old/start/new"
+NEARLY_ALL = "99.9999"  # the side is a hash with the canary's random id
 
 
 @pytest.fixture(autouse=True)
@@ -79,8 +82,8 @@ class Pair:
 
     async def status(self) -> Any:
         async with self.api.client.get(f"{self.api.url}/v1/fleet/canary") as response:
-            (found,) = (await response.json())["data"]
-            return found
+            found = (await response.json())["data"]
+            return found[0] if found else None  # another conductor may know it already
 
     async def until(self, holds: Callable[[Any], bool]) -> Any:
         """Wait for a state of the canary."""
@@ -145,7 +148,7 @@ async def test_a_share_of_conversations_goes_to_the_candidate_and_stays_there(on
     await one.post(f"{START}/30")
     sides = {f"talk {number}": await one.side_of(f"talk {number}") for number in range(100)}
     share = sum(side == "new" for side in sides.values())
-    assert 15 <= share <= 45
+    assert 8 <= share <= 55
     for talk, side in list(sides.items())[:20]:
         assert await one.side_of(talk, turns=3) == side
     assert await one.ask(model="new") == "new", "by its own name it is no part of the canary"
@@ -219,7 +222,7 @@ async def test_where_the_candidate_fails_before_its_first_token_the_old_model_an
 
 async def test_an_answer_that_is_not_streamed_falls_back_also_when_it_breaks_off(one: Pair) -> None:
     one.new.script = lambda request: [20, 21, RequestFailed("no node", 1, 2)]
-    await one.post(f"{START}/99")
+    await one.post(f"{START}/{NEARLY_ALL}")
     assert (await one.api.complete(model="old"))["choices"][0]["text"] == "Hello, world."
     # In a stream, the client has a part of it.
     chunks = await one.api.events("/v1/completions", model="old", prompt="In the")
@@ -228,14 +231,41 @@ async def test_an_answer_that_is_not_streamed_falls_back_also_when_it_breaks_off
 
 
 async def test_a_candidate_without_a_node_or_configuration_is_passed_over_at_once(one: Pair) -> None:
-    await one.post(f"{START}/99")
+    await one.post(f"{START}/{NEARLY_ALL}")
     one.new.is_ready = False
     assert await one.ask() == "old"
     assert (await one.counted(0, 1))["candidate"]["errors"] == 1
     assert not one.new.requests
     # It is refused as a candidate, too.
     await one.post("/v1/fleet/canary/old/rollback")
-    assert "has no node" in (await one.post(f"{START}/99", 409))["error"]["message"]
+    assert "has no node" in (await one.post(f"{START}/{NEARLY_ALL}", 409))["error"]["message"]
+
+
+async def test_a_prompt_that_is_too_long_for_the_candidate_alone_is_an_error_of_it(one: Pair) -> None:
+    await one.post(f"{START}/{NEARLY_ALL}")
+    one.new.model = replace(one.new.model, max_model_len=4)
+    assert await one.ask("In the beginning " * 4) == "old"
+    assert (await one.counted(0, 1))["candidate"]["errors"] == 1
+    too_long = {"model": "old", "prompt": [20] * 999}
+    assert (await one.api.post("/v1/completions", too_long))[0] == 400
+    await one.ask("again")
+    await one.counted(0, 2)
+
+
+async def test_a_stream_that_can_go_on_elsewhere_is_of_one_model(one: Pair) -> None:
+    streams = StreamRecords(one.canaries._records._index)
+    for lane in one.api.server._lanes:
+        (await lane.context()).streams = streams
+    body = {"model": "old", "prompt": "In the", "stream": True, "stream_options": {"resumable": True}}
+    await one.post(f"{START}/{NEARLY_ALL}")
+    async with one.api.client.post(f"{one.api.url}/v1/completions", json=body) as response:
+        events = (await response.text()).split("\n\n")
+    assert len(one.old.requests) == 1, "the candidate is not tried with it"
+    last_id = next(line for line in events[0].splitlines() if line.startswith("id: ")).removeprefix("id: ")
+    await streams.flush()
+    await one.post("/v1/fleet/canary/old/promote")
+    status, answer = await one.api.post("/v1/completions", body, headers={"Last-Event-ID": last_id})
+    assert (status, answer["error"]["code"]) == (409, "other_request")
 
 
 async def test_errors_of_clients_count_for_no_side_and_those_of_the_cluster_do(one: Pair) -> None:
@@ -251,7 +281,7 @@ async def test_errors_of_clients_count_for_no_side_and_those_of_the_cluster_do(o
 
 async def test_no_logprobs_are_computed_for_a_candidate_unasked(one: Pair) -> None:
     """They would cost it time that the other side does not spend."""
-    await one.post(f"{START}/99")
+    await one.post(f"{START}/{NEARLY_ALL}")
     assert await one.ask() == "new"
     assert one.new.requests[-1].sampling.num_logprobs < 0
 
@@ -260,7 +290,7 @@ async def test_clients_that_leave_count_once_the_first_token_was_due(
     checkpoint: Path, url: str, namespace: str
 ) -> None:
     async with pair(checkpoint, url, namespace, slo=Slo(0.05)) as one:
-        await one.post(f"{START}/99")
+        await one.post(f"{START}/{NEARLY_ALL}")
         one.new.script = lambda request: [asyncio.Event()]
 
         async def leave_after(seconds: float) -> None:
@@ -355,7 +385,14 @@ async def test_a_canary_of_one_tenant_leaves_the_others_alone(one: Pair, tmp_pat
     assert (await one.api.post(path, {}, headers={"Authorization": "Bearer sk-1"}))[0] == 403
     assert (await one.api.post(path, {}, headers={"Authorization": "Bearer sk-ops"}))[0] == 200
     assert {await ask("sk-1", number) for number in range(10)} == {"new"}
-    assert {await ask("sk-2", number) for number in range(10)} == {"old"}
+    assert {await ask("sk-2", number) for number in range(15)} == {"old"}
+
+    async def counted() -> bool:
+        # The others are what the candidate is compared with.
+        (found,) = one.canaries.status()
+        return [found["sides"][side]["requests"] for side in ("stable", "candidate")] == [15, 10]
+
+    await eventually(counted)
 
 
 async def test_a_route_leads_to_a_canary_and_a_cascade_to_what_was_promoted(
@@ -372,7 +409,7 @@ async def test_a_route_leads_to_a_canary_and_a_cascade_to_what_was_promoted(
 async def test_without_redis_requests_go_on_as_they_did_and_counts_come_later(
     one: Pair, redis: RedisProcess
 ) -> None:
-    await one.post(f"{START}/99")
+    await one.post(f"{START}/{NEARLY_ALL}")
     await one.until(lambda found: found["state"] == "running")
     redis.stop()
     try:
@@ -383,8 +420,22 @@ async def test_without_redis_requests_go_on_as_they_did_and_counts_come_later(
     await one.counted(0, 1)
 
 
+async def test_of_two_changes_in_one_moment_one_is_made(one: Pair, url: str, namespace: str) -> None:
+    await one.post(f"{START}/50")
+    redis = connect(url)
+    ours, theirs = (CanaryRecords(KVIndex(redis, namespace, timeout_s=1.0)) for _ in range(2))
+    for each in (ours, theirs):
+        await each.read()
+    canary = ours.known["old"]
+    assert await theirs.put(replace(canary, state="rolled back"))
+    assert not await ours.put(replace(canary, state="promoted"))
+    await ours.read()
+    assert ours.known["old"].state == "rolled back"
+    await redis.aclose()
+
+
 async def test_an_entry_of_another_cluster_is_none(one: Pair, url: str, namespace: str) -> None:
-    await one.post(f"{START}/99")
+    await one.post(f"{START}/{NEARLY_ALL}")
     redis = connect(url)
     key = f"{{{namespace}}}:canaries"
     sealed = await redis.hget(key, "old")
@@ -395,5 +446,5 @@ async def test_an_entry_of_another_cluster_is_none(one: Pair, url: str, namespac
 
     await eventually(gone)
     assert await one.ask() == "old"
-    await one.post(f"{START}/99")  # another one may be begun
+    await one.post(f"{START}/{NEARLY_ALL}")  # another one may be begun
     await redis.aclose()
