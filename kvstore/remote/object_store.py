@@ -49,7 +49,7 @@ class RemoteStore:
         self.host_id = ""  # by the index; empty: unknown
         self._agent = agent
         self._deadline_s = deadline_s
-        self._channel = rpc.channel(address)
+        self._channel = rpc.channel(address, direct=True)
         self._stub = store_pb2_grpc.StoreStub(self._channel)
         self._node = node_pb2_grpc.NodeStub(self._channel)
         self._kv: node_pb2.KvAddress | None = None
