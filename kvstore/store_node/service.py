@@ -17,7 +17,7 @@ from moonpool.kvstore.objects.chunks import is_small
 from moonpool.kvstore.objects.errors import BadRequest, ObjectsOff, PutBroken
 from moonpool.kvstore.objects.put import Put
 from moonpool.kvstore.objects.read_leases import Opened
-from moonpool.kvstore.objects.records import Record
+from moonpool.kvstore.objects.record_values import Record
 from moonpool.kvstore.objects.replication import copy_object
 from moonpool.kvstore.objects.shelf import ObjectShelf
 from moonpool.kvstore.remote.object_store import RemoteStore
