@@ -185,14 +185,22 @@ class BeginRequest(_message.Message):
     OBJECTS_FIELD_NUMBER: _builtins.int
     TTL_S_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
     owner: _builtins.bytes
     """16 bytes; the owner may see, read and remove these"""
     ttl_s: _builtins.float
+    source: _builtins.bytes
+    """incarnation of the caller's agent; empty: it writes the chunks itself"""
     @_builtins.property
     def objects(self) -> _containers.RepeatedCompositeFieldContainer[Global___ObjectInfo]: ...
     @_builtins.property
     def data(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """of each object; small ones come with their bytes, others empty"""
+
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[_node_pb2.BlockSpans]:
+        """with a source: all chunks of each object, in its memory; small ones: none"""
 
     def __init__(
         self,
@@ -201,10 +209,12 @@ class BeginRequest(_message.Message):
         objects: _abc.Iterable[Global___ObjectInfo] | None = ...,
         ttl_s: _builtins.float = ...,
         data: _abc.Iterable[_builtins.bytes] | None = ...,
+        source: _builtins.bytes = ...,
+        chunks: _abc.Iterable[_node_pb2.BlockSpans] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "objects", b"objects", "owner", b"owner", "ttl_s", b"ttl_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "data", b"data", "objects", b"objects", "owner", b"owner", "source", b"source", "ttl_s", b"ttl_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -263,11 +273,14 @@ class PutReply(_message.Message):
     CHUNK_NBYTES_FIELD_NUMBER: _builtins.int
     WRITE_GRANT_FIELD_NUMBER: _builtins.int
     GRANTED_S_FIELD_NUMBER: _builtins.int
+    UNREADABLE_FIELD_NUMBER: _builtins.int
     chunk_nbytes: _builtins.int
     write_grant: _builtins.int
     """transfer grant to write the chunks of all steps"""
     granted_s: _builtins.float
     """it ends so long after the request was made; the puts, too"""
+    unreadable: _builtins.bool
+    """the source's memory cannot be read from here: do not ask again"""
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___PutStep]:
         """one for each object, in order"""
@@ -279,10 +292,11 @@ class PutReply(_message.Message):
         chunk_nbytes: _builtins.int = ...,
         write_grant: _builtins.int = ...,
         granted_s: _builtins.float = ...,
+        unreadable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_nbytes", b"chunk_nbytes", "granted_s", b"granted_s", "steps", b"steps", "write_grant", b"write_grant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_nbytes", b"chunk_nbytes", "granted_s", b"granted_s", "steps", b"steps", "unreadable", b"unreadable", "write_grant", b"write_grant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -66,6 +66,8 @@ MOST: Mapping[str, int] = {
     "moonpool.BeginRequest.owner": 16,
     "moonpool.BeginRequest.objects": _OBJECTS,
     "moonpool.BeginRequest.data": _OBJECTS,
+    "moonpool.BeginRequest.source": 16,
+    "moonpool.BeginRequest.chunks": _OBJECTS,
     "moonpool.CommitRequest.written": _OBJECTS,
     "moonpool.WrittenChunks.checksum": _BLOCKS,
     "moonpool.PutReply.steps": _OBJECTS,
