@@ -112,6 +112,7 @@ async def test_a_put_that_fails_or_is_cancelled_leaves_nothing(shared: StoreClus
             putting.cancel()
             await asyncio.gather(putting, return_exceptions=True)
         await store.put("x", MANY, node="b")
+        assert (await store.stat_existing("x")).nodes == ("b",)
         found = await store.get("x")
         assert found is not None
         np.testing.assert_array_equal(found, MANY)
