@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from moonpool.kvstore.errors import StoreError
 from moonpool.kvstore.grants.held import HeldGrant, holders_clock
+from moonpool.kvstore.remote.joint_opens import JointOpens
 from moonpool.protos import node_pb2, node_pb2_grpc, store_pb2, store_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.errors import NodeUnavailable, RemoteError
@@ -58,6 +59,7 @@ class RemoteStore:
         self._kv: node_pb2.KvAddress | None = None
         self._peer: Peer | None = None
         self._done: list[int] = []  # leases to end
+        self._opens = JointOpens(self._open, self.release)
         self._closing: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
@@ -105,6 +107,11 @@ class RemoteStore:
     ) -> tuple[list[store_pb2.OpenedObject], int, HeldGrant]:
         """Pin the first chunks of each object. Returns them, the chunk size, and the grant to read them. Pass
         everything opened to ``release``; otherwise it expires."""
+        return await self._opens.open(owner, wanted)
+
+    async def _open(
+        self, owner: bytes, wanted: Sequence[store_pb2.OpenObject]
+    ) -> tuple[list[store_pb2.OpenedObject], int, HeldGrant]:
         done, self._done = self._done, []
         asked_s = holders_clock()
         request = store_pb2.OpenRequest(
