@@ -640,21 +640,25 @@ class FindRequest(_message.Message):
     OWNER_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
     LAST_KNOWN_FIELD_NUMBER: _builtins.int
+    ONLY_WHETHER_FIELD_NUMBER: _builtins.int
     owner: _builtins.bytes
     keys: _builtins.bytes
     """16 bytes each"""
     last_known: _builtins.bool
     """what this node last knew of its own objects, without asking Redis"""
+    only_whether: _builtins.bool
+    """answer only whether there are records"""
     def __init__(
         self,
         *,
         owner: _builtins.bytes = ...,
         keys: _builtins.bytes = ...,
         last_known: _builtins.bool = ...,
+        only_whether: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "last_known", b"last_known", "owner", b"owner"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "last_known", b"last_known", "only_whether", b"only_whether", "owner", b"owner"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -665,16 +669,20 @@ class FindReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     FOUND_FIELD_NUMBER: _builtins.int
+    EXISTS_FIELD_NUMBER: _builtins.int
+    exists: _builtins.bytes
+    """if asked only whether: 1 or 0 for each key"""
     @_builtins.property
     def found(self) -> _containers.RepeatedCompositeFieldContainer[Global___ObjectRecord]: ...
     def __init__(
         self,
         *,
         found: _abc.Iterable[Global___ObjectRecord] | None = ...,
+        exists: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["found", b"found"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exists", b"exists", "found", b"found"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

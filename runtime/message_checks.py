@@ -92,6 +92,7 @@ MOST: Mapping[str, int] = {
     "moonpool.FindRequest.owner": 16,
     "moonpool.FindRequest.keys": 16 * _OBJECTS,
     "moonpool.FindReply.found": _OBJECTS,
+    "moonpool.FindReply.exists": _OBJECTS,
     "moonpool.CheckRequest.owner": 16,
     "moonpool.CheckRequest.objects": _OBJECTS,
     "moonpool.RemoveRequest.owner": 16,

@@ -286,17 +286,14 @@ class StoreService(store_pb2_grpc.StoreServicer):
 
     def _opened(self, opened: Opened) -> store_pb2.OpenedObject:
         assert self._region is not None
+        stored = opened.record
+        if is_small(stored.info):
+            return store_pb2.OpenedObject(info=stored.info, data=stored.data, checksum=stored.tail_checksum)
         chunks = node_pb2.BlockSpans(
             region=[self._region.id] * len(opened.offsets), offset=opened.offsets, checksum=opened.checksums
         )
-        stored = opened.record
-        small = is_small(stored.info)
         return store_pb2.OpenedObject(
-            info=stored.info,
-            chunks=chunks,
-            lease_id=opened.lease_ids,
-            data=stored.data,
-            checksum=stored.tail_checksum if small else checksum(b""),
+            info=stored.info, chunks=chunks, lease_id=opened.lease_ids, checksum=checksum(b"")
         )
 
     async def Close(self, request: store_pb2.CloseRequest, context: Context) -> store_pb2.CloseReply:
@@ -310,6 +307,8 @@ class StoreService(store_pb2_grpc.StoreServicer):
             known = (_last_known(stored) for key in keys for stored in self._objects.table.of_key(owner, key))
             return store_pb2.FindReply(found=[record for record in known if record is not None])
         found = await self._keeper.records.read([(owner, key) for key in keys])
+        if request.only_whether:
+            return store_pb2.FindReply(exists=bytes(record is not None for record in found))
         return store_pb2.FindReply(found=[record.body for record in found if record is not None])
 
     async def Check(self, request: store_pb2.CheckRequest, context: Context) -> store_pb2.CheckReply:
