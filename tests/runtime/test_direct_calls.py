@@ -191,8 +191,11 @@ async def test_garbage_ends_its_connection_alone(garbage: bytes) -> None:
         assert (await stub.Status(node_pb2.StatusRequest())).role == "unix"
 
 
-async def test_another_users_server_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with served() as (_, _, _, stub):
+async def test_other_users_are_neither_served_nor_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served() as (_, address, _, stub):
         mine = os.getuid()
         monkeypatch.setattr(os, "getuid", lambda: mine + 1)
         assert (await stub.Status(node_pb2.StatusRequest())).role == "ipv4"
+        reader, writer = await asyncio.open_unix_connection(frames.socket_name(address))
+        assert await asyncio.wait_for(reader.read(), 20) == b""
+        writer.close()
