@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -36,7 +36,7 @@ class _Case:
     name: str
     count: int
     once: Callable[[], Awaitable[object]]
-    limits: dict[str, Callable[[], object]]
+    limits: Mapping[str, Callable[[], object]]
 
     @property
     def contestants(self) -> dict[str, Call]:

@@ -136,7 +136,7 @@ class DirectCall:
     def fail(self, status: grpc.StatusCode, details: str, about: grpc.aio.Metadata | None = None) -> None:
         if not self._answer.done():
             none = grpc.aio.Metadata()
-            self._answer.set_exception(grpc.aio.AioRpcError(status, none, about or none, details))
+            self._answer.set_exception(grpc.aio.AioRpcError(status, none, about or none, details, None))
             # Its caller may have given up: that is no error to be logged.
             self._answer.exception()
 
