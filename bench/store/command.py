@@ -69,7 +69,7 @@ def store(
         CacheState.holding(
             0, 0, "new blocks each round; a get finds those of the round's put; O_DIRECT on disks"
         ),
-        "host: a round; disk: rounds until its room is full; remote: nothing",
+        "host: a round; disk: rounds until its room is full; remote, small: nothing",
         {"bytes of blocks": 1},
     )
     return Settings(directory.resolve(), sizes, total, threads)
