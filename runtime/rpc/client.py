@@ -120,13 +120,22 @@ class _Channel:
             self._direct.close()
         await self._channel.close(grace)
 
-    def unary_unary(
-        self, path: str, request_serializer: Any, response_deserializer: Any, **options: Any
-    ) -> Callable[..., _CheckedCall]:
-        over_grpc = self._calls("unary_unary", (path, request_serializer, response_deserializer), options)
-        direct, method = self._direct, short_name(path)
-        if direct is None:
+    def unary_unary(self, *args: Any, **options: Any) -> Callable[..., _CheckedCall]:
+        over_grpc = self._calls("unary_unary", args, options)
+        if self._direct is None:
             return over_grpc
+        return self._directly(self._direct, over_grpc, *args, **options)
+
+    def _directly(
+        self,
+        direct: DirectConnection,
+        over_grpc: Callable[..., _CheckedCall],
+        path: str,
+        request_serializer: Callable[[Any], bytes],
+        response_deserializer: Callable[[bytes], Any],
+        **_: Any,
+    ) -> Callable[..., _CheckedCall]:
+        method = short_name(path)
 
         def call(request: Any, *, timeout: float | None = None, metadata: Any = None) -> _CheckedCall:
             if not self._closed and self._security.tls is None:
