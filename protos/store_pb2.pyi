@@ -185,14 +185,22 @@ class BeginRequest(_message.Message):
     OBJECTS_FIELD_NUMBER: _builtins.int
     TTL_S_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
     owner: _builtins.bytes
     """16 bytes; the owner may see, read and remove these"""
     ttl_s: _builtins.float
+    source: _builtins.bytes
+    """incarnation of the caller's agent; empty: it writes the chunks itself"""
     @_builtins.property
     def objects(self) -> _containers.RepeatedCompositeFieldContainer[Global___ObjectInfo]: ...
     @_builtins.property
     def data(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """of each object; small ones come with their bytes, others empty"""
+
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[_node_pb2.BlockSpans]:
+        """with a source: all chunks of each object, in its memory; small ones: none"""
 
     def __init__(
         self,
@@ -201,10 +209,12 @@ class BeginRequest(_message.Message):
         objects: _abc.Iterable[Global___ObjectInfo] | None = ...,
         ttl_s: _builtins.float = ...,
         data: _abc.Iterable[_builtins.bytes] | None = ...,
+        source: _builtins.bytes = ...,
+        chunks: _abc.Iterable[_node_pb2.BlockSpans] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "objects", b"objects", "owner", b"owner", "ttl_s", b"ttl_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "data", b"data", "objects", b"objects", "owner", b"owner", "source", b"source", "ttl_s", b"ttl_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -263,11 +273,14 @@ class PutReply(_message.Message):
     CHUNK_NBYTES_FIELD_NUMBER: _builtins.int
     WRITE_GRANT_FIELD_NUMBER: _builtins.int
     GRANTED_S_FIELD_NUMBER: _builtins.int
+    UNREADABLE_FIELD_NUMBER: _builtins.int
     chunk_nbytes: _builtins.int
     write_grant: _builtins.int
     """transfer grant to write the chunks of all steps"""
     granted_s: _builtins.float
     """it ends so long after the request was made; the puts, too"""
+    unreadable: _builtins.bool
+    """the source's memory cannot be read from here: do not ask again"""
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___PutStep]:
         """one for each object, in order"""
@@ -279,10 +292,11 @@ class PutReply(_message.Message):
         chunk_nbytes: _builtins.int = ...,
         write_grant: _builtins.int = ...,
         granted_s: _builtins.float = ...,
+        unreadable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_nbytes", b"chunk_nbytes", "granted_s", b"granted_s", "steps", b"steps", "write_grant", b"write_grant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_nbytes", b"chunk_nbytes", "granted_s", b"granted_s", "steps", b"steps", "unreadable", b"unreadable", "write_grant", b"write_grant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -626,21 +640,25 @@ class FindRequest(_message.Message):
     OWNER_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
     LAST_KNOWN_FIELD_NUMBER: _builtins.int
+    ONLY_WHETHER_FIELD_NUMBER: _builtins.int
     owner: _builtins.bytes
     keys: _builtins.bytes
     """16 bytes each"""
     last_known: _builtins.bool
     """what this node last knew of its own objects, without asking Redis"""
+    only_whether: _builtins.bool
+    """answer only whether there are records"""
     def __init__(
         self,
         *,
         owner: _builtins.bytes = ...,
         keys: _builtins.bytes = ...,
         last_known: _builtins.bool = ...,
+        only_whether: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "last_known", b"last_known", "owner", b"owner"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "last_known", b"last_known", "only_whether", b"only_whether", "owner", b"owner"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -651,16 +669,20 @@ class FindReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     FOUND_FIELD_NUMBER: _builtins.int
+    EXISTS_FIELD_NUMBER: _builtins.int
+    exists: _builtins.bytes
+    """if asked only whether: 1 or 0 for each key"""
     @_builtins.property
     def found(self) -> _containers.RepeatedCompositeFieldContainer[Global___ObjectRecord]: ...
     def __init__(
         self,
         *,
         found: _abc.Iterable[Global___ObjectRecord] | None = ...,
+        exists: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["found", b"found"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exists", b"exists", "found", b"found"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -114,7 +114,8 @@ class StoreServicer:
     """
 
     def Begin(self, request, context):
-        """Reserve space for the first chunks of each object. Nothing is visible before Publish.
+        """Reserve space for the first chunks of each object. Nothing is visible before Publish. With a `source` on this
+        host the node reads the bytes from there itself, if it can: then the steps are `done`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -38,7 +38,9 @@ class StoreStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> StoreAsyncStub: ...
     Begin: _grpc.UnaryUnaryMultiCallable[_store_pb2.BeginRequest, _store_pb2.PutReply]
-    """Reserve space for the first chunks of each object. Nothing is visible before Publish."""
+    """Reserve space for the first chunks of each object. Nothing is visible before Publish. With a `source` on this
+    host the node reads the bytes from there itself, if it can: then the steps are `done`.
+    """
     Commit: _grpc.UnaryUnaryMultiCallable[_store_pb2.CommitRequest, _store_pb2.PutReply]
     """The reserved chunks have been written. Answers with the next spans, or `done`: the object's bytes are here,
     under its storage id. A put that is not continued within its ttl is aborted.
@@ -73,7 +75,9 @@ class StoreAsyncStub(StoreStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Begin: _aio.UnaryUnaryMultiCallable[_store_pb2.BeginRequest, _store_pb2.PutReply]  # type: ignore[assignment]
-    """Reserve space for the first chunks of each object. Nothing is visible before Publish."""
+    """Reserve space for the first chunks of each object. Nothing is visible before Publish. With a `source` on this
+    host the node reads the bytes from there itself, if it can: then the steps are `done`.
+    """
     Commit: _aio.UnaryUnaryMultiCallable[_store_pb2.CommitRequest, _store_pb2.PutReply]  # type: ignore[assignment]
     """The reserved chunks have been written. Answers with the next spans, or `done`: the object's bytes are here,
     under its storage id. A put that is not continued within its ttl is aborted.
@@ -111,7 +115,9 @@ class StoreServicer(metaclass=_abc_1.ABCMeta):
         request: _store_pb2.BeginRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_store_pb2.PutReply, _abc.Awaitable[_store_pb2.PutReply]]:
-        """Reserve space for the first chunks of each object. Nothing is visible before Publish."""
+        """Reserve space for the first chunks of each object. Nothing is visible before Publish. With a `source` on this
+        host the node reads the bytes from there itself, if it can: then the steps are `done`.
+        """
 
     @_abc_1.abstractmethod
     def Commit(

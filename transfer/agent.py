@@ -183,6 +183,19 @@ class TransferAgent:
         limit_s = self.options.deadline_s if deadline_s is None else deadline_s
         return await self._peers.connect(descriptor, limit_s)
 
+    def shares_memory_with(self, descriptor: AgentDescriptor) -> bool:
+        """Whether the agent is on this host, and either side reads the other's memory without a network."""
+        shared = "shm" in descriptor.transports and "shm" in self.options.transports
+        return shared and bool(descriptor.unix_name) and descriptor.boot_id == boot_id()
+
+    def reader_of(self, incarnation: bytes) -> Peer:
+        """A peer to read from an agent of this host that has connected to us: one that we may not connect to.
+
+        Raises PeerLost: it has not; PathFailed: its memory cannot be read from here.
+        """
+        self._raise_if_closed()
+        return self._peers.reader(incarnation)
+
     def bandwidth(self) -> dict[str, float]:
         """Measured bytes/s by agent id, of the connected peers."""
         return self._peers.bandwidth()

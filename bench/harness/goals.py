@@ -56,6 +56,8 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         least(0.8, r"disk put, .*, [14]MiB, .*", "throughput", "raw disk"),
         least(0.85, r"disk get, .*, [14]MiB, .*", "throughput", "raw disk"),
         least(1.5, r"disk put, .*", "throughput", "lmcache"),
+        most(0.3, "small/get/1MiB", "latency"),
+        most(0.6, "small/put/1MiB", "latency"),
         least(0.9, r"host (put|get), 1MiB", "throughput", "memcpy"),
         least(0.6, r"host verified (put|get), 1MiB", "throughput", "memcpy"),
         most(20.0, r"host verified .*", "time a block beside memcpy"),

@@ -15,6 +15,7 @@ from moonpool.bench.store.blocks import Settings
 from moonpool.bench.store.disk_tier import disk_rows
 from moonpool.bench.store.host_tier import host_rows
 from moonpool.bench.store.remote_objects import remote_rows
+from moonpool.bench.store.small_objects import small_rows
 from moonpool.runtime.config.options import SsdTierOptions
 from moonpool.runtime.reports.conditions import CacheState, Conditions
 
@@ -22,7 +23,7 @@ _QUICK_NBYTES = 32 * MIB
 
 
 @benchmark(
-    {"host": host_rows, "disk": disk_rows, "remote": remote_rows},
+    {"host": host_rows, "disk": disk_rows, "remote": remote_rows, "small": small_rows},
     packages=("numpy", "xxhash", "lmdb", "uvloop", "grpcio", "protobuf"),
     peers={name: partial(python_of, name) for name in ("lmcache", "mooncake")},
     rounds=7,
@@ -44,8 +45,13 @@ _QUICK_NBYTES = 32 * MIB
     type=click.Path(path_type=Path),
     help="On the disk to be measured.",
 )
-def store(run: Run, blocks: tuple[int, ...], total: int, threads: int, directory: Path) -> Settings:
+@click.option("--small", is_flag=True, help="Only single objects and small ones: latency, and rates.")
+def store(
+    run: Run, blocks: tuple[int, ...], total: int, threads: int, directory: Path, small: bool
+) -> Settings:
     """Measure the store's tiers and store nodes, beside what the machine can do and beside other stores."""
+    if small:
+        run.parts = ["small"]
     total = min(total, _QUICK_NBYTES) if run.quick else total
     sizes = blocks or ((MIB,) if run.quick else (MIB, 4 * MIB))
     if any(size % 4096 for size in sizes):
@@ -63,7 +69,7 @@ def store(run: Run, blocks: tuple[int, ...], total: int, threads: int, directory
         CacheState.holding(
             0, 0, "new blocks each round; a get finds those of the round's put; O_DIRECT on disks"
         ),
-        "host: a round; disk: rounds until its room is full; remote: nothing",
+        "host: a round; disk: rounds until its room is full; remote, small: nothing",
         {"bytes of blocks": 1},
     )
     return Settings(directory.resolve(), sizes, total, threads)

@@ -61,14 +61,14 @@ async def remote_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
             port = (await stack.enter_async_context(node)).ready
             client = peer("mooncake", MOONCAKE, "Mooncake", paused=False, lent_nbytes=0, master_port=port)
             mooncake = await stack.enter_async_context(client)
-        session = await stack.enter_async_context(_session())
+        running = await stack.enter_async_context(session())
         for case in [case for case in _CASES if case.count == 1] if run.quick else _CASES:
             run.say(case.name)
-            for row in await _case_rows(session, case, run.rounds, mooncake):
+            for row in await _case_rows(running, case, run.rounds, mooncake):
                 yield row
 
 
-async def _case_rows(session: _Session, case: _Case, rounds: int, mooncake: Child | None) -> list[Row]:
+async def _case_rows(session: Session, case: _Case, rounds: int, mooncake: Child | None) -> list[Row]:
     order = list(range(case.count))
 
     async def mooncake_move() -> float:
@@ -91,11 +91,11 @@ async def _case_rows(session: _Session, case: _Case, rounds: int, mooncake: Chil
     return [*rows, spread(case.name, "latency", seconds["moonpool"], "ms", 1e3)]
 
 
-class _Session:
+class Session:
     """A store node in another process, a client of it, and a second agent that moves the same bytes alone."""
 
     def __init__(self, client: StoreClient, agent: TransferAgent, node: RemoteStore) -> None:
-        self._client = client
+        self.client = client
         self._agent = agent
         self._node = node
 
@@ -105,29 +105,29 @@ class _Session:
         memory = np.random.default_rng(case.nbytes).integers(0, 256, case.count * case.nbytes, np.uint8)
         parts = memory.reshape(case.count, case.nbytes)
         objects = {f"{case.nbytes}-{n}": part for n, part in enumerate(parts)}
-        await self._client.batch_put(objects)
+        await self.client.batch_put(objects)
         # Both know the memory beforehand, as Mooncake does.
-        with self._agent.register(memory) as region, self._client.registered(memory):
+        with self._agent.register(memory) as region, self.client.registered(memory):
             path = self._reading if case.way == "get" else self._writing
             async with path(objects, region.id, case) as move:
                 yield self._through_client(case.way, objects), move
-        await self._client.batch_remove(list(objects))
+        await self.client.batch_remove(list(objects))
 
     def _through_client(self, way: str, objects: Objects) -> Move:
         async def move() -> float:
             began_s = time.perf_counter()
             if way == "get":
-                found = await self._client.batch_get_into(objects)
+                found = await self.client.batch_get_into(objects)
                 assert all(found)
             else:
-                await self._client.batch_put(objects)
+                await self.client.batch_put(objects)
             return time.perf_counter() - began_s
 
         return move
 
     @asynccontextmanager
     async def _reading(self, objects: Objects, region: int, case: _Case) -> AsyncIterator[Move]:
-        owner = self._client.tenant.owner
+        owner = self.client.tenant.owner
         theirs: list[Span] = []
         checksums: list[int] = []
         leased: list[store_pb2.OpenedObject] = []
@@ -135,7 +135,7 @@ class _Session:
         for name in objects:
             first = 0
             while first * chunk_nbytes < case.nbytes:
-                wanted = store_pb2.OpenObject(key=self._client.tenant.key(name), first_chunk=first)
+                wanted = store_pb2.OpenObject(key=self.client.tenant.key(name), first_chunk=first)
                 (opened,), chunk_nbytes, _ = await self._node.open(owner, [wanted])
                 leased.append(opened)
                 theirs += _spans(opened.chunks, chunk_nbytes)
@@ -159,7 +159,7 @@ class _Session:
             store_pb2.ObjectInfo(key=bytes([n]) * 16, storage=n + 1, name=f"raw-{n}", nbytes=case.nbytes)
             for n in range(case.count)
         ]
-        reply, _ = await self._node.begin(self._client.tenant.owner, infos)
+        reply, _ = await self._node.begin(self.client.tenant.owner, infos)
         steps, chunk_nbytes = reply.steps, reply.chunk_nbytes
         theirs = [span for step in steps for span in _spans(step.chunks, chunk_nbytes)]
         ours = [Span(region, number * chunk_nbytes, chunk_nbytes) for number in range(len(theirs))]
@@ -186,7 +186,8 @@ def _spans(chunks: node_pb2.BlockSpans, nbytes: int) -> list[Span]:
 
 
 @asynccontextmanager
-async def _session() -> AsyncIterator[_Session]:
+async def session() -> AsyncIterator[Session]:
+    """A store node, and what measures it."""
     options = TransferOptions(deadline_s=_DEADLINE_S)
     async with AsyncExitStack() as stack:
         url = await stack.enter_async_context(redis())
@@ -205,4 +206,4 @@ async def _session() -> AsyncIterator[_Session]:
         )
         agent = await stack.enter_async_context(await TransferAgent.start(options, agent_id="alone", epoch=1))
         remote = RemoteStore("store", node.ready["rpc_address"], agent, deadline_s=_DEADLINE_S)
-        yield _Session(client, agent, await stack.enter_async_context(remote))
+        yield Session(client, agent, await stack.enter_async_context(remote))

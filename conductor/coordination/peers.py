@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-import grpc
-import grpc.aio
 from grpc.aio import ServicerContext
 
 from moonpool.conductor.admission.fair_share import Work
@@ -93,7 +91,7 @@ class Peers(conductor_pb2_grpc.ConductorPeerServicer):
         self._on_news = on_news
         self._lease_ttl_s = lease_ttl_s
         self._host, self._port = host, port
-        self._server: grpc.aio.Server | None = None
+        self._server: rpc.Server | None = None
         self._peers: dict[str, _Peer] = {}
         self._announced: Mapping[str, str] = {}  # in Redis, as last read
         self._version = 0

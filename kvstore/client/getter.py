@@ -118,9 +118,7 @@ class Getter:
                 if node_id is None:
                     raise search.unreachable() if search.lapsed else refusals.error()
                 plan.setdefault(node_id, []).append(search)
-            answers = await asyncio.gather(
-                *(self._receive(nodes[each], some, refusals, storage=False) for each, some in plan.items())
-            )
+            answers = await self._receive_all(nodes, plan, refusals, storage=False)
             waiting = []
             for (node_id, some), answer in zip(plan.items(), answers, strict=True):
                 if answer is None:
@@ -143,10 +141,9 @@ class Getter:
                 untried = (each for each in order if each not in search.gone | search.silent)
                 if not search.done and (node_id := next(untried, None)) is not None:
                     plan.setdefault(node_id, []).append(search)
-            refusals = Refusals()
-            answers = await asyncio.gather(
-                *(self._receive(nodes[each], some, refusals, storage=True) for each, some in plan.items())
-            )
+            if not plan:
+                return
+            answers = await self._receive_all(nodes, plan, Refusals(), storage=True)
             for (node_id, some), answer in zip(plan.items(), answers, strict=True):
                 if answer is None:
                     for search in some:
@@ -158,6 +155,17 @@ class Getter:
                     else:
                         search.found, search.done = each, True
             waiting = [search for some in plan.values() for search in some if not search.done]
+
+    async def _receive_all(
+        self,
+        nodes: Mapping[str, RemoteStore],
+        plan: Mapping[str, Sequence[_Search]],
+        refusals: Refusals,
+        *,
+        storage: bool,
+    ) -> list[list[Array | NotHere] | None]:
+        asking = [self._receive(nodes[each], some, refusals, storage=storage) for each, some in plan.items()]
+        return [await asking[0]] if len(asking) == 1 else await asyncio.gather(*asking)
 
     async def _receive(
         self, node: RemoteStore, searches: Sequence[_Search], refusals: Refusals, *, storage: bool

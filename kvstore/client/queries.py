@@ -111,6 +111,15 @@ async def find(
     return {record.info.key: record for record in reply.found}
 
 
+async def find_whether(nodes: Mapping[str, RemoteStore], owner: bytes, keys: Sequence[bytes]) -> list[bool]:
+    """Whether there is a record of each key. Raises as ``ask_any``."""
+    if not keys:
+        return []
+    request = store_pb2.FindRequest(owner=owner, keys=block_keys.pack(keys), only_whether=True)
+    reply: store_pb2.FindReply = await ask_any(nodes, keys[0], "Find", request)
+    return [bool(each) for each in reply.exists]
+
+
 async def list_objects(
     nodes: Mapping[str, RemoteStore], owner: bytes, *, last_known: bool = False
 ) -> dict[bytes, store_pb2.ObjectRecord]:

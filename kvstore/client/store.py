@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy.typing as npt
 
@@ -25,7 +25,15 @@ from moonpool.kvstore.client.errors import (
 from moonpool.kvstore.client.getter import Getter
 from moonpool.kvstore.client.memory import LocalMemory
 from moonpool.kvstore.client.putter import PutOptions, Putter
-from moonpool.kvstore.client.queries import ObjectStat, Refusals, ask_any, find, list_objects, query_all
+from moonpool.kvstore.client.queries import (
+    ObjectStat,
+    Refusals,
+    ask_any,
+    find,
+    find_whether,
+    list_objects,
+    query_all,
+)
 from moonpool.kvstore.client.tenant import Tenant
 from moonpool.kvstore.remote.object_store import RemoteStore
 from moonpool.protos import store_pb2
@@ -36,6 +44,7 @@ from moonpool.transfer import TransferAgent
 _numbers = itertools.count()
 
 Array = npt.NDArray[Any]
+T = TypeVar("T")
 
 _PINS = {"": store_pb2.NONE, "soft": store_pb2.SOFT, "hard": store_pb2.HARD}
 # A hundred years: what is longer is a mistake.
@@ -182,8 +191,7 @@ class StoreClient:
 
     async def batch_exists(self, names: Sequence[str]) -> list[bool]:
         keys = [self.tenant.key(name) for name in names]
-        found = await self._find(keys)
-        return [key in found for key in keys]
+        return await self._asked(lambda nodes: find_whether(nodes, self.tenant.owner, keys))
 
     async def batch_readable(self, names: Sequence[str]) -> list[bool]:
         """``batch_exists`` of objects with a copy on a node that is in the index: a copy on a node that is
@@ -212,11 +220,14 @@ class StoreClient:
         return found
 
     async def _find(self, keys: Sequence[bytes]) -> dict[bytes, store_pb2.ObjectRecord]:
+        return await self._asked(lambda nodes: find(nodes, self.tenant.owner, keys))
+
+    async def _asked(self, ask: Callable[[Mapping[str, RemoteStore]], Awaitable[T]]) -> T:
         try:
-            return await find(await self._nodes.current(), self.tenant.owner, keys)
+            return await ask(await self._nodes.current())
         except NoNodeAnswered:
             # They may have started again, at other addresses.
-            return await find(await self._nodes.current(doubted=True), self.tenant.owner, keys)
+            return await ask(await self._nodes.current(doubted=True))
 
     async def ls(self, prefix: str = "", *, stale: set[str] | None = None) -> list[ObjectStat]:
         """This tenant's objects with names that begin with ``prefix``, by name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 
 from moonpool.kvstore.blocks.keys import KEY_NBYTES
@@ -33,8 +34,13 @@ class Tenant:
         return blake2b(root + data, digest_size=KEY_NBYTES).digest()
 
     def _digest(self, purpose: bytes) -> bytes:
-        digest = blake2b(digest_size=KEY_NBYTES, person=purpose)
-        for part in (self.name.encode(), self.salt.encode()):
-            # Prefixed by its length, so that different pairs give different bytes.
-            digest.update(len(part).to_bytes(8, "little") + part)
-        return digest.digest()
+        return _digest(self.name, self.salt, purpose)
+
+
+@lru_cache(maxsize=64)
+def _digest(name: str, salt: str, purpose: bytes) -> bytes:
+    digest = blake2b(digest_size=KEY_NBYTES, person=purpose)
+    for part in (name.encode(), salt.encode()):
+        # Prefixed by its length, so that different pairs give different bytes.
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()

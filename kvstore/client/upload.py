@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from moonpool.kvstore.client.memory import BorrowedBuffer
 from moonpool.kvstore.grants.held import HeldGrant
 from moonpool.kvstore.remote.object_store import RemoteStore
-from moonpool.protos import store_pb2
+from moonpool.protos import node_pb2, store_pb2
 from moonpool.runtime.errors import MoonpoolError
 from moonpool.transfer import Span, checksum
 
@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 # Checksums of more bytes than this are computed on a thread.
 _INLINE_NBYTES = 1 << 20
+# Objects of more chunks are written window by window.
+_MOST_CHUNKS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,8 @@ async def send(node: RemoteStore, owner: bytes, batch: Sequence[Upload]) -> list
     Raises ``NodeUnavailable``, ``RemoteError``, ``TransferError``: some may be stored; none is stored in
     part.
     """
-    reply, held = await node.begin(owner, [each.info for each in batch], [each.data for each in batch])
+    infos, data = [each.info for each in batch], [each.data for each in batch]
+    reply, held = await node.begin(owner, infos, data, await _in_memory(node, batch))
     chunk_nbytes = reply.chunk_nbytes
     reasons = [""] * len(batch)
     under_way: dict[int, tuple[_Sent, store_pb2.PutStep]] = {}
@@ -72,6 +75,33 @@ async def send(node: RemoteStore, owner: bytes, batch: Sequence[Upload]) -> list
     return reasons
 
 
+async def _in_memory(node: RemoteStore, batch: Sequence[Upload]) -> list[node_pb2.BlockSpans]:
+    """Where the chunks of each object are, for a node that reads them itself; without any: it cannot."""
+    found = [node_pb2.BlockSpans() for _ in batch]
+    spans: list[tuple[node_pb2.BlockSpans, memoryview, Span]] = []
+    if chunk_nbytes := node.chunk_nbytes:
+        for upload, each in zip(batch, found, strict=True):
+            if (buffer := upload.buffer) is not None and buffer.nbytes <= _MOST_CHUNKS * chunk_nbytes:
+                spans += [(each, buffer.region.buffer, span) for span in buffer.spans(chunk_nbytes)]
+    if not spans or not await node.reads_from_us():
+        return []
+    for (each, _, span), value in zip(spans, await _hashed([pair[1:] for pair in spans]), strict=True):
+        each.region.append(span.region)
+        each.offset.append(span.offset)
+        each.checksum.append(value)
+    return found
+
+
+async def _hashed(spans: Sequence[tuple[memoryview, Span]]) -> list[int]:
+    """The checksums of spans of these buffers."""
+
+    def hash_all() -> list[int]:
+        return [checksum(buffer[s.offset : s.offset + s.nbytes]) for buffer, s in spans]
+
+    small = sum(span.nbytes for _, span in spans) <= _INLINE_NBYTES
+    return hash_all() if small else await asyncio.to_thread(hash_all)
+
+
 async def _write(
     node: RemoteStore,
     puts: Sequence[tuple[_Sent, store_pb2.PutStep]],
@@ -93,11 +123,7 @@ async def _write(
         owners += [step.put_id] * len(starts)
         buffers[buffer.region.id] = buffer.region.buffer
 
-    def hash_all() -> list[int]:
-        return [checksum(buffers[s.region][s.offset : s.offset + s.nbytes]) for s in spans]
-
-    small = sum(span.nbytes for span in spans) <= _INLINE_NBYTES
-    checksums = hash_all() if small else await asyncio.to_thread(hash_all)
+    checksums = await _hashed([(buffers[span.region], span) for span in spans])
     await node.write(spans, chunks, checksums, write_grant, held)
     written = {step.put_id: store_pb2.WrittenChunks(put_id=step.put_id) for _, step in puts}
     for put_id, value in zip(owners, checksums, strict=True):

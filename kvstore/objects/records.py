@@ -5,25 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from secrets import token_hex
 from typing import Any
 
-from google.protobuf.message import DecodeError
 from redis.exceptions import ConnectionError
 
-from moonpool.kvstore.blocks.keys import KEY_NBYTES
-from moonpool.kvstore.errors import EntryRefused, IndexUnavailable, raise_one
-from moonpool.kvstore.index.metrics import skipped_entries
+from moonpool.kvstore.errors import IndexUnavailable, raise_one
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.lua_scripts import Script
 from moonpool.kvstore.objects import record_scripts as scripts
 from moonpool.kvstore.objects.errors import ChangeUnknown, RecordsLost, RecordsUnavailable
+from moonpool.kvstore.objects.record_values import Name, Record, RecordValues, bucket_of, field_of
 from moonpool.protos import store_pb2
-from moonpool.runtime.message_checks import check_message
-from moonpool.runtime.number_checks import NumberOutOfRange
 
 log = logging.getLogger(__name__)
 
@@ -32,26 +28,6 @@ _FRESH_S = 1.0
 _SCAN_COUNT = 512
 # Most objects of one call: it holds Redis for about a millisecond.
 _BATCH = 256
-# Of an owner, in a field's name.
-_OWNER_CHARS = 32
-
-Name = tuple[bytes, bytes]  # owner and key of an object, 16 bytes each
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """A record as read. ``value`` are its bytes in Redis, which ``swap`` compares."""
-
-    body: store_pb2.ObjectRecord
-    value: bytes
-
-    @property
-    def storage(self) -> int:
-        return self.body.info.storage
-
-    @property
-    def name(self) -> Name:
-        return self.body.owner, self.body.info.key
 
 
 @dataclass(slots=True)
@@ -87,6 +63,7 @@ class Records:
         ]
         for number, generation in (generations or {}).items():
             self._buckets[number].generation = generation
+        self._values = RecordValues(index.seals, lambda number: self._buckets[number].key)
         self._answered_s = float("-inf")
         self._ahead_ms = 0.0  # Redis's clock less ours
         # Called with a bucket's number and generation when they are known, to be remembered over a restart.
@@ -101,8 +78,10 @@ class Records:
 
     async def read(self, names: Sequence[Name]) -> list[Record | None]:
         """The record of each, one round trip for all; None: there is no such object."""
-        found = await self._each(names, "read", scripts.read, lambda name: [_field(name)], 1, _unavailable)
-        return [self._record(_field(name), value) for name, (value,) in zip(names, found, strict=True)]
+        found = await self._each(names, "read", scripts.read, lambda name: [field_of(name)], 1, _unavailable)
+        return [
+            self._values.record(field_of(name), value) for name, (value,) in zip(names, found, strict=True)
+        ]
 
     async def scan(self, cursor: int, owner: bytes | None = None) -> tuple[list[Record], int]:
         """A page of all records, or of an owner's, and the next cursor; 0: the first, and after the last one.
@@ -121,7 +100,8 @@ class Records:
         found = [
             record
             for field, value in pairs
-            if field not in (b"generation", b"lost_ms") and (record := self._record(field, value)) is not None
+            if field not in (b"generation", b"lost_ms")
+            and (record := self._values.record(field, value)) is not None
             if not record.body.expires_ms or record.body.expires_ms > now_ms
         ]
         if following == 0:
@@ -145,10 +125,10 @@ class Records:
         def args(each: tuple[store_pb2.ObjectRecord, int]) -> list[object]:
             record, ttl_ms = each
             return [
-                _field((record.owner, record.info.key)),
+                field_of((record.owner, record.info.key)),
                 _hex(record.info.storage),
                 ttl_ms,
-                self._payload(record),
+                self._values.payload(record),
             ]
 
         found = await self._each(
@@ -162,11 +142,11 @@ class Records:
         )
         done: list[tuple[Record, Record | None]] = []
         for (put, _), (value, former) in zip(records, found, strict=True):
-            field = _field((put.owner, put.info.key))
-            record = self._record(field, value)
+            field = field_of((put.owner, put.info.key))
+            record = self._values.record(field, value)
             if record is None:
                 raise ChangeUnknown(f"the record of {put.info.name!r} was changed by another process")
-            done.append((record, self._record(field, former)))
+            done.append((record, self._values.record(field, former)))
         return done
 
     async def remove(self, objects: Sequence[tuple[Name, int]]) -> list[tuple[Record | None, int]]:
@@ -176,13 +156,13 @@ class Records:
             objects,
             "remove",
             scripts.remove,
-            lambda each: [_field(each[0]), _hex(each[1])],
+            lambda each: [field_of(each[0]), _hex(each[1])],
             2,
             ChangeUnknown,
             lambda each: each[0],
         )
         return [
-            (self._record(_field(name), value), int(left or b"0", 16))
+            (self._values.record(field_of(name), value), int(left or b"0", 16))
             for (name, _), (value, left) in zip(objects, found, strict=True)
         ]
 
@@ -197,9 +177,9 @@ class Records:
             body.copies = copies
         del body.places[:]
         body.places.extend(places)
-        payload = self._payload(body) if body.places else b""
+        payload = self._values.payload(body) if body.places else b""
         number = bucket_of(former.body.info.key)
-        args = [_field(former.name), former.value, payload]
+        args = [field_of(former.name), former.value, payload]
         (done,) = await self._call(number, "swap", scripts.swap, args, ChangeUnknown, restoring=restoring)
         return bool(done)
 
@@ -222,15 +202,15 @@ class Records:
         """Write a record that this node knows to a lost bucket. Returns the one that is there afterwards:
         this, or that of another node if it is as new."""
         args = [
-            _field((record.owner, record.info.key)),
+            field_of((record.owner, record.info.key)),
             record.version,
             record.expires_ms,
             _hex(record.info.storage),
-            self._payload(record),
+            self._values.payload(record),
         ]
         number = bucket_of(record.info.key)
         (value,) = await self._call(number, "restore", scripts.restore, args, ChangeUnknown, restoring=True)
-        found = self._record(_field((record.owner, record.info.key)), value)
+        found = self._values.record(field_of((record.owner, record.info.key)), value)
         if found is None:
             raise ChangeUnknown(f"the record of {record.info.name!r} was changed by another process")
         return found
@@ -244,43 +224,6 @@ class Records:
         bucket.generation, bucket.lost = bucket.lost, b""
         self.on_generation(number, bucket.generation)
         return True
-
-    # ------------------------------------------------------------------ values
-
-    def _place(self, field: bytes) -> bytes:
-        """What a payload is sealed for: the hash and its field."""
-        return self._buckets[bucket_of(field[_OWNER_CHARS:])].key.encode() + b":" + field
-
-    def _payload(self, record: store_pb2.ObjectRecord) -> bytes:
-        """The record without what the header of its value says, sealed."""
-        body = store_pb2.ObjectRecord()
-        body.CopyFrom(record)
-        body.ClearField("version")
-        body.ClearField("expires_ms")
-        field = _field((record.owner, record.info.key))
-        return self._index.seals.seal(
-            b"O", self._place(field), body.SerializeToString(), life=record.info.storage
-        )
-
-    def _record(self, field: bytes, value: bytes) -> Record | None:
-        """None: there is none, or it cannot be used (logged and counted); the next put replaces it."""
-        if not value:
-            return None
-        try:
-            version, expires_ms, storage, sealed = value.split(b" ", 3)
-            if len(field) != _OWNER_CHARS + KEY_NBYTES:
-                raise ValueError(f"its field has {len(field)} bytes")
-            life, _, payload = self._index.seals.open(b"O", self._place(field), sealed)
-            if life != int(storage, 16):
-                raise EntryRefused("forged", f"it was written for the storage {_hex(life)}")
-            body = store_pb2.ObjectRecord.FromString(payload)
-            body.version, body.expires_ms = int(version), int(expires_ms)
-            check_message(body)
-        except (ValueError, DecodeError, NumberOutOfRange, EntryRefused) as error:
-            skipped_entries.labels(getattr(error, "reason", "unreadable")).inc()
-            log.error("the record of an object in Redis was skipped: %s: %.200r", error, value)
-            return None
-        return Record(body, value)
 
     # ------------------------------------------------------------------ calls
 
@@ -298,24 +241,20 @@ class Records:
         by_bucket: dict[int, list[int]] = {}
         for at, item in enumerate(items):
             by_bucket.setdefault(bucket_of(name_of(item)[1]), []).append(at)
-        answers: list[list[bytes]] = [[]] * len(items)
-
-        async def run(number: int, places: Sequence[int]) -> None:
-            args = [arg for at in places for arg in args_of(items[at])]
-            found = await self._call(number, what, script, args, failure)
-            for i, at in enumerate(places):
-                answers[at] = found[i * num_answers : (i + 1) * num_answers]
-
-        calls: list[Awaitable[None]] = [
-            run(number, places[first : first + _BATCH])
+        parts = [
+            (number, places[first : first + _BATCH])
             for number, places in by_bucket.items()
             for first in range(0, len(places), _BATCH)
         ]
-        if len(calls) == 1:
-            await calls[0]
-        else:
-            # An unknown outcome must not be taken for a refusal.
-            raise_one(await asyncio.gather(*calls, return_exceptions=True), ChangeUnknown)
+        calls = [(number, [arg for at in places for arg in args_of(items[at])]) for number, places in parts]
+        found = await self._calls(calls, what, script, failure)
+        # An unknown outcome must not be taken for a refusal.
+        raise_one(found, ChangeUnknown)
+        answers: list[list[bytes]] = [[]] * len(items)
+        for (_, places), reply in zip(parts, found, strict=True):
+            assert isinstance(reply, list)
+            for i, at in enumerate(places):
+                answers[at] = reply[i * num_answers : (i + 1) * num_answers]
         return answers
 
     async def _call(
@@ -328,35 +267,63 @@ class Records:
         *,
         restoring: bool = False,
     ) -> list[Any]:
-        bucket = self._buckets[number]
-        if bucket.lost and not restoring:
-            raise RecordsLost(self._restoring_s)
-        known = bucket.lost or bucket.generation
+        (reply,) = await self._calls([(number, args)], what, script, failure, restoring=restoring)
+        if isinstance(reply, BaseException):
+            raise reply
+        return reply
+
+    async def _calls(
+        self,
+        calls: Sequence[tuple[int, Sequence[object]]],
+        what: str,
+        script: Script,
+        failure: Callable[[str], Exception],
+        *,
+        restoring: bool = False,
+    ) -> list[list[Any] | Exception]:
+        """Run a script on buckets, with arguments for each; returns the answers or errors."""
+        for number, _ in calls:
+            if self._buckets[number].lost and not restoring:
+                raise RecordsLost(self._restoring_s)
         closed_ms = 0 if restoring else round(1000 * self._restoring_s)
+        known = [self._buckets[number].lost or self._buckets[number].generation for number, _ in calls]
+        posted = [
+            ([self._buckets[number].key], [generation, token_hex(8), closed_ms, *args])
+            for (number, args), generation in zip(calls, known, strict=True)
+        ]
         began_ms = time.time() * 1000
-        try:
-            reply = await self._index.run(
-                f"{what} of objects' records", script, [bucket.key], [known, token_hex(8), closed_ms, *args]
-            )
-        except IndexUnavailable as error:
-            if _was_refused(error):
-                raise RecordsUnavailable(str(error)) from error
-            raise failure(str(error)) from error
+        replies = await self._index.run_all(f"{what} of objects' records", script, posted)
+        return [
+            self._taken(number, generation, reply, began_ms, failure, restoring)
+            for (number, _), generation, reply in zip(calls, known, replies, strict=True)
+        ]
+
+    def _taken(
+        self,
+        number: int,
+        known: bytes,
+        reply: Sequence[Any] | IndexUnavailable,
+        began_ms: float,
+        failure: Callable[[str], Exception],
+        restoring: bool,
+    ) -> list[Any] | Exception:
+        """What a script answered, without what it says of the bucket; or the error that it means."""
+        if isinstance(reply, IndexUnavailable):
+            error = RecordsUnavailable(str(reply)) if _was_refused(reply) else failure(str(reply))
+            error.__cause__ = reply
+            return error
         self._answered_s = self._clock()
+        bucket = self._buckets[number]
         if reply[0] == b"LOST":
             # Others may have noticed before. What is known here is restored first, also if that is late.
             left_s = self._restoring_s if restoring else int(reply[2]) / 1000
             bucket.lost, bucket.open_s = reply[1], self._clock() + left_s
-            raise RecordsLost(self._restoring_s)
+            return RecordsLost(self._restoring_s)
         if not known:
             bucket.generation = reply[1]
             self.on_generation(number, bucket.generation)
         self._ahead_ms = int(reply[2]) - (began_ms + time.time() * 1000) / 2
         return list(reply[3:])
-
-
-def bucket_of(key: bytes) -> int:
-    return key[0] % scripts.NUM_BUCKETS
 
 
 def _was_refused(error: IndexUnavailable) -> bool:
@@ -367,10 +334,6 @@ def _was_refused(error: IndexUnavailable) -> bool:
 
 def _unavailable(reason: str) -> Exception:
     return RecordsUnavailable(reason)
-
-
-def _field(name: Name) -> bytes:
-    return name[0].hex().encode() + name[1]
 
 
 def _hex(storage: int) -> str:

@@ -18,7 +18,7 @@ from moonpool.kvstore.objects.errors import (
     StoreFull,
 )
 from moonpool.kvstore.objects.owner_quota import ObjectQuotas
-from moonpool.kvstore.objects.put import Put
+from moonpool.kvstore.objects.put import Put, window_chunks
 from moonpool.kvstore.objects.read_leases import ObjectLeases
 from moonpool.kvstore.objects.table import ObjectTable
 from moonpool.kvstore.store import TieredStore
@@ -53,6 +53,7 @@ class ObjectShelf:
         """``store``: not started; its ``on_change`` calls ``table.chunk_changed``. ``tenant_nbytes``: limit
         of one owner's objects; 0: none. ``rng``: makes the ids of puts, which must not be guessed."""
         self.chunk_nbytes = chunk_nbytes
+        self.window_chunks = window_chunks(store)
         self._quotas = ObjectQuotas(tenant_nbytes)
         self.table = ObjectTable(store, chunk_nbytes, catalogue, self._quotas)
         self.leases = ObjectLeases(store, self.table, clock=clock)

@@ -9,10 +9,12 @@ from typing import Any, Self
 
 from moonpool.kvstore.errors import StoreError
 from moonpool.kvstore.grants.held import HeldGrant, holders_clock
+from moonpool.kvstore.remote.joint_opens import JointOpens
 from moonpool.protos import node_pb2, node_pb2_grpc, store_pb2, store_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.errors import NodeUnavailable, RemoteError
 from moonpool.transfer import AgentDescriptor, Peer, Span, TransferAgent
+from moonpool.transfer.connections.control import Control
 
 log = logging.getLogger(__name__)
 
@@ -47,14 +49,17 @@ class RemoteStore:
         self.address = address
         self.healthy = True  # by the index
         self.host_id = ""  # by the index; empty: unknown
+        self.chunk_nbytes = 0  # of its objects; 0: not known yet
         self._agent = agent
         self._deadline_s = deadline_s
-        self._channel = rpc.channel(address)
+        self._channel = rpc.channel(address, direct=True)
         self._stub = store_pb2_grpc.StoreStub(self._channel)
         self._node = node_pb2_grpc.NodeStub(self._channel)
+        self._readable = True  # our memory, by the node
         self._kv: node_pb2.KvAddress | None = None
         self._peer: Peer | None = None
         self._done: list[int] = []  # leases to end
+        self._opens = JointOpens(self._open, self.release)
         self._closing: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
@@ -95,12 +100,18 @@ class RemoteStore:
     def forget_peer(self) -> None:
         """The node may have restarted: ask for its address again."""
         self._kv = self._peer = None
+        self._readable = True
 
     async def open(
         self, owner: bytes, wanted: Sequence[store_pb2.OpenObject]
     ) -> tuple[list[store_pb2.OpenedObject], int, HeldGrant]:
         """Pin the first chunks of each object. Returns them, the chunk size, and the grant to read them. Pass
         everything opened to ``release``; otherwise it expires."""
+        return await self._opens.open(owner, wanted)
+
+    async def _open(
+        self, owner: bytes, wanted: Sequence[store_pb2.OpenObject]
+    ) -> tuple[list[store_pb2.OpenedObject], int, HeldGrant]:
         done, self._done = self._done, []
         asked_s = holders_clock()
         request = store_pb2.OpenRequest(
@@ -200,14 +211,37 @@ class RemoteStore:
             raise ObjectGone(self.node_id, info.name)
         return opened, held
 
+    async def reads_from_us(self) -> bool:
+        """Whether it can read objects from our memory itself."""
+        if not self._readable:
+            return False
+        near = self._agent.shares_memory_with(AgentDescriptor.unpack((await self.kv_address()).agent))
+        # It reads over the connection that we have made to it; there is none to an agent of this process.
+        return near and isinstance((await self.peer()).link, Control)
+
     async def begin(
-        self, owner: bytes, objects: Sequence[store_pb2.ObjectInfo], data: Sequence[bytes] = ()
+        self,
+        owner: bytes,
+        objects: Sequence[store_pb2.ObjectInfo],
+        data: Sequence[bytes] = (),
+        chunks: Sequence[node_pb2.BlockSpans] = (),
     ) -> tuple[store_pb2.PutReply, HeldGrant]:
         """Reserve room for the first chunks of each; small objects come with their ``data``, others with
-        none. Returns the reply and the grant to write them."""
-        request = store_pb2.BeginRequest(owner=owner, objects=objects, ttl_s=2 * self._deadline_s, data=data)
+        none. ``chunks``: where all of them are in our memory, for a node that ``reads_from_us``; it may have
+        read some objects when it answers, and others are to be written. Returns the reply and the grant to
+        write them."""
+        request = store_pb2.BeginRequest(
+            owner=owner,
+            objects=objects,
+            ttl_s=2 * self._deadline_s,
+            data=data,
+            source=self._agent.incarnation if chunks else b"",
+            chunks=chunks,
+        )
         asked_s = holders_clock()
         reply: store_pb2.PutReply = await self.call("Begin", request)
+        self.chunk_nbytes = reply.chunk_nbytes
+        self._readable = self._readable and not reply.unreadable
         return reply, self._held(asked_s, reply.granted_s)
 
     async def commit(

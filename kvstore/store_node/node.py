@@ -140,6 +140,7 @@ class StoreNode(node_pb2_grpc.NodeServicer):
             ],
             config.node.host,
             config.node.port,
+            direct=True,
         )
         stack.push_async_callback(server.stop, 0.5)
         self._rpc_address = f"{config.node.host}:{port}"

@@ -12,7 +12,7 @@ from moonpool.kvstore.client.connections import StoreNodes, preference_order
 from moonpool.kvstore.client.errors import NoStoreNodes
 from moonpool.kvstore.errors import StoreError
 from moonpool.kvstore.objects import metrics
-from moonpool.kvstore.objects.records import bucket_of
+from moonpool.kvstore.objects.record_values import bucket_of
 from moonpool.kvstore.objects.shelf import ObjectShelf
 from moonpool.kvstore.remote.object_store import RemoteStore
 from moonpool.kvstore.store_node.record_keeper import RecordKeeper

@@ -10,7 +10,8 @@ from moonpool.kvstore.blocks import keys as block_keys
 from moonpool.kvstore.client.connections import StoreNodes
 from moonpool.kvstore.errors import StoreError
 from moonpool.kvstore.objects.errors import PutBroken
-from moonpool.kvstore.objects.records import Name, Record, Records
+from moonpool.kvstore.objects.record_values import Name, Record
+from moonpool.kvstore.objects.records import Records
 from moonpool.kvstore.objects.shelf import ObjectShelf
 from moonpool.kvstore.remote.object_store import RemoteStore
 from moonpool.protos import store_pb2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -15,9 +16,10 @@ from moonpool.kvstore.blocks.keys import KEY_NBYTES, BlockKey
 from moonpool.kvstore.objects import metrics
 from moonpool.kvstore.objects.chunks import is_small
 from moonpool.kvstore.objects.errors import BadRequest, ObjectsOff, PutBroken
+from moonpool.kvstore.objects.pull import pull_objects
 from moonpool.kvstore.objects.put import Put
 from moonpool.kvstore.objects.read_leases import Opened
-from moonpool.kvstore.objects.records import Record
+from moonpool.kvstore.objects.record_values import Record
 from moonpool.kvstore.objects.replication import copy_object
 from moonpool.kvstore.objects.shelf import ObjectShelf
 from moonpool.kvstore.remote.object_store import RemoteStore
@@ -25,7 +27,9 @@ from moonpool.kvstore.store import TieredStore
 from moonpool.kvstore.store_node.record_keeper import RecordKeeper
 from moonpool.protos import node_pb2, store_pb2, store_pb2_grpc
 from moonpool.runtime.errors import MoonpoolError
-from moonpool.transfer import Region, Span, TransferAgent, checksum
+from moonpool.transfer import Region, Span, TransferAgent, TransferError, checksum
+
+log = logging.getLogger(__name__)
 
 _PROGRESS_INTERVAL_S = 0.1
 _LIST_LIMIT = 1000
@@ -127,13 +131,45 @@ class StoreService(store_pb2_grpc.StoreServicer):
         # Before any byte is moved: a put without Redis fails.
         await self._keeper.records.check()
 
+        if request.source and len(request.chunks) != len(request.objects):
+            raise BadRequest(f"chunks must be given for all {len(request.objects)} objects with a source")
+        readable = bool(request.source) and await self._pull(owner, request)
+
         async def begin(info: store_pb2.ObjectInfo, data: bytes) -> tuple[int, Put]:
             _check_info(info)
             return await self._objects.begin(owner, info, request.ttl_s, data)
 
+        # Those that were pulled are here already.
         pairs = zip(request.objects, request.data or [b""] * len(request.objects), strict=True)
         steps = [await self._step(0, begin(info, data)) for info, data in pairs]
-        return self._put_reply(steps, self._objects.chunk_nbytes)
+        reply = self._put_reply(steps, self._objects.chunk_nbytes)
+        reply.unreadable = bool(request.source) and not readable
+        return reply
+
+    async def _pull(self, owner: bytes, request: store_pb2.BeginRequest) -> bool:
+        """Read objects from their writer. False: its memory cannot be read."""
+        assert self._region is not None
+        try:
+            source = self._agent.reader_of(request.source)
+        except TransferError as error:
+            log.info("objects are not read from their writer: %s", error)
+            return False
+        try:
+            for info in request.objects:
+                _check_info(info)
+            await pull_objects(
+                self._objects,
+                source,
+                self._region,
+                owner,
+                list(zip(request.objects, request.chunks, strict=True)),
+                # The caller waits longer: there is time to write them instead.
+                deadline_s=min(self._deadline_s, request.ttl_s) / 2,
+            )
+        except MoonpoolError as error:
+            # The caller writes them, and is told what is wrong then.
+            log.info("objects were not read from their writer: %s", error)
+        return True
 
     async def Commit(self, request: store_pb2.CommitRequest, context: Context) -> store_pb2.PutReply:
         async def commit(written: store_pb2.WrittenChunks) -> tuple[int, Put]:
@@ -250,17 +286,14 @@ class StoreService(store_pb2_grpc.StoreServicer):
 
     def _opened(self, opened: Opened) -> store_pb2.OpenedObject:
         assert self._region is not None
+        stored = opened.record
+        if is_small(stored.info):
+            return store_pb2.OpenedObject(info=stored.info, data=stored.data, checksum=stored.tail_checksum)
         chunks = node_pb2.BlockSpans(
             region=[self._region.id] * len(opened.offsets), offset=opened.offsets, checksum=opened.checksums
         )
-        stored = opened.record
-        small = is_small(stored.info)
         return store_pb2.OpenedObject(
-            info=stored.info,
-            chunks=chunks,
-            lease_id=opened.lease_ids,
-            data=stored.data,
-            checksum=stored.tail_checksum if small else checksum(b""),
+            info=stored.info, chunks=chunks, lease_id=opened.lease_ids, checksum=checksum(b"")
         )
 
     async def Close(self, request: store_pb2.CloseRequest, context: Context) -> store_pb2.CloseReply:
@@ -274,6 +307,8 @@ class StoreService(store_pb2_grpc.StoreServicer):
             known = (_last_known(stored) for key in keys for stored in self._objects.table.of_key(owner, key))
             return store_pb2.FindReply(found=[record for record in known if record is not None])
         found = await self._keeper.records.read([(owner, key) for key in keys])
+        if request.only_whether:
+            return store_pb2.FindReply(exists=bytes(record is not None for record in found))
         return store_pb2.FindReply(found=[record.body for record in found if record is not None])
 
     async def Check(self, request: store_pb2.CheckRequest, context: Context) -> store_pb2.CheckReply:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import grpc.aio
 from grpc.aio import ServicerContext
 
 from moonpool.conductor.fleet.providers.provider import SuppliedNode
@@ -66,7 +65,7 @@ class Supervisor(fleet_pb2_grpc.SupervisorServicer):
 
     def __init__(self, cluster: Supervised) -> None:
         self._cluster = cluster
-        self._server: grpc.aio.Server | None = None
+        self._server: rpc.Server | None = None
         self._epochs = {"planner": 0, "rollout": 0}  # the latest ones
 
     async def start(self, security: Security) -> str:

@@ -2,11 +2,12 @@
 
 from moonpool.runtime.rpc.bounds import MAX_MESSAGE_NBYTES
 from moonpool.runtime.rpc.client import channel, node_errors, request_metadata
-from moonpool.runtime.rpc.server import MessageMalformed, Servicer, end_stream, serve
+from moonpool.runtime.rpc.server import MessageMalformed, Server, Servicer, end_stream, serve
 
 __all__ = [
     "MAX_MESSAGE_NBYTES",
     "MessageMalformed",
+    "Server",
     "Servicer",
     "channel",
     "end_stream",

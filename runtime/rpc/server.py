@@ -28,6 +28,8 @@ from moonpool.runtime.rpc.bounds import (
     metadata_value,
     short_name,
 )
+from moonpool.runtime.rpc.direct_server import DirectServer, Handlers
+from moonpool.runtime.rpc.frames import Metadata
 from moonpool.runtime.security import process
 from moonpool.runtime.security.posture import check_listening
 from moonpool.runtime.security.roles import Caller, NotPermitted, Unauthenticated, is_administrative
@@ -39,12 +41,32 @@ _REFUSED = Counter("moonpool_rpc_refused", "Calls refused at the boundary, by re
 Servicer = tuple[Callable[[Any, Any], None], object]
 
 
+class Server:
+    """A running server."""
+
+    def __init__(self, over_grpc: grpc.aio.Server, direct: DirectServer | None) -> None:
+        self._grpc = over_grpc
+        self._direct = direct
+
+    async def stop(self, grace: float | None) -> None:
+        """Take no more calls; cancel those that have not ended after ``grace`` seconds. Idempotent."""
+        direct, self._direct = self._direct, None
+        stopping = self._grpc.stop(grace)
+        await (stopping if direct is None else asyncio.gather(stopping, direct.stop(grace)))
+
+
 async def serve(
-    servicers: Sequence[Servicer], host: str, port: int, *, security: process.Security | None = None
-) -> tuple[grpc.aio.Server, int]:
+    servicers: Sequence[Servicer],
+    host: str,
+    port: int,
+    *,
+    security: process.Security | None = None,
+    direct: bool = False,
+) -> tuple[Server, int]:
     """Start a server for pairs of ``(add_XServicer_to_server, servicer)``; return it and its port (0: any).
 
-    ``security``: what it demands of callers; by default what this process demands.
+    ``security``: what it demands of callers; by default what this process demands. ``direct``: also take
+    calls over a Unix socket, see ``channel``.
     A request with a number out of its range is refused before a method sees it. A ``MoonpoolError`` raised
     by a method becomes its ``code``, with its text as details and its class of failure; any other exception
     is logged and becomes INTERNAL.
@@ -55,7 +77,8 @@ async def serve(
     """
     security = security or process.current()
     check_listening(security, host, "node.host")
-    server = grpc.aio.server(interceptors=[_Boundary(security)], options=SERVER_OPTIONS)
+    boundary = _Boundary(security)
+    server = grpc.aio.server(interceptors=[boundary], options=SERVER_OPTIONS)
     for add, servicer in servicers:
         add(servicer, server)
     try:
@@ -66,7 +89,22 @@ async def serve(
     except RuntimeError as error:
         raise PortInUse(host, port, "node.port") from error
     await server.start()
-    return server, bound_port
+    return Server(
+        server, _direct(servicers, f"{host}:{bound_port}", boundary) if direct else None
+    ), bound_port
+
+
+def _direct(servicers: Sequence[Servicer], address: str, boundary: _Boundary) -> DirectServer | None:
+    if boundary.demands_certificates:
+        return None  # a Unix socket shows none
+    handlers = Handlers()
+    for add, servicer in servicers:
+        add(servicer, handlers)
+    try:
+        return DirectServer(address, handlers, boundary.answer)
+    except OSError as error:
+        log.warning("direct calls are not served, gRPC is: %s", error)
+        return None
 
 
 class _Boundary(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
@@ -79,13 +117,7 @@ class _Boundary(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         handler = await continuation(details)
         if handler is None:
             return None  # no such method: gRPC answers UNIMPLEMENTED
-        about = metadata_value(details.invocation_metadata, REQUEST_ID)
-        parent = metadata_value(details.invocation_metadata, tracing.TRACEPARENT)
-        token = metadata_value(details.invocation_metadata, process.TOKEN)
-
-        def admit(context: Any) -> None:
-            process.caller.set(self._security.admit(short_name(details.method), token, context.auth_context))
-
+        about, parent, admit = self._facts(details.method, details.invocation_metadata)
         # As if the caller sent a stream: gRPC receives no message then before ``_first`` reads it, and those
         # of callers that are refused never.
         if handler.unary_unary is not None:
@@ -101,6 +133,24 @@ class _Boundary(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 handler.response_serializer,
             )
         raise NotImplementedError(f"{details.method}: client streams are not used in Moonpool")
+
+    async def answer(self, handler: Any, method: str, metadata: Metadata, context: Any) -> Any:
+        """The reply to a direct call of a unary method; ``AbortError``: ``context.abort`` was called."""
+        about, parent, admit = self._facts(method, metadata)
+        return await _unary(handler.unary_unary, method, about, parent, admit)(None, context)
+
+    @property
+    def demands_certificates(self) -> bool:
+        return self._security.tls is not None
+
+    def _facts(self, method: str, metadata: Any) -> tuple[str, str, Callable[[Any], None]]:
+        """Request id, parent span, and a function that admits the caller or raises."""
+        token = metadata_value(metadata, process.TOKEN)
+
+        def admit(context: Any) -> None:
+            process.caller.set(self._security.admit(short_name(method), token, context.auth_context))
+
+        return metadata_value(metadata, REQUEST_ID), metadata_value(metadata, tracing.TRACEPARENT), admit
 
 
 class MessageMalformed(MoonpoolError):

@@ -46,6 +46,25 @@ def test_objects_of_a_store_node(tmp_path: Path) -> None:
     assert rows["remote/put/1 × 1 MiB", "the transfer path itself"]["value"] > 0
 
 
+@pytest.mark.slow
+def test_small_objects_have_a_bare_call_beside_them(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    code, output = run("--small", "--quick", "--json", str(path))
+    assert code == 0, output
+    content = json.loads(path.read_text())
+    report.validate(content)
+    rows = {(row["case"], row["metric"], row.get("peer")): row for row in content["rows"]}
+    assert rows["small/get/1MiB", "latency", None]["limit_value"] == 0.3
+    assert rows["small/put/1MiB", "latency", None]["limit_value"] == 0.6
+    assert rows["small/put/1MiB", "beside", "memcpy"]["ratio"] > 1
+    rates = {case for case, metric, peer in rows if (metric, peer) == ("rate", "bare call")}
+    assert rates == {
+        "small/exists/batch of 512",
+        "small/get/4KiB/8 in flight",
+        "small/get/4KiB/batch of 64",
+    }
+
+
 def test_a_peer_that_is_not_here_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     result = CliRunner().invoke(store, ["--directory", str(tmp_path), "--peer", "lmcache"])

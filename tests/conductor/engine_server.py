@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-import grpc.aio
 import numpy as np
 import orjson
 from aiohttp import web
@@ -63,7 +62,7 @@ class EngineServer(node_pb2_grpc.NodeServicer):
         self.copied: list[node_pb2.ReplicateRequest] = []  # by the store node inside
         self._facts = facts
         self._site: web.AppRunner | None = None
-        self._store: grpc.aio.Server | None = None
+        self._store: rpc.Server | None = None
 
     async def listen(self, port: int = 0) -> str:
         """Serve without an entry in the index; returns the URL."""

@@ -29,7 +29,8 @@ from moonpool.kvstore.errors import IndexUnavailable, raise_one
 from moonpool.kvstore.index.redis.client import connect
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.objects.errors import RecordsLost
-from moonpool.kvstore.objects.records import Records, bucket_of
+from moonpool.kvstore.objects.record_values import bucket_of
+from moonpool.kvstore.objects.records import Records
 from moonpool.protos import node_pb2, store_pb2
 from moonpool.runtime.errors import NodeUnavailable
 from tests.kvstore.redis_servers import until

@@ -35,7 +35,7 @@ class Decode(node_pb2_grpc.DecodeNodeServicer):
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[tuple[grpc.aio.Server, int, grpc.aio.Channel]]:
+async def served() -> AsyncIterator[tuple[rpc.Server, int, grpc.aio.Channel]]:
     pairs: list[rpc.Servicer] = [
         (node_pb2_grpc.add_NodeServicer_to_server, Node()),
         (node_pb2_grpc.add_DecodeNodeServicer_to_server, Decode()),

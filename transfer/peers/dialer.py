@@ -127,6 +127,27 @@ class Dialer:
             owns_link=False,
         )
 
+    def reader_of(self, control: Control) -> Peer:
+        """See ``TransferAgent.reader_of``. Raises PathFailed."""
+        identity, pid = control.remote.identity, control.remote.pid
+        process = None
+        if "shm" in self._options.transports:
+            process = readable_process(pid, identity.lifeline, identity.incarnation)
+        if process is None:
+            raise PathFailed("shm", "the memory of the other process cannot be read from here")
+        path = ShmPath(self._pool, identity, ProcessMemory(process, identity), control.known_region, None)
+        control.on_region_closed(path.forget)
+        return Peer(
+            identity.agent_id,
+            identity.epoch,
+            link=control,
+            paths=[path],
+            regions=self._memory.regions,
+            verify=self._options.checksum,
+            turn=self._turn,
+            owns_link=False,
+        )
+
     def _peer(self, target: AgentDescriptor, link: Link, paths: Sequence[Path]) -> Peer:
         regions, verify = self._memory.regions, self._options.checksum
         return Peer(target.agent_id, target.epoch, link, paths, regions, verify=verify, turn=self._turn)

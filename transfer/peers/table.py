@@ -27,6 +27,7 @@ class PeerTable:
         self._deadline_s = deadline_s
         self._connecting: dict[bytes, asyncio.Task[Peer]] = {}
         self._by_link: dict[Link, Peer] = {}
+        self._readers: dict[Link, Peer] = {}  # by the connection that the other side made
         self._closing: set[asyncio.Task[None]] = set()
 
     async def connect(self, descriptor: AgentDescriptor, limit_s: float) -> Peer:
@@ -64,15 +65,27 @@ class PeerTable:
 
     def writer(self, client: Identity) -> Peer:
         """The peer for reading what ``client`` writes to us. Raises PeerLost, PathFailed."""
-        incarnation = client.incarnation
-        control = next((c for c in self._controls if c.remote.identity.incarnation == incarnation), None)
-        if control is None:
-            raise PeerLost(client.agent_id, "it has no control connection")
+        control = self._control_of(client.incarnation)
         writer = self._by_link.get(control)
         if writer is None:
             writer = self._dialer.connect_back(control)
             self._watch(writer)
         return writer
+
+    def reader(self, incarnation: bytes) -> Peer:
+        """See ``TransferAgent.reader_of``."""
+        control = self._control_of(incarnation)
+        reader = self._readers.get(control)
+        if reader is None:
+            reader = self._readers[control] = self._dialer.reader_of(control)
+            reader.on_lost = self._forget
+        return reader
+
+    def _control_of(self, incarnation: bytes) -> Control:
+        control = next((c for c in self._controls if c.remote.identity.incarnation == incarnation), None)
+        if control is None:
+            raise PeerLost(incarnation.hex(), "it has no control connection")
+        return control
 
     def bandwidth(self) -> dict[str, float]:
         """See ``TransferAgent.bandwidth``."""
@@ -80,9 +93,9 @@ class PeerTable:
 
     def link_lost(self, link: Link, reason: str) -> None:
         """The process at the other end of a link is gone."""
-        peer = self._by_link.get(link)
-        if peer is not None:
-            peer.lose(PeerLost(peer.agent_id, reason))
+        for peer in (self._by_link.get(link), self._readers.get(link)):
+            if peer is not None:
+                peer.lose(PeerLost(peer.agent_id, reason))
 
     def _watch(self, peer: Peer) -> None:
         self._by_link[peer.link] = peer
@@ -93,7 +106,8 @@ class PeerTable:
 
     def _forget(self, peer: Peer) -> None:
         """``peer`` is lost: the next ``connect`` makes a new one."""
-        self._by_link.pop(peer.link, None)
+        table = self._readers if self._readers.get(peer.link) is peer else self._by_link
+        table.pop(peer.link, None)
         if isinstance(peer.link, Control) and (peer.owns_link or not peer.link.open):
             self._controls.discard(peer.link)
             self._memory.closed_regions.forget_reader(peer.link)
@@ -111,13 +125,13 @@ class PeerTable:
             task.cancel()
         if connecting:
             await asyncio.wait(connecting)
-        peers = list(self._by_link.values())
+        peers = [*self._by_link.values(), *self._readers.values()]
         for peer in peers:
             peer.end(error)
         # Needs the connections, to tell the peers.
         await self._memory.withdraw()
         for peer in peers:
-            if peer.link in self._by_link:
+            if peer in (self._by_link.get(peer.link), self._readers.get(peer.link)):
                 self._forget(peer)
         if self._closing:
             await asyncio.wait(list(self._closing))

@@ -7,14 +7,11 @@ are dropped at once with the node's log.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from secrets import token_hex
 from typing import Any
-
-from redis.exceptions import NoScriptError, RedisError
 
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.tier import Tier
@@ -22,7 +19,6 @@ from moonpool.kvstore.errors import (
     ChangesCorrupt,
     EntryCorrupt,
     EpochSuperseded,
-    IndexUnavailable,
     NodeUnknown,
     StoreError,
 )
@@ -30,10 +26,8 @@ from moonpool.kvstore.index.redis import lua_scripts as scripts
 from moonpool.kvstore.index.redis.changes import REMOVED, decode, encode, split
 from moonpool.kvstore.index.redis.entries import Event, LogPage, NodeEntries, Registration, skipped, text
 from moonpool.kvstore.index.redis.node_record import NodeRecord, RecordCorrupt
+from moonpool.kvstore.index.redis.redis_calls import RedisCalls
 from moonpool.kvstore.index.redis.seal import Seals
-
-# What uvloop raises, not OSError as others do, where a connection broke before the command is written.
-_CLOSED = "the handler is closed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +39,7 @@ class StreamPosition:
     lapsed: tuple[str, ...]  # nodes with an expired lease that are not dropped yet
 
 
-class KVIndex:
+class KVIndex(RedisCalls):
     """Every method raises ``IndexUnavailable`` if Redis does not answer within ``timeout_s``; the call may
     have taken effect. Repeating any call is harmless."""
 
@@ -67,10 +61,9 @@ class KVIndex:
         self.namespace = namespace
         # Entries of nodes that cannot be read, as they were when that was said.
         self.unreadable: dict[str, bytes] = {}
-        self._redis = redis
         self.seals = seals or Seals()
         self._history = history_nbytes
-        self._timeout_s = timeout_s
+        super().__init__(redis, timeout_s)
         tag = f"{{{namespace}}}"
         self._meta, self._events = f"{tag}:meta", f"{tag}:events"
         self._marks, self._leases = f"{tag}:marks", f"{tag}:leases"
@@ -285,40 +278,6 @@ class KVIndex:
         if reply[0] == b"UNKNOWN":
             raise NodeUnknown(node_id, epoch)
         return reply
-
-    async def run(self, name: str, script: scripts.Script, keys: list[str], args: Sequence[object]) -> Any:
-        """Run a script on keys of this namespace. ``name`` is for messages."""
-        try:
-            return await self._do("EVALSHA", script.sha, len(keys), *keys, *args, name=name)
-        except IndexUnavailable as error:
-            if not isinstance(error.__cause__, NoScriptError):
-                raise
-        return await self._do("EVAL", script.text, len(keys), *keys, *args, name=name)
-
-    async def command(self, *command: object) -> Any:
-        """Run one command on keys of this namespace."""
-        return await self._do(*command)
-
-    async def _do(self, *command: object, name: str = "", extra_s: float = 0.0) -> Any:
-        task = asyncio.current_task()
-        assert task is not None
-        cancels = task.cancelling()
-        try:
-            async with asyncio.timeout(self._timeout_s + extra_s):
-                reply = await self._redis.execute_command(*command)
-        except (RedisError, OSError, TimeoutError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and _CLOSED not in str(error):
-                raise
-            _raise_if_cancelled(task, cancels)
-            raise IndexUnavailable(name or str(command[0]), f"{type(error).__name__}: {error}") from error
-        _raise_if_cancelled(task, cancels)
-        return reply
-
-
-def _raise_if_cancelled(task: asyncio.Task[Any], cancels: int) -> None:
-    """redis-py swallows a cancellation while it connects: raise it here."""
-    if task.cancelling() > cancels:
-        raise asyncio.CancelledError
 
 
 def replay(batches: Iterable[bytes], held: dict[BlockKey, Tier] | None = None) -> dict[BlockKey, Tier]:
