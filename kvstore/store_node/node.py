@@ -34,8 +34,9 @@ from moonpool.kvstore.store.collector import observe_stores
 from moonpool.kvstore.store_node.kv_shelf import KvShelf
 from moonpool.kvstore.store_node.reconciler import EVERY_S, Reconciler
 from moonpool.kvstore.store_node.record_keeper import RecordKeeper
-from moonpool.kvstore.store_node.service import Shelf, StoreService
+from moonpool.kvstore.store_node.service import StoreService
 from moonpool.kvstore.store_node.shelves import ShelfFactory
+from moonpool.kvstore.store_node.verification import Shelf
 from moonpool.protos import node_pb2, node_pb2_grpc, store_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.config.agreement import agreement_of, own_version

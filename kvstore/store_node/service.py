@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
 
 from moonpool.kvstore.blocks import keys as block_keys
-from moonpool.kvstore.blocks.keys import KEY_NBYTES, BlockKey
+from moonpool.kvstore.blocks.keys import KEY_NBYTES
 from moonpool.kvstore.objects import metrics
 from moonpool.kvstore.objects.chunks import is_small
 from moonpool.kvstore.objects.errors import BadRequest, ObjectsOff, PutBroken
@@ -23,66 +21,18 @@ from moonpool.kvstore.objects.record_values import Record
 from moonpool.kvstore.objects.replication import copy_object
 from moonpool.kvstore.objects.shelf import ObjectShelf
 from moonpool.kvstore.remote.object_store import RemoteStore
-from moonpool.kvstore.store import TieredStore
 from moonpool.kvstore.store_node.record_keeper import RecordKeeper
+from moonpool.kvstore.store_node.verification import Shelf, verify
 from moonpool.protos import node_pb2, store_pb2, store_pb2_grpc
 from moonpool.runtime.errors import MoonpoolError
 from moonpool.transfer import Region, Span, TransferAgent, TransferError, checksum
 
 log = logging.getLogger(__name__)
 
-_PROGRESS_INTERVAL_S = 0.1
 _LIST_LIMIT = 1000
 _MOST_NAME_NBYTES = 4096
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Shelf:
-    """One store of a node: "kv" or "objects"."""
-
-    name: str
-    store: TieredStore
-
-
-async def verify(shelves: Sequence[Shelf]) -> AsyncIterator[store_pb2.VerifyProgress]:
-    """Yield progress, at most ten messages a second, one message for each damaged block, and a final one.
-    Damaged copies are dropped. Closing the iterator stops it."""
-    progress: asyncio.Queue[tuple[int, int] | None] = asyncio.Queue()
-    num_damaged = before_done = before_total = 0
-    for shelf in shelves:
-        checking = asyncio.ensure_future(_check(shelf, progress))
-        done = total = 0
-        said_s = time.monotonic()
-        try:
-            while (step := await progress.get()) is not None:
-                done, total = step
-                if time.monotonic() >= said_s + _PROGRESS_INTERVAL_S:
-                    said_s = time.monotonic()
-                    yield store_pb2.VerifyProgress(
-                        num_done=before_done + done, num_blocks=before_total + total, num_damaged=num_damaged
-                    )
-            damaged = await checking
-        finally:
-            checking.cancel()
-        before_done, before_total = before_done + done, before_total + total
-        for key in damaged:
-            num_damaged += 1
-            yield store_pb2.VerifyProgress(
-                num_done=before_done,
-                num_blocks=before_total,
-                num_damaged=num_damaged,
-                damaged=f"{shelf.name} block {key.hex()}",
-            )
-    yield store_pb2.VerifyProgress(num_done=before_done, num_blocks=before_total, num_damaged=num_damaged)
-
-
-async def _check(shelf: Shelf, progress: asyncio.Queue[tuple[int, int] | None]) -> list[BlockKey]:
-    try:
-        return await shelf.store.verify(lambda done, total: progress.put_nowait((done, total)))
-    finally:
-        progress.put_nowait(None)
 
 
 class StoreService(store_pb2_grpc.StoreServicer):
