@@ -51,7 +51,7 @@ def counted() -> dict[str, Any]:
     """1,000 sequences: first tokens after 1 to 1,000 ms, then four each 9 ms."""
     metrics = RequestMetrics("tiny", CollectorRegistry())
     for number in range(1, 1001):
-        clock = SequenceClock(metrics, 0.0, num_prompt_tokens=32)
+        clock = SequenceClock(metrics, 0.0, num_prompt_tokens=32, request_id=f"r{number}")
         clock.begin()
         for at in range(5):
             clock.token(number / 1000 + at * 0.009, 16 if at == 0 else 0)

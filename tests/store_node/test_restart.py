@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from moonpool.kvstore.client import StoreClient
+from moonpool.runtime.machine.description import describe_machine
 from tests.store_node.conftest import StoreCluster
 
 rng = np.random.default_rng(13)
@@ -91,3 +92,9 @@ async def test_a_node_killed_in_puts_comes_back_with_whole_objects_only(
 def object_of(name: str) -> np.ndarray:
     seed = abs(hash(name)) % 1000
     return np.full(200_000 + 10 * seed, seed % 251, np.uint8)
+
+
+async def test_a_node_says_on_which_machine_it_is(cluster: StoreCluster) -> None:
+    await cluster.start("a")
+    async with cluster.index() as index:
+        assert (await index.nodes())["a"].extra["machine"] == describe_machine()
