@@ -195,7 +195,8 @@ async def test_a_tenants_limits_and_its_share_count_over_all_conductors(url: str
         admission, shares = other._deps.admission, other._deps.fair_share
         await cluster.until(lambda: admission._elsewhere.get("acme") == 2)
         await is_rejected(acme, "tenant acme has 2 requests")
-        assert shares.delay_s("acme", other._deps.clock()) > 0
+        # As it was when the other one heard of them: on a busy machine the share has made up for it by now.
+        assert shares.delay_s("acme", shares._accounts["acme"].seen_s) > 0
         # One that follows waits for room that another conductor makes.
         waits = asyncio.create_task(anext(other.generate(request("w", client=acme, follows=True))))
         await cluster.until(lambda: admission._waiting)
