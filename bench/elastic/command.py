@@ -13,10 +13,10 @@ from moonpool.bench.elastic.comparison import Case, Comparison
 from moonpool.bench.elastic.fleets import Planned, Simulator, Task
 from moonpool.bench.elastic.live import LiveLoad, live_rows
 from moonpool.bench.harness.command import Run, benchmark
-from moonpool.bench.harness.models import models_of, simulated_model
+from moonpool.bench.harness.models import models_of
 from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.planning.plan import Bounds
-from moonpool.runtime.reports.conditions import CacheState, Conditions
+from moonpool.runtime.reports.conditions import CacheState, Conditions, ModelFacts
 from moonpool.runtime.reports.report import Row
 from moonpool.simulator.inputs import arguments
 from moonpool.simulator.inputs.azure_trace import load_azure_trace, times
@@ -153,7 +153,7 @@ def elastic(
     live = LiveLoad(window_s=_QUICK_S) if run.quick else LiveLoad()
     run.conditions = Conditions(
         [
-            *([simulated_model(nodes.name)] if "simulated" in run.parts else []),
+            *([ModelFacts.simulated(nodes.name)] if "simulated" in run.parts else []),
             *(models_of(()) if "live" in run.parts else []),
         ],
         CacheState.holding(0, 0, "every fleet starts without blocks"),

@@ -29,11 +29,6 @@ def random_model(name: str, seed: int, weights: str, engine: EngineOptions) -> M
     return ModelFacts(name, f"random weights, seed {seed}", weights, page_dtype(engine, weights))
 
 
-def simulated_model(name: str) -> ModelFacts:
-    """A model that only takes time."""
-    return ModelFacts(name, "none: its times are simulated", "none", "none")
-
-
 def _of(name: str, config: Config) -> ModelFacts:
     """``revision``: that of the nodes' records."""
     model = ModelConfig.from_checkpoint(config.model.directory).with_weights(config.engine.weights)

@@ -14,7 +14,6 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from moonpool.bench.harness.kinds import with_kinds
-from moonpool.bench.harness.models import models_of, simulated_model
 from moonpool.bench.paper import FIGURES
 from moonpool.bench.simulation.rows import curves, rows
 from moonpool.bench.simulation.validation import Settings, default_workload, validate
@@ -25,7 +24,7 @@ from moonpool.kvstore.eviction import POLICIES as EVICTION_POLICIES
 from moonpool.runtime.config.loading import load_config
 from moonpool.runtime.config.options import ConductorOptions
 from moonpool.runtime.errors import ConfigError
-from moonpool.runtime.reports.conditions import CacheState, Conditions, load_average
+from moonpool.runtime.reports.conditions import CacheState, Conditions, ModelFacts, load_average
 from moonpool.runtime.reports.output import finish
 from moonpool.runtime.reports.report import Curve, Report, Row, measure_environment
 from moonpool.simulator.inputs import arguments as inputs
@@ -153,8 +152,13 @@ def _finish(
 ) -> None:
     given = click.get_current_context().params
     options = {name: value for name, value in given.items() if name not in ("json_path", "plot_path")}
+    models = [ModelFacts.simulated(given["hardware"])]
+    if given["validates"]:
+        from moonpool.bench.harness.models import models_of  # needs the engine, as the clusters do
+
+        models += models_of(given["sets"])
     conditions = Conditions(
-        [simulated_model(given["hardware"]), *(models_of(given["sets"]) if given["validates"] else [])],
+        models,
         CacheState.holding(0, given["block_tokens"], "every cluster starts without blocks"),
         "nothing: the whole trace counts",
         {"choices and workload": given["seed"]},

@@ -80,7 +80,7 @@ async def test_a_tenants_page_has_its_own_requests_only(browser: Browser, cluste
     await expect(page.locator("#requests tbody tr")).to_have_count(1)
     await expect(page.locator("#requests tbody tr")).to_contain_text(own)
     await expect(page.get_by_role("navigation").get_by_role("link")).to_have_text(
-        ["Cache", "Requests", "Benchmarks", "Playground"]
+        ["Cache", "Requests", "Usage", "Benchmarks", "Playground"]
     )
     await show(page, "Cache")
     await expect(page.locator("#tenants tbody tr")).to_have_count(1)
