@@ -83,8 +83,9 @@ async def test_one_node_and_two_give_the_same_tokens(
         await whole(both, PROMPT + "the idle", alone, **sampling)
         return bool((await both.timeline(alone.id))["summary"]["path"] == "whole")
 
-    # What the crowd above cost is still in the estimates for a while.
-    await eventually(whole_again)
+    # What the crowd above cost is still in the estimates for a while. Where one node seemed slow at prompts
+    # and the other at decoding, splits are better until that has faded: half of it every minute.
+    await eventually(whole_again, timeout_s=200)
     await eventually(lambda: idle(both))
 
 
