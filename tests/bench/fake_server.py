@@ -67,7 +67,7 @@ class FakeServer:
                     {
                         "metrics_url": f"{self.url}/metrics",
                         "state": "ready",
-                        "tiers": [{"name": "pool", "num_used_blocks": 9, "num_cached_blocks": 2}],
+                        "tiers": [{"name": "pool", "num_used_blocks": 0, "num_cached_blocks": 2}],
                     }
                 ],
             }
