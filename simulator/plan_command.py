@@ -17,6 +17,7 @@ from moonpool.conductor.observing.slo import Slo
 from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.reports import report
 from moonpool.runtime.reports.conditions import COLD, CacheState, Conditions, ModelFacts, load_average
+from moonpool.runtime.reports.output import ResultFile
 from moonpool.simulator.capacity import EFFECTIVE, MIN_GAIN, Verdict, candidates, check_slo, judge
 from moonpool.simulator.inputs.hardware import A800, H200, LLAMA3_8B, LLAMA3_70B, Accelerator, ModelShape
 from moonpool.simulator.inputs.trace import at_speed, load_trace
@@ -48,7 +49,7 @@ _SECONDS = "SECONDS"
 @click.option("--link", type=float, metavar="GB/S", help="Network of a GPU [its data sheet's].")
 @click.option("--price", type=float, metavar="MONEY", help="Of a GPU for an hour.")
 @click.option("--vary", multiple=True, metavar="NAME=V,…", help="Print a map by formula; once or twice.")
-@click.option("--svg", type=_FILE, metavar="FILE", help="Draw the smaller cluster there.")
+@click.option("--svg", type=ResultFile(), metavar="FILE", help="Draw the smaller cluster there.")
 @click.option("--seed", default=1, show_default=True, help="Of the simulated arrivals.")
 @click.option(
     "--limit",
@@ -58,7 +59,7 @@ _SECONDS = "SECONDS"
     metavar="N",
     help="Of a trace only the first N requests; 0: all.",
 )
-@click.option("--json", "json_path", type=_FILE, metavar="FILE", help="Write the report there.")
+@click.option("--json", "json_path", type=ResultFile(), metavar="FILE", help="Write the report there.")
 def plan(**given: Any) -> None:
     """Size a cluster for a workload, or rank clusters of N GPUs on a trace.
 

@@ -20,13 +20,12 @@ from moonpool.bench.harness.goals import with_goals
 from moonpool.bench.harness.kinds import with_kinds
 from moonpool.runtime.reports import report
 from moonpool.runtime.reports.conditions import Conditions, load_average
-from moonpool.runtime.reports.output import finish
+from moonpool.runtime.reports.output import ResultFile, finish
 from moonpool.runtime.reports.report import Curve, Report, Row
 
 S = TypeVar("S")
 Rows = AsyncIterator[Row] | Iterator[Row]
 
-_FILE = click.Path(path_type=Path)
 _QUICK_ROUNDS = 1
 
 
@@ -98,8 +97,12 @@ def benchmark(
             help=f"Repeatable; default: {'all' if default is None else ', '.join(default)}.",
         ),
         click.option("--quick", is_flag=True, help="A few small cases, in seconds: to see that it works."),
-        click.option("--json", "json_path", type=_FILE, metavar="FILE", help="Write the report there."),
-        click.option("--plot", "plot_path", type=_FILE, metavar="FILE", help="Draw it there (PNG, SVG)."),
+        click.option(
+            "--json", "json_path", type=ResultFile(), metavar="FILE", help="Write the report there."
+        ),
+        click.option(
+            "--plot", "plot_path", type=ResultFile(), metavar="FILE", help="Draw it there (PNG, SVG)."
+        ),
     ]
     if rounds is not None:
         repetitions = click.IntRange(1)

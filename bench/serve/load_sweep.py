@@ -33,8 +33,8 @@ TTFT_TIMES, REACHED = 3.0, 0.9
 # So many loads in a row must break: one may have met another process of the machine.
 _CONFIRM = 2
 RULE = (
-    f"knee: the highest load below {_CONFIRM} in a row whose p95 TTFT is over {TTFT_TIMES:g} times that of "
-    f"the lowest load, or whose good answers a second are under {100 * REACHED:.0f} % of its arrivals"
+    f"knee: the highest load below {_CONFIRM} in a row with a p95 TTFT over {TTFT_TIMES:g} times that of the "
+    f"lowest load, or with good answers a second under {100 * REACHED:.0f} % of the arrivals"
 )
 _Figure = Callable[[Answer], float]
 _LATENCIES: dict[str, _Figure] = {

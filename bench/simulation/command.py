@@ -25,7 +25,7 @@ from moonpool.runtime.config.loading import load_config
 from moonpool.runtime.config.options import ConductorOptions
 from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.reports.conditions import CacheState, Conditions, ModelFacts, load_average
-from moonpool.runtime.reports.output import finish
+from moonpool.runtime.reports.output import ResultFile, finish
 from moonpool.runtime.reports.report import Curve, Report, Row, measure_environment
 from moonpool.simulator.inputs import arguments as inputs
 from moonpool.simulator.inputs.hardware import SHIPPED
@@ -105,8 +105,10 @@ _SCENARIO = (
 @click.option("--validate", "validates", is_flag=True, help="Compare with a real local cluster.")
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="--validate: option of that cluster.")
 @click.option("--seed", default=1, show_default=True, help="Seed of random choices and of the workload.")
-@click.option("--json", "json_path", type=_FILE, metavar="FILE", help="Write the report there.")
-@click.option("--plot", "plot_path", type=_FILE, metavar="FILE", help="Draw latencies there (PNG, SVG).")
+@click.option("--json", "json_path", type=ResultFile(), metavar="FILE", help="Write the report there.")
+@click.option(
+    "--plot", "plot_path", type=ResultFile(), metavar="FILE", help="Draw latencies there (PNG, SVG)."
+)
 def simulate(
     json_path: Path | None,
     plot_path: Path | None,

@@ -129,7 +129,7 @@ class Canaries:
         return canary is not None and canary.runs
 
     def trial(self, name: str, tenant: str, head: str) -> Trial | None:
-        """The part of a request for the model ``name``, whose canary runs; None: it takes none.
+        """The side of a request for the model ``name``, while its canary runs; None: it is not counted.
 
         ``head``: what all turns of its conversation begin with: they go to one side, where their blocks are.
         """
@@ -205,8 +205,8 @@ class Canaries:
                 slo_tbt_s=slo.tbt_s if slo.tbt_s < float("inf") else 0.0,
                 began_unix_s=self._unix_clock(),
             )
-            whose = f" of {', '.join(tenants)}" if tenants else ""
-            told = f"{candidate} gets {share:g} % of the conversations{whose} in place of {stable}"
+            of_them = f" of {', '.join(tenants)}" if tenants else ""
+            told = f"{candidate} gets {share:g} % of the conversations{of_them} in place of {stable}"
             await self._put(canary, told)
         return self._of(name)
 

@@ -197,8 +197,8 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class SequenceClock:
-    """Observes one sequence. ``arrived_s``: of its HTTP request. ``request_id``: an exemplar of latencies,
-    whose timeline says where the time went."""
+    """Observes one sequence. ``arrived_s``: of its HTTP request. ``request_id``: the exemplar of its
+    latencies; the timeline under it says where the time went."""
 
     metrics: RequestMetrics
     arrived_s: float

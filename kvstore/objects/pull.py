@@ -1,4 +1,4 @@
-"""Puts whose bytes the node reads from the memory of their writer, in one batch.
+"""The node reads the bytes of puts from the memory of their writer, in one batch.
 
 Otherwise the writer is told where to write, asks this node's threads to copy, and commits: three messages and
 several threads for what is one copy.
@@ -40,7 +40,7 @@ async def pull_objects(
                 continue
             if len(chunks.offset) != plan.num_chunks or plan.num_chunks > objects.window_chunks:
                 continue
-            # Without an end: nobody else knows of it, and it ends with this call.
+            # Without a time limit: no client knows its id, and it ends with this call.
             put_id, put = await objects.begin(owner, info, None)
             if not put_id:
                 continue

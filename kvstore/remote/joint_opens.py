@@ -73,7 +73,7 @@ class JointOpens:
         return opened[part], chunk_nbytes, held
 
     def _begin(self, owner: bytes, batch: _Batch) -> asyncio.Task[Opened] | None:
-        """Nobody joins any more. None: nobody has."""
+        """Close the batch and send it. None: it has one caller only, who calls alone."""
         if self._batches.get(owner) is batch:
             del self._batches[owner]
         if batch.task is None:

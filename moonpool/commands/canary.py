@@ -82,10 +82,10 @@ def canary_view(found: Sequence[dict[str, Any]]) -> RenderableType:
     """For each canary a table with a row for each side, and the reasons."""
     parts: list[RenderableType] = []
     for one in found:
-        whose = f" of {', '.join(one['tenants'])}" if one["tenants"] else ""
+        of_them = f" of {', '.join(one['tenants'])}" if one["tenants"] else ""
         parts.append(
             Text(
-                f"{one['name']}: {one['candidate']} with {one['share']:g} %{whose} beside {one['stable']}: "
+                f"{one['name']}: {one['candidate']} with {one['share']:g} %{of_them} beside {one['stable']}: "
                 f"{one['state']}{', automatic' if one['auto'] else ''}",
                 style="bold",
             )

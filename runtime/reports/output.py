@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+import click
 from rich.console import Console
 
 from moonpool.runtime.reports.report import Report, show, write
+
+
+class ResultFile(click.Path):
+    """An option: a file that is written at the end. Refused at once where it cannot be, not after the run."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, writable=True, path_type=Path)
+
+    def convert(
+        self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
+    ) -> Path:
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        if not path.parent.is_dir():
+            self.fail(
+                f"{path} cannot be written: there is no directory {path.parent}; make it first", param, ctx
+            )
+        if not os.access(path.parent, os.W_OK):
+            self.fail(f"{path} cannot be written: {path.parent} is not yours to write to", param, ctx)
+        return path
 
 
 def finish(report: Report, json_path: Path | None, plot_path: Path | None = None) -> None:

@@ -222,6 +222,8 @@ def main(fd: int, parent_pid: int, preload: str) -> None:
     server = Server(socket.socket(fileno=fd), parent_pid, json.loads(preload))
     request = server.run()
     sys.argv[1:] = request.arguments
+    # Records of benchmarks name the command of this process, not that of the server.
+    sys.orig_argv = [sys.executable, "-m", request.module, *request.arguments]
     code: object = None
     try:
         runpy.run_module(request.module, run_name="__main__", alter_sys=True)

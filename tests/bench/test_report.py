@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
+from moonpool.bench.cli import bench
 from moonpool.runtime.reports import report
 from moonpool.runtime.reports.report import Report, Row
 from moonpool.runtime.reports.schema import ReportInvalid
@@ -134,6 +136,13 @@ def test_repeated_measurement_is_refused() -> None:
     with pytest.raises(ReportInvalid, match="repeats"):
         report.validate(content(row, row))
     report.validate(content(row, {**row, "peer": "p", "peer_value": 2.0}))
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path, option: str) -> None:
+    answer = CliRunner().invoke(bench, ["index", option, str(tmp_path / "missing" / "file.json")])
+    assert answer.exit_code == 2
+    assert f"there is no directory {tmp_path / 'missing'}; make it first" in answer.output
 
 
 def test_invalid_report_is_not_written(tmp_path: Path) -> None:

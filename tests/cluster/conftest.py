@@ -39,6 +39,17 @@ def small_config() -> Config:
     )
 
 
+def with_models(directory: Path, models: str) -> Config:
+    """``small_config``, for a cluster of one node of each of the models of a file, ``models``."""
+    (directory / "models.toml").write_text(models)
+    config = small_config()
+    return replace(
+        config,
+        cluster=replace(config.cluster, prefill=0, decode=0, both=1),
+        models=replace(config.models, path=str(directory / "models.toml")),
+    )
+
+
 async def eventually(holds: Callable[[], Awaitable[object]], *, timeout_s: float = 60.0) -> None:
     """Wait until ``holds()`` is true; fails with what it last answered."""
     answer: object = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest_asyncio
 from moonpool.client import Client
 from moonpool.local.cluster import LocalCluster
 from moonpool.runtime.config.engine_options import shipped
-from tests.cluster.conftest import another, eventually, kill, small_config, started
+from tests.cluster.conftest import another, eventually, kill, started, with_models
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -33,13 +32,7 @@ path = "{shipped("small")}"
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCluster]:
     directory: Path = tmp_path_factory.mktemp("canary")
-    (directory / "models.toml").write_text(MODELS)
-    config = small_config()
-    config = replace(
-        config,
-        cluster=replace(config.cluster, prefill=0, decode=0, both=1),
-        models=replace(config.models, path=str(directory / "models.toml")),
-    )
+    config = with_models(directory, MODELS)
     async with LocalCluster(config, directory=directory) as running:
         yield running
 

@@ -38,7 +38,7 @@ async def test_the_report_names_models_machines_and_what_is_cached(cluster: Loca
     assert told == {"revision": ours.revision, "weights": ours.weights, "kv": ours.kv}
     assert len(conditions["models"]) == 1
     assert {node["machine"] for node in environment["nodes"]} == {describe_machine()}
-    assert environment["command"]
+    assert environment["command"].startswith("python -m moonpool.conductor ")
     assert "conductor.policy" in environment["options"]
     latencies = {row["metric"]: row for row in found["rows"] if row["metric"] in ("TTFT", "TPOT", "E2E")}
     assert set(latencies) == {"TTFT", "TPOT", "E2E"}

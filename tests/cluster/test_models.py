@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest_asyncio
 
 from moonpool.client import Client
 from moonpool.local.cluster import LocalCluster
-from tests.cluster.conftest import eventually, nodes, small_config
+from tests.cluster.conftest import eventually, nodes, with_models
 
 Ask = Callable[..., Awaitable[str]]
 
@@ -67,13 +66,7 @@ weights = { large = 9, second = 1 }
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCluster]:
     directory: Path = tmp_path_factory.mktemp("models")
-    (directory / "models.toml").write_text(MODELS)
-    config = small_config()
-    config = replace(
-        config,
-        cluster=replace(config.cluster, prefill=0, decode=0, both=1),
-        models=replace(config.models, path=str(directory / "models.toml")),
-    )
+    config = with_models(directory, MODELS)
     async with LocalCluster(config, directory=directory, supervises=True) as running:
         yield running
 

@@ -21,7 +21,7 @@ _ANY_ANSWER: Final = Cascade((), -math.inf, min_tokens=0)
 
 
 class Tiers:
-    """``now``: the model whose turn it is. Times and costs are counted where ``route`` chose the models.
+    """``now``: the model that is asked. Times and costs are counted where ``route`` chose the models.
 
     ``cascade``: whether the answer of a model that is not the last one counts. ``trial``: the request's part
     in a canary.
@@ -73,7 +73,7 @@ class Tiers:
 
     @property
     def model(self) -> str:
-        """The name in the answer of the model whose turn it is."""
+        """The name that the answer has for the model that is asked."""
         return self._asked or self.now.name
 
     @property
