@@ -247,11 +247,12 @@ class Simulation:
         if count <= 0:
             node.queue_prefill(job, order_s)
             return
-        held, attempt = PinnedBlocks(), job.attempt
+        held, attempt, began_s = PinnedBlocks(), job.attempt, self.clock.now_s
         source.memory.pin(held, keys)
         source.memory.use(keys)
 
         def fetched() -> None:
+            self.cluster.moved(source, node, nbytes, began_s)
             if source.alive:
                 source.memory.release(held)
                 source.on_blocks_released()
@@ -321,9 +322,10 @@ class Simulation:
             last = min(missing, hardware.chunk_tokens) * token_nbytes
             self.cluster.network.moved_nbytes += nbytes - max(nbytes - sent, last)
             nbytes = max(nbytes - sent, last)
-        attempt = job.attempt
+        attempt, began_s = job.attempt, self.clock.now_s
 
         def moved() -> None:
+            self.cluster.moved(node, decode, nbytes, began_s)
             if job.attempt != attempt:
                 return
             placed.hand_over = None

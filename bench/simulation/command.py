@@ -15,6 +15,7 @@ from rich.console import Console
 
 from moonpool.bench.harness.kinds import with_kinds
 from moonpool.bench.paper import FIGURES
+from moonpool.bench.simulation.robustness import robustness as errors_of_estimates
 from moonpool.bench.simulation.rows import curves, rows
 from moonpool.bench.simulation.validation import Settings, default_workload, validate
 from moonpool.conductor.admission.rejection import REJECTIONS
@@ -102,6 +103,11 @@ _SCENARIO = (
     type=click.Choice(list(FIGURES)),
     help="With --trace: reproduce a figure of the Mooncake papers and compare.",
 )
+@click.option(
+    "--robustness",
+    is_flag=True,
+    help="Each policy (default: all) with errors of the scheduler's estimates, 0 to 3 times as measured.",
+)
 @click.option("--validate", "validates", is_flag=True, help="Compare with a real local cluster.")
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="--validate: option of that cluster.")
 @click.option("--seed", default=1, show_default=True, help="Seed of random choices and of the workload.")
@@ -114,6 +120,7 @@ def simulate(
     plot_path: Path | None,
     policies: Sequence[str],
     figure: str | None,
+    robustness: bool,
     validates: bool,
     sets: Sequence[str],
     **given: Any,
@@ -139,6 +146,13 @@ def simulate(
         from moonpool.runtime.reports.plot import check_ending
 
         check_ending(plot_path)
+    if robustness:
+        source = click.get_current_context().get_parameter_source("policies")
+        policies = policies if source is ParameterSource.COMMANDLINE else list(POLICIES)
+        scenarios = {name: _scenario(given, name) for name in policies}
+        found, lines = errors_of_estimates(scenarios, _requests(given), say)
+        _finish(found, json_path, plot_path, lines)
+        return
     scenarios = {name: _scenario(given, name) for name in policies}
     requests = _requests(given)
     outcomes: dict[str, Outcome] = {}

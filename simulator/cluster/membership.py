@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from moonpool.conductor.admission.rejection import DecodeOutlook
 from moonpool.conductor.costs.links import LinkModel
+from moonpool.conductor.costs.model import CostModel
 from moonpool.conductor.placing.cluster_view import ClusterView
 from moonpool.conductor.placing.node_table import NodeTable
 from moonpool.conductor.placing.node_view import NodeView
@@ -18,6 +19,7 @@ from moonpool.simulator.cluster.clock import Clock
 from moonpool.simulator.cluster.job import Job
 from moonpool.simulator.cluster.network import Network
 from moonpool.simulator.cluster.node import Node, OnJob
+from moonpool.simulator.cluster.reality import NodeIndex, Reality
 from moonpool.simulator.inputs.scenario import Scenario
 from moonpool.simulator.inputs.trace import TraceRequest
 
@@ -30,7 +32,10 @@ class Cluster:
         decode_hardware = scenario.decode_hardware or hardware
         rate = min(hardware.network_nbytes_per_s, decode_hardware.network_nbytes_per_s)
         self.network = Network(clock, nbytes_per_s=rate, latency_s=hardware.network_latency_s)
+        self.costs = CostModel()
         self.links = LinkModel(latency_s=hardware.network_latency_s, nbytes_per_s=rate, connect_s=0.0)
+        self.costs.links = self.links
+        self._reality = Reality(scenario.errors, scenario.seed)
         self.block_nbytes = scenario.block_tokens * hardware.kv_token_nbytes
         self.nodes: dict[str, Node] = {}
         self.former: list[Node] = []  # those that failed or left
@@ -74,13 +79,17 @@ class Cluster:
         """Add an empty node. ``ordered_s``: when it was asked for; None: now."""
         number = self._numbers[role]
         self._numbers[role] += 1
+        name = f"{role}-{number}"
+        self.network.factors[name] = self._reality.link_factor()
         node = Node(
-            f"{role}-{number}",
+            name,
             self._hardware[role],
             self._scenario,
             self._clock,
-            self._index,
+            NodeIndex(name, self._index, self._clock, self._reality),
             self._parents,
+            self.costs,
+            self._reality,
             on_prefilled=self._on_prefilled,
             on_decoded=self._on_decoded,
             on_load=self._touch,
@@ -127,8 +136,6 @@ class Cluster:
         self.former.append(node)
         self.ended_s[node.node_id] = self._clock.now_s
         node.stop()
-        self._index.leave(node.node_id)
-        self._index.sweep(1 << 30)
 
     def node_s(self, until_s: float) -> float:
         """Seconds that nodes were paid for, from when they were asked for to when they ended."""
@@ -190,6 +197,14 @@ class Cluster:
             if host or ssd:
                 slow[node_id] = (host, ssd)
         return slow
+
+    def moved(self, source: Node, target: Node, nbytes: float, began_s: float) -> None:
+        """Learn from a transfer that has ended."""
+        if self._scenario.errors:
+            now_s = self._clock.now_s
+            self.costs.observe_transfer(
+                source.node_id, target.node_id, nbytes=round(nbytes), actual_s=now_s - began_s, now_s=now_s
+            )
 
     def outlook(self, decode: Node | None, job: Job, expected: int) -> DecodeOutlook | None:
         if decode is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.eviction import make_policy
 from moonpool.kvstore.eviction.chain_cache import ChainCache
-from moonpool.kvstore.index.block_map import BlockMap
+from moonpool.simulator.cluster.reality import NodeIndex
 
 # The key of a reserved slot without one: the partial last block of a prompt, or generated tokens.
 _NAMELESS = b""
@@ -31,8 +31,7 @@ class NodeMemory:
 
     def __init__(
         self,
-        node_id: str,
-        index: BlockMap,
+        index: NodeIndex,
         parents: Mapping[bytes, bytes],
         *,
         blocks: Sequence[int],
@@ -41,7 +40,6 @@ class NodeMemory:
         """``blocks`` and ``policies``: of pool, host and SSD; 0: no such tier. ``parents``: key to the key
         before it.
         """
-        self.node_id = node_id
         self._index = index
         self._parents = parents
         self._tiers: dict[Tier, ChainCache[bytes]] = {}
@@ -52,7 +50,6 @@ class NodeMemory:
                 )
         self.pool = self._tiers[Tier.POOL]
         self._num_reserved = 0
-        index.join(node_id)
 
     @property
     def has_lower_tiers(self) -> bool:
@@ -117,7 +114,7 @@ class NodeMemory:
             hold.pinned.append(carrier)
         hold.keys += keys
         if keys:
-            self._index.store(self.node_id, b"".join(keys), Tier.POOL)
+            self._index.store(b"".join(keys), Tier.POOL)
 
     def bring(self, hold: PinnedBlocks, keys: Sequence[bytes]) -> int:
         """Pin blocks of ``keys`` that arrived from a lower tier or another node, as far as there is room.
@@ -168,10 +165,10 @@ class NodeMemory:
         for tier, cache in self._tiers.items():
             if tier > source and (key in cache or cache.add(key, self._parents.get(key)) is not None):
                 if self._fastest(key, source) == tier:
-                    self._index.store(self.node_id, key, tier)
+                    self._index.store(key, tier)
                 return
         if self._fastest(key, source) is None:
-            self._index.remove(self.node_id, key)
+            self._index.remove(key)
 
     def _fastest(self, key: bytes, without: Tier | None = None) -> Tier | None:
         for tier, cache in self._tiers.items():
@@ -184,7 +181,7 @@ class NodeMemory:
             cache.check_integrity()
             assert len(cache) <= cache.capacity
         held = set().union(*(cache.keys() for cache in self._tiers.values()))
-        assert self._index.held_by(self.node_id) == held, "the index names other blocks than are held"
+        assert self._index.held() == held, "the index names other blocks than are held"
         for key in held:
             parent = self._parents.get(key)
             assert parent is None or parent in held, "a block without the one before it"

@@ -24,7 +24,10 @@ class Flow:
 
 
 class Network:
-    """A link out and a link in for every node. A flow gets the smaller of its even parts of both."""
+    """A link out and a link in for every node. A flow gets the smaller of its even parts of both.
+
+    ``factors``: by node, its link's bandwidth over ``nbytes_per_s``.
+    """
 
     def __init__(self, clock: Clock, *, nbytes_per_s: float, latency_s: float) -> None:
         self._clock = clock
@@ -34,6 +37,7 @@ class Network:
         self._out: dict[str, dict[Flow, None]] = defaultdict(dict)
         self._in: dict[str, dict[Flow, None]] = defaultdict(dict)
         self.moved_nbytes = 0.0
+        self.factors: dict[str, float] = {}
 
     def start(self, source: str, target: str, nbytes: float, done: Callable[[], None]) -> Flow:
         """Move ``nbytes``; call ``done`` when the last has arrived."""
@@ -61,8 +65,9 @@ class Network:
         """Update the rates of all flows on the links out of ``source`` and into ``target``."""
         for flow in self._out[source] | self._in[target]:
             self._settle(flow)
-            sharing = max(len(self._out[flow.source]), len(self._in[flow.target]))
-            flow.rate = self._nbytes_per_s / sharing
+            out = self.factors.get(flow.source, 1.0) / len(self._out[flow.source])
+            into = self.factors.get(flow.target, 1.0) / len(self._in[flow.target])
+            flow.rate = self._nbytes_per_s * min(out, into)
             if flow.end is not None:
                 flow.end.cancel()
             flow.end = self._clock.at(self._clock.now_s + flow.left_nbytes / flow.rate, self._end, flow)

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from moonpool.conductor.costs.model import NodeCost
+from moonpool.conductor.costs.model import CostModel
 from moonpool.conductor.placing.load_ledger import LoadLedger
 from moonpool.conductor.placing.node_view import NodeView
-from moonpool.kvstore.index.block_map import BlockMap
 from moonpool.simulator.cluster.clock import Clock
 from moonpool.simulator.cluster.job import Job
 from moonpool.simulator.cluster.memory import NodeMemory, PinnedBlocks
+from moonpool.simulator.cluster.reality import NodeIndex, Reality
 from moonpool.simulator.cluster.step_engine import Decode, Prefill, StepEngine
 from moonpool.simulator.inputs.hardware import Hardware
 from moonpool.simulator.inputs.scenario import Scenario
@@ -31,35 +31,40 @@ class Node:
         hardware: Hardware,
         scenario: Scenario,
         clock: Clock,
-        index: BlockMap,
+        index: NodeIndex,
         parents: Mapping[bytes, bytes],
+        costs: CostModel,
+        reality: Reality,
         *,
         on_prefilled: OnJob,
         on_decoded: OnJob,
         on_load: Callable[[NodeView], None],
     ) -> None:
-        """``on_load`` is called when ``view`` has changed."""
+        """``hardware``: as believed. ``on_load`` is called when ``view`` has changed."""
         self.node_id = node_id
         self.hardware = hardware
         self.alive = True
         self.jobs: dict[Job, None] = {}  # placed here
         self.memory = NodeMemory(
-            node_id,
             index,
             parents,
             blocks=scenario.blocks(hardware),
             policies=("lru", scenario.host_policy, scenario.ssd_policy),
         )
+        self._costs = costs
+        self._reality = reality
+        self._step_factor = reality.node_factor()
+        true = hardware.scaled(prefill=reality.node_factor(), decode=self._step_factor)
         self.engine = StepEngine(
             clock,
-            hardware.profile,
+            true.profile,
             self,
             chunk_tokens=hardware.chunk_tokens,
             max_batch_size=hardware.max_batch_size,
         )
         self.view = NodeView(
             node_id,
-            NodeCost(hardware.profile),
+            costs.node(hardware.profile),
             num_blocks=self.memory.pool.capacity,
             chunk_tokens=hardware.chunk_tokens,
         )
@@ -72,6 +77,7 @@ class Node:
         self._waiting_for_blocks: deque[tuple[Job, OnJob]] = deque()
         self._queued: dict[Job, None] = {}  # wait for their prefill, and have pinned blocks
         self._load_ends_s = 0.0
+        self._index = index
 
     # ------------------------------------------------------------------ prefill
 
@@ -103,7 +109,7 @@ class Node:
         del self._queued[job]
         self.memory.use(job.keys)
         job.computing_s = self._clock.now_s
-        prefill.num_cached = hits * size
+        prefill.num_cached, prefill.factor = hits * size, self._reality.work_factor()
         prefill.num_tokens = job.num_tokens - prefill.num_cached
         self._count(job, hits)
         return True
@@ -133,6 +139,14 @@ class Node:
 
     def prefilled(self, prefill: Prefill) -> None:
         job = prefill.job
+        if self._scenario.errors and self.load.prefilled_alone(job):
+            self._costs.observe_prefill(
+                self.view.cost,
+                uncached_tokens=prefill.num_tokens,
+                cached_tokens=prefill.num_cached,
+                actual_s=prefill.busy_s,
+                now_s=self._clock.now_s,
+            )
         full = min(job.num_tokens // self._scenario.block_tokens, len(job.keys))
         self.memory.commit(job.hold, job.keys[len(job.hold.pinned) : full])
         self._on_prefilled(job)
@@ -205,6 +219,15 @@ class Node:
         self._report(1)
         self.engine.join(Decode(job, job.num_tokens, job.remaining, job.since_s))
 
+    def stepped(self, expected_s: float, actual_s: float) -> None:
+        if self._scenario.errors:
+            plain_s = expected_s / self._step_factor
+            now_s = self._clock.now_s
+            self._costs.observe_steps(self.view.cost, plain_s=plain_s, actual_s=actual_s, now_s=now_s)
+
+    def work_factor(self) -> float:
+        return self._reality.work_factor()
+
     def reserve_for(self, job: Job) -> PinnedBlocks | None:
         """Blocks for a job that another node decodes, and all its output; None: there is no room."""
         hold = PinnedBlocks()
@@ -253,5 +276,6 @@ class Node:
     def stop(self) -> None:
         """Stop for good; all blocks are lost. The jobs keep the tokens that the batch has produced."""
         self.alive = False
+        self._index.leave()
         for decode, gaps_s in self.engine.stop():
             decode.job.add_tokens(gaps_s)

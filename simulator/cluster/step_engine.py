@@ -29,6 +29,8 @@ class Prefill:
     num_tokens: int = 0  # to compute
     num_cached: int = 0
     num_done: int = 0
+    factor: float = 1.0  # real over expected seconds
+    busy_s: float = 0.0  # of its steps
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +55,14 @@ class Owner(Protocol):
 
     def prefilled(self, prefill: Prefill) -> None: ...
 
+    def stepped(self, expected_s: float, actual_s: float) -> None:
+        """Decode steps without a prompt have ended; ``expected_s``: by the profile of this node."""
+        ...
+
+    def work_factor(self) -> float:
+        """Of the next run of decode steps: real over expected seconds."""
+        ...
+
     def decoded(self, decode: Decode, gaps_s: npt.NDArray[np.float64]) -> None:
         """The sequence is complete; ``gaps_s`` are the seconds before each of its tokens."""
         ...
@@ -69,6 +79,7 @@ class _Run:
     batch_size: int
     decode_s: float  # the batch's part of gap_s
     chunk: int  # tokens of the prefill in each step
+    factor: float  # of decode steps
     end: Event | None = None
 
     def seconds(self, count: int) -> float:
@@ -183,18 +194,19 @@ class StepEngine:
         if not size and prefill is None:
             return
         gap_s = slope_s = decode_s = 0.0
-        count, chunk = 1 << 62, 0
+        count, chunk, factor = 1 << 62, 0, 1.0
         if size:
-            decode_s = gap_s = profile.step_s(size, self._context)
-            slope_s = size * profile.decode_context_s
+            factor = self._owner.work_factor()
+            decode_s = gap_s = factor * profile.step_s(size, self._context)
+            slope_s = factor * size * profile.decode_context_s
             count = self._ends[0][0] - self._num_steps
         if prefill is not None:
             left = prefill.num_tokens - prefill.num_done
             chunk = min(max(self._chunk_tokens - size, 1), left)
             count = min(count, left // chunk)
-            gap_s += profile.prefill_s(chunk, prefill.num_cached + prefill.num_done)
-            slope_s += chunk * chunk * profile.prefill_attention_s
-        run = self._run = _Run(clock.now_s, gap_s, slope_s, count, size, decode_s, chunk)
+            gap_s += prefill.factor * profile.prefill_s(chunk, prefill.num_cached + prefill.num_done)
+            slope_s += prefill.factor * chunk * chunk * profile.prefill_attention_s
+        run = self._run = _Run(clock.now_s, gap_s, slope_s, count, size, decode_s, chunk, factor)
         run.end = clock.at(run.start_s + run.seconds(count), self._end_run)
 
     def _take_joining(self) -> None:
@@ -281,7 +293,7 @@ class StepEngine:
             if end > len(self._gaps_s):
                 self._gaps_s = np.concatenate((self._gaps_s, np.empty(max(len(self._gaps_s), count))))
             self._gaps_s[self._num_steps : end] = run.gap_s + run.slope_s * np.arange(count)
-            growth_s = self._batch_size * self._profile.decode_context_s
+            growth_s = run.factor * self._batch_size * self._profile.decode_context_s
             decode_s = count * run.decode_s + growth_s * count * (count - 1) / 2
             self._num_steps = end
             self._context += count * self._batch_size
@@ -290,6 +302,9 @@ class StepEngine:
         self.prefill_busy_s += total_s - decode_s
         if self._prefill is not None:
             self._prefill.num_done += count * run.chunk
+            self._prefill.busy_s += total_s
+        elif decode_s:
+            self._owner.stepped(decode_s / run.factor, decode_s)
 
     def _gaps_of(self, decode: Decode, last_step: int) -> npt.NDArray[np.float64]:
         gaps_s = self._gaps_s[decode.first_step : last_step].copy()

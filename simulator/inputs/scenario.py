@@ -12,6 +12,7 @@ from moonpool.conductor.placing.policies import POLICIES
 from moonpool.conductor.planning.plan import Rules
 from moonpool.kvstore.eviction import POLICIES as EVICTION_POLICIES
 from moonpool.runtime.errors import ConfigError
+from moonpool.simulator.inputs.errors import Errors
 from moonpool.simulator.inputs.hardware import Hardware
 
 Role = Literal["prefill", "decode", "both"]
@@ -63,6 +64,7 @@ class Scenario:
     replicate_nbytes_per_s: float = 0.0  # for copies of hot prefixes; 0: none
     events: Sequence[ClusterEvent] = ()
     elastic: Elastic | None = None  # None: as many nodes as at first
+    errors: Errors = field(default_factory=Errors)  # of what the scheduler believes
     seed: int = 1
 
     def __post_init__(self) -> None:

@@ -1,0 +1,81 @@
+"""What is true in a simulated cluster, beside what its scheduler believes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.index.block_map import BlockMap
+from moonpool.simulator.cluster.clock import Clock
+from moonpool.simulator.inputs.errors import Errors
+
+
+class Reality:
+    """Draws the truth. Without errors nothing is drawn, and every factor is exactly 1."""
+
+    def __init__(self, errors: Errors, seed: int) -> None:
+        self._errors = errors
+        self._rng = random.Random(f"reality {seed}")
+
+    def node_factor(self) -> float:
+        """Real over believed seconds of a new node's prefills, or of its decode steps."""
+        return self._factor(self._errors.node)
+
+    def work_factor(self) -> float:
+        """Real over expected seconds of one prefill, or of one run of decode steps."""
+        return self._factor(self._errors.work)
+
+    def link_factor(self) -> float:
+        """Real over believed bandwidth of a new node's link."""
+        return self._factor(self._errors.link)
+
+    def index_lag_s(self) -> float:
+        mean_s = self._errors.index_s
+        return self._rng.expovariate(1 / mean_s) if mean_s else 0.0
+
+    def _factor(self, spread: float) -> float:
+        # The mean is 1: on average, what is believed is true.
+        return self._rng.lognormvariate(-(spread**2) / 2, spread) if spread else 1.0
+
+
+class NodeIndex:
+    """Changes that one node publishes. They are seen later, in their order."""
+
+    def __init__(self, node_id: str, index: BlockMap, clock: Clock, reality: Reality) -> None:
+        self._node_id = node_id
+        self._index = index
+        self._clock = clock
+        self._reality = reality
+        self._seen_s = 0.0  # when the latest change is seen
+        self._left = False
+        index.join(node_id)
+
+    def store(self, packed: bytes, tier: Tier) -> None:
+        """The node holds the blocks of these keys, the fastest copies in ``tier``."""
+        self._later(self._index.store, packed, tier)
+
+    def remove(self, key: bytes) -> None:
+        self._later(self._index.remove, key)
+
+    def leave(self) -> None:
+        """The node has ended: its entries and changes are gone at once."""
+        self._left = True
+        self._index.leave(self._node_id)
+        self._index.sweep(1 << 30)
+
+    def held(self) -> set[bytes]:
+        return self._index.held_by(self._node_id)
+
+    def _later(self, change: Callable[..., None], *arguments: Any) -> None:
+        lag_s = self._reality.index_lag_s()
+        if not lag_s:
+            change(self._node_id, *arguments)
+            return
+        self._seen_s = max(self._seen_s, self._clock.now_s + lag_s)
+        self._clock.at(self._seen_s, self._apply, change, arguments)
+
+    def _apply(self, change: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        if not self._left:
+            change(self._node_id, *arguments)
