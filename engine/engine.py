@@ -34,8 +34,8 @@ from moonpool.engine.execution.runner import ModelRunner
 from moonpool.engine.execution.step_loop import StepLoop
 from moonpool.engine.memory.block_pool import BlockPool
 from moonpool.engine.ranks.group import RankGroup
-from moonpool.engine.ranks.hosts.listener import HostListener
 from moonpool.engine.ranks.leader import ParallelRunner, StepTimes
+from moonpool.engine.ranks.rank_listener import RankListener
 from moonpool.engine.ranks.rank_times import RankTimes
 from moonpool.engine.setup import EngineSetup
 from moonpool.engine.sharding.expert_placement import ExpertPlacement
@@ -71,7 +71,7 @@ class Engine:
         device: Device | None = None,
         clock: Callable[[], float] = time.monotonic,
         ranks: RankGroup | None = None,
-        hosts: HostListener | None = None,
+        listener: RankListener | None = None,
         separate_pools: bool = False,
         adapters_nbytes: int = LoraOptions().memory_nbytes,
         adapters_host_nbytes: int = LoraOptions().host_nbytes,
@@ -79,7 +79,7 @@ class Engine:
         """Read the checkpoint's configuration; ``start`` reads the weights.
 
         ``ranks``: a started group of another engine that has closed; None: start one where the plan needs it.
-        ``separate_pools``: see ``RankGroup``. ``hosts``: the listener for the other machines, needed with
+        ``separate_pools``: see ``RankGroup``. ``listener``: for ranks of other machines, needed with
         ``options.parallel.hosts``.
 
         ``adapters_nbytes``: memory for the weights of LoRA adapters, on all ranks together.
@@ -104,7 +104,7 @@ class Engine:
         self.rank_layouts = setup.rank_layouts
         self.ranks = ranks
         self._keep_ranks = ranks is not None
-        self._hosts = hosts
+        self._listener = listener
         self._separate_pools = separate_pools
         self.model_fingerprint = self.config.fingerprint()
         self.on_step: Callable[[list[StepEvent]], None] | None = None
@@ -224,9 +224,9 @@ class Engine:
             self.setup.assignment(self._num_blocks), adapters_host_nbytes=self._adapters_host_nbytes
         )
         if self.ranks is None:
-            assert parallel.hosts == 1 or self._hosts is not None, "several hosts need a listener"
+            assert parallel.hosts == 1 or self._listener is not None, "several hosts need a listener"
             self.ranks = RankGroup(
-                self.plan.world_size, parallel.timeout_s, self._hosts, separate_pools=self._separate_pools
+                self.plan.world_size, parallel.timeout_s, self._listener, separate_pools=self._separate_pools
             )
             await self.ranks.start(self.options.compute_threads(usable_cores()))
         return await self.ranks.open(
@@ -261,7 +261,8 @@ class Engine:
     @property
     def remote_hosts(self) -> list[str]:
         """The names of the other machines with ranks. From ``start`` on."""
-        return [host.name for host in self.ranks.remote_hosts] if self.ranks is not None else []
+        far = self.ranks.far.values() if self.ranks is not None else ()
+        return list(dict.fromkeys(rank.where for rank in far))
 
     @property
     def expert_placement(self) -> ExpertPlacement:

@@ -186,8 +186,8 @@ class RankDiverged(RankLost):
         )
 
 
-class HostRefused(EngineError):
-    """A handshake of leader and rank host failed: another version, another secret, or too many hosts."""
+class JoinRefused(EngineError):
+    """A rank of another machine is not taken: another version, another number of ranks, or joined already."""
 
     code = "FAILED_PRECONDITION"
     failure = FailureClass.GROUP

@@ -38,7 +38,9 @@ _COMMANDS = {
     "plan": _Entry("moonpool.simulator.plan_command:plan", "Size a cluster for a workload or a trace."),
     "prefill-node": _Entry("moonpool.node --role prefill", "Run a prefill node.", "serve"),
     "ranks": _Entry(
-        "moonpool.engine.ranks.hosts.daemon", "Run ranks of a node that leads from another machine.", "serve"
+        "moonpool.engine.ranks.worker",
+        "Run a rank of a node that leads from another machine (under torchrun).",
+        "serve",
     ),
     "report": _Entry("moonpool.commands.run_report:report_command", "Write a run into one HTML file."),
     "status": _Entry("moonpool.commands.status:status_command", "Print the cluster's nodes and their load."),

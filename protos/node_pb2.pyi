@@ -1722,3 +1722,162 @@ class StepTokens(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepTokens: _TypeAlias = StepTokens  # noqa: Y015
+
+@_typing.final
+class RankJoin(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    LOCAL_WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    LEADER_ADDRESS_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """RANK: among the ranks of the other machines"""
+    world_size: _builtins.int
+    """WORLD_SIZE: the number of those"""
+    local_world_size: _builtins.int
+    """LOCAL_WORLD_SIZE: ranks of its machine"""
+    version: _builtins.str
+    """of Moonpool"""
+    name: _builtins.str
+    """of its machine"""
+    pid: _builtins.int
+    leader_address: _builtins.str
+    """of the leader's machine, as its machine reaches that"""
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        world_size: _builtins.int = ...,
+        local_world_size: _builtins.int = ...,
+        version: _builtins.str = ...,
+        name: _builtins.str = ...,
+        pid: _builtins.int = ...,
+        leader_address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leader_address", b"leader_address", "local_world_size", b"local_world_size", "name", b"name", "pid", b"pid", "rank", b"rank", "version", b"version", "world_size", b"world_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankJoin: _TypeAlias = RankJoin  # noqa: Y015
+
+@_typing.final
+class RankDone(_message.Message):
+    """What a rank posts on the board at the end of a step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    WORDS_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    @_builtins.property
+    def words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """engine.collectives.board.STEP_WORDS"""
+
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        words: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["step", b"step", "words", b"words"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankDone: _TypeAlias = RankDone  # noqa: Y015
+
+@_typing.final
+class RankReport(_message.Message):
+    """Without a kind: a heartbeat."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOIN_FIELD_NUMBER: _builtins.int
+    LINE_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    line: _builtins.bytes
+    """JSON"""
+    @_builtins.property
+    def join(self) -> Global___RankJoin:
+        """the first message"""
+
+    @_builtins.property
+    def done(self) -> Global___RankDone: ...
+    def __init__(
+        self,
+        *,
+        join: Global___RankJoin | None = ...,
+        line: _builtins.bytes = ...,
+        done: Global___RankDone | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "join", b"join", "kind", b"kind", "line", b"line"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "join", b"join", "kind", b"kind", "line", b"line"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["join", "line", "done"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___RankReport: _TypeAlias = RankReport  # noqa: Y015
+
+@_typing.final
+class RankStep(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    batch: _builtins.bytes
+    """engine.ranks.step_message; empty: the model is unloaded"""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        batch: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankStep: _TypeAlias = RankStep  # noqa: Y015
+
+@_typing.final
+class RankCommand(_message.Message):
+    """Without a kind: a heartbeat."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    LINE_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    """the first message: the rank is taken"""
+    line: _builtins.bytes
+    """JSON"""
+    @_builtins.property
+    def step(self) -> Global___RankStep: ...
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        line: _builtins.bytes = ...,
+        step: Global___RankStep | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "line", b"line", "node_id", b"node_id", "step", b"step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "line", b"line", "node_id", b"node_id", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["node_id", "line", "step"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___RankCommand: _TypeAlias = RankCommand  # noqa: Y015

@@ -1164,3 +1164,85 @@ class DecodeNode:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class RanksStub:
+    """---------------------------------------------------------------- ranks on other machines
+
+    Served by the leader of a node's ranks, at engine.parallel.listen.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Join = channel.stream_stream(
+                '/moonpool.Ranks/Join',
+                request_serializer=moonpool_dot_protos_dot_node__pb2.RankReport.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_node__pb2.RankCommand.FromString,
+                _registered_method=True)
+
+
+class RanksServicer:
+    """---------------------------------------------------------------- ranks on other machines
+
+    Served by the leader of a node's ranks, at engine.parallel.listen.
+    """
+
+    def Join(self, request_iterator, context):
+        """One call of each rank on another machine, for as long as the rank runs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_RanksServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Join': grpc.stream_stream_rpc_method_handler(
+                    servicer.Join,
+                    request_deserializer=moonpool_dot_protos_dot_node__pb2.RankReport.FromString,
+                    response_serializer=moonpool_dot_protos_dot_node__pb2.RankCommand.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'moonpool.Ranks', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('moonpool.Ranks', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Ranks:
+    """---------------------------------------------------------------- ranks on other machines
+
+    Served by the leader of a node's ranks, at engine.parallel.listen.
+    """
+
+    @staticmethod
+    def Join(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/moonpool.Ranks/Join',
+            moonpool_dot_protos_dot_node__pb2.RankReport.SerializeToString,
+            moonpool_dot_protos_dot_node__pb2.RankCommand.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

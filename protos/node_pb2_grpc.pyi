@@ -438,3 +438,43 @@ class DecodeNodeServicer(metaclass=_abc_1.ABCMeta):
         """
 
 def add_DecodeNodeServicer_to_server(servicer: DecodeNodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class RanksStub:
+    """---------------------------------------------------------------- ranks on other machines
+
+    Served by the leader of a node's ranks, at engine.parallel.listen.
+    """
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> RanksAsyncStub: ...
+    Join: _grpc.StreamStreamMultiCallable[_node_pb2.RankReport, _node_pb2.RankCommand]
+    """One call of each rank on another machine, for as long as the rank runs."""
+
+@_typing.type_check_only
+class RanksAsyncStub(RanksStub):
+    """---------------------------------------------------------------- ranks on other machines
+
+    Served by the leader of a node's ranks, at engine.parallel.listen.
+    """
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Join: _aio.StreamStreamMultiCallable[_node_pb2.RankReport, _node_pb2.RankCommand]  # type: ignore[assignment]
+    """One call of each rank on another machine, for as long as the rank runs."""
+
+class RanksServicer(metaclass=_abc_1.ABCMeta):
+    """---------------------------------------------------------------- ranks on other machines
+
+    Served by the leader of a node's ranks, at engine.parallel.listen.
+    """
+
+    @_abc_1.abstractmethod
+    def Join(
+        self,
+        request_iterator: _MaybeAsyncIterator[_node_pb2.RankReport],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_node_pb2.RankCommand], _abc.AsyncIterator[_node_pb2.RankCommand]]:
+        """One call of each rank on another machine, for as long as the rank runs."""
+
+def add_RanksServicer_to_server(servicer: RanksServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

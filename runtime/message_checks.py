@@ -27,6 +27,7 @@ _DESCRIPTOR_NBYTES = 4096  # see transfer.connections.descriptor
 _FINGERPRINT_NBYTES = 64
 _SMALL_OBJECT_NBYTES = 64 << 10  # larger ones are not sent with the call
 _LOGPROBS = 1 << 18  # the largest vocabularies
+_LINE_NBYTES = 64 << 20  # commands, reports and batches of ranks
 
 MOST: Mapping[str, int] = {
     "moonpool.Sampling.logit_bias": _LOGPROBS,
@@ -57,6 +58,10 @@ MOST: Mapping[str, int] = {
     "moonpool.KvReceived.reads": _BLOCKS,
     "moonpool.KvChunk.token_ids": 4 * _TOKENS,
     "moonpool.StepTokens.tokens": 1 << 20,
+    "moonpool.RankReport.line": _LINE_NBYTES,
+    "moonpool.RankDone.words": 64,
+    "moonpool.RankCommand.line": _LINE_NBYTES,
+    "moonpool.RankStep.batch": _LINE_NBYTES,
     "moonpool.ObjectInfo.key": 16,
     "moonpool.ObjectInfo.shape": 64,
     "moonpool.ObjectRecord.owner": 16,

@@ -57,7 +57,7 @@ def parallel(run: Run, texts: tuple[str, ...], model: Path | None, device: str) 
     """Measure a model spread over processes of this machine: on CPUs with one thread each, or a GPU each.
 
     steps: a decode step and a long prompt of each plan, and its time in computing, exchanging and waiting.
-    hosts: two stages on two machines (rank hosts on loopback). replicas: several at the same time.
+    hosts: two stages on two machines (played by loopback). replicas: several at the same time.
     handover, saving: blocks from each plan to each, and to host memory. experts: distributed over ranks.
     On GPUs exchanges are launched, not waited for: their time is that of the launch.
     """

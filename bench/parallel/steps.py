@@ -16,8 +16,8 @@ from moonpool.bench.harness.command import Run
 from moonpool.bench.harness.turns import spread
 from moonpool.engine.engine import Engine
 from moonpool.engine.ranks.group import RankGroup
-from moonpool.engine.ranks.hosts.listener import HostListener
 from moonpool.engine.ranks.leader import StepTimes
+from moonpool.engine.ranks.rank_listener import RankListener
 from moonpool.engine.sharding.parallel_plan import ParallelPlan
 from moonpool.runtime.config.options import EngineOptions, ModelOptions, ParallelOptions, SecurityOptions
 from moonpool.runtime.reports.report import Row, versus
@@ -66,7 +66,7 @@ async def step_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
 
 
 async def host_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
-    """Two stages on one machine and over two rank hosts, with link and relay on loopback.
+    """Two stages on one machine and over two, which loopback plays: links and calls.
 
     The time of the wire between machines is not in them.
     """
@@ -108,23 +108,22 @@ async def running(
 
 @asynccontextmanager
 async def _over_hosts(model: Path, parallel: ParallelOptions) -> AsyncIterator[Session]:
-    """An engine with its second stage under a rank host of its own."""
-    timeout_s = parallel.timeout_s
-    # The rank host below has no key.
+    """An engine with its second stage started as by a launcher on another machine."""
+    parallel = replace(parallel, hosts=_NUM_HOSTS, listen="127.0.0.1:0")
+    # The rank below has no key.
     process.use(process.Security(SecurityOptions(), Caller(NODE, "bench")))
-    listener = HostListener(_NUM_HOSTS - 1, "127.0.0.1:0", "bench", timeout_s)
-    group = RankGroup(_HOSTS_PLAN.world_size, timeout_s, listener)
+    listener = RankListener(parallel, "bench")
+    group = RankGroup(_HOSTS_PLAN.world_size, parallel.timeout_s, listener)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(group.close)
         starting = asyncio.create_task(group.start(threads=1))
-        # It listens after its first step, and then waits for the other machines.
+        # It listens after its first step, and then waits for the rank of the other machine.
         await asyncio.sleep(0)
-        leader = f"127.0.0.1:{listener.port}"
-        command = [sys.executable, "-m", "moonpool.engine.ranks.hosts.daemon", "--leader", leader]
-        command += ["--set", "node.id=remote"]
-        await stack.enter_async_context(started("rank host", command, prints_ready=False))
+        command = [sys.executable, "-m", "moonpool.engine.ranks.worker"]
+        command += ["--leader", f"127.0.0.1:{listener.port}", "--set", "node.id=remote"]
+        launched = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        await stack.enter_async_context(started("rank", command, environment=launched, prints_ready=False))
         await starting
-        parallel = replace(parallel, hosts=_NUM_HOSTS, listen=leader)
         yield await stack.enter_async_context(running(model, "cpu", parallel, group))
 
 

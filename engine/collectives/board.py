@@ -47,6 +47,17 @@ class BoardWord(IntEnum):
     HEARTBEAT_NS = 48  # CLOCK_MONOTONIC, equal for all processes of a machine
 
 
+# Of a step, posted before it is DONE.
+STEP_WORDS = (
+    BoardWord.DIGEST,
+    BoardWord.COMPUTE_NS,
+    BoardWord.COLLECTIVE_NS,
+    BoardWord.BUBBLE_NS,
+    BoardWord.ALL_TO_ALL_NS,
+    BoardWord.EXCHANGE_NS,
+)
+
+
 class SharedMemory:
     """Anonymous memory that other processes open by ``path``; freed with its last mapping.
 
@@ -85,8 +96,9 @@ class SharedBoard:
 
     Every wait raises RankLost when the group is aborted or the leader's heartbeat stops.
 
-    remote_ranks: ranks of other machines; the relay's thread writes their words here. ``on_publish``: calls
-    with each step's number and batch, in the publishing thread. ``payload``: room for a step's batch.
+    remote_ranks: ranks of other machines; the threads of their calls write their words here. ``payload``:
+    room for a step's batch. What other machines must know is told by ``on_publish`` (a step's number and its
+    batch), ``on_done`` (the step) and ``on_beat``, in the thread that posts it.
     waited_ns: in waits until the other rank was there; not the time after that until this rank went on.
     """
 
@@ -97,6 +109,8 @@ class SharedBoard:
         self.remote_ranks = range(0)
         self.waited_ns = 0
         self.on_publish: list[Callable[[int, npt.NDArray[np.uint8]], None]] = []
+        self.on_done: list[Callable[[int], None]] = []
+        self.on_beat: list[Callable[[], None]] = []
         self._memory = memory
         control_nbytes = self._control_nbytes(world_size)
         words = memory.array[:control_nbytes].view(np.int64)
@@ -116,7 +130,7 @@ class SharedBoard:
         return 8 * (_GROUP_WORDS + _RANK_WORDS * world_size)
 
     def as_rank(self, rank: int) -> SharedBoard:
-        """Return the view of ``rank``, for a relay that writes its words."""
+        """Return the view of ``rank``, for a thread that writes its words."""
         return SharedBoard(self._memory, rank, self.world_size, self.timeout_s)
 
     @property
@@ -167,10 +181,12 @@ class SharedBoard:
         """Post that this rank is done with ``step``, after its other words."""
         self.advance(BoardWord.DONE, step)
         self._done[self.rank].wake()
+        for tell in self.on_done:
+            tell(step)
 
     def wait_done(self, rank: int, step: int) -> None:
         """Wait until ``rank`` is done with ``step``. For a remote rank it sleeps in the kernel at once:
-        spinning would delay the relay's thread. Raises RankLost."""
+        spinning would delay the thread of its call. Raises RankLost."""
         if rank not in self.remote_ranks:
             self.wait(rank, BoardWord.DONE, step)
             return
@@ -178,9 +194,11 @@ class SharedBoard:
             self._done[rank].wait(done, _MONITOR_S)
             self.check()
 
-    def beat(self, age_ns: int = 0) -> None:
-        """Post that this process ran ``age_ns`` ago. From any thread."""
-        self.post(BoardWord.HEARTBEAT_NS, time.monotonic_ns() - age_ns)
+    def beat(self) -> None:
+        """Post that this process runs. From any thread."""
+        self.post(BoardWord.HEARTBEAT_NS, time.monotonic_ns())
+        for tell in self.on_beat:
+            tell()
 
     def start_heartbeat(self) -> Heartbeat:
         """Beat on a thread, several times within the timeout, until the result is stopped."""

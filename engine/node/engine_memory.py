@@ -10,7 +10,7 @@ from moonpool.engine.memory.block_memory import BlockMemory
 from moonpool.engine.memory.remote_rank_bytes import RemoteRankBytes
 from moonpool.engine.memory.shared_rank_bytes import SharedRankBytes
 from moonpool.engine.ranks.group import RankGroup
-from moonpool.engine.ranks.hosts.listener import HostListener
+from moonpool.engine.ranks.rank_listener import RankListener
 from moonpool.engine.setup import EngineSetup
 from moonpool.kvstore.blocks.shards import BlockShard
 from moonpool.kvstore.remote.rank_reader import AgentReader, RankReader
@@ -55,7 +55,7 @@ class EngineMemory:
             config.model,
             device=setup.device,
             pool_memory=None if region is None else region.array,
-            hosts=HostListener.from_options(options.parallel, agent.agent_id),
+            listener=RankListener.from_options(options.parallel, agent.agent_id),
             separate_pools=separate_pools,
             adapters_nbytes=config.lora.memory_nbytes,
             adapters_host_nbytes=config.lora.host_nbytes,

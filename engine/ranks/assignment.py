@@ -27,8 +27,7 @@ class Assignment:
 
     board, exchange, pool, expert_load: paths of memory that the leader created. Without a pool the rank
     creates its own and is asked for its expert load. store: host:port of torch.distributed's rendezvous,
-    empty for shm. address: of this rank's machine for others; empty with one machine. On other machines the
-    rank host replaces these values.
+    empty for shm. address: of this rank's machine for others; empty with one machine.
     """
 
     rank: int

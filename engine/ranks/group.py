@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
+from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,17 +20,18 @@ from moonpool.engine.device.device import Device
 from moonpool.engine.device.threads import use_threads
 from moonpool.engine.errors import LinkBroken, RankLost
 from moonpool.engine.ranks.assignment import Assignment, check_identity
+from moonpool.engine.ranks.channel import PipeChannel
 from moonpool.engine.ranks.group_memory import GroupMemory
-from moonpool.engine.ranks.hosts.channel import PipeChannel
-from moonpool.engine.ranks.hosts.listener import HostListener
-from moonpool.engine.ranks.hosts.remote_host import RemoteHost
 from moonpool.engine.ranks.leader import ParallelRunner
 from moonpool.engine.ranks.link_factory import open_link
 from moonpool.engine.ranks.process_handle import RankProcess
-from moonpool.runtime.config.options import TransferOptions
+from moonpool.engine.ranks.rank_listener import FarRank, RankListener
+from moonpool.runtime.config.options import ParallelOptions, TransferOptions
 from moonpool.runtime.service.heartbeat import Heartbeat
 from moonpool.runtime.service.load_progress import Progress, TotalProgress
 from moonpool.runtime.service.vital import cancel_and_wait, vital
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +41,8 @@ _CAUSE_KNOWN_S = 0.2
 
 
 class RankGroup:
-    """Rank 0 is this process. The others are its children, or children of rank hosts on other machines; they
-    end with it, or with the connection to their rank host.
+    """Rank 0 is this process. The others of this machine are its children; those of other machines are
+    started there by a launcher, join, and end with their call to this process.
 
     Call ``start`` once, then ``open`` a model, and another one after ``unload``. When a rank is lost every
     wait in the group raises RankLost, ``on_lost`` is called on the loop, and the group can only be closed.
@@ -49,19 +52,19 @@ class RankGroup:
         self,
         world_size: int,
         timeout_s: float,
-        hosts: HostListener | None = None,
+        listener: RankListener | None = None,
         *,
         separate_pools: bool = False,
     ) -> None:
-        """``hosts``: the listener for other machines, where ranks run there; the group opens and closes it.
+        """``listener``: for ranks on other machines; the group opens and closes it.
         ``separate_pools``: share no pool memory with any rank; always so with several machines and on GPUs.
         """
         self.world_size = world_size
-        self.remote_hosts: list[RemoteHost] = []
+        self.far: dict[int, FarRank] = {}
         self.ranks = [RankProcess(rank) for rank in range(1, world_size)]
         self.on_lost: Callable[[RankLost], None] | None = None
         self.lost: RankLost | None = None
-        self._listener = hosts
+        self._listener = listener
         self._timeout_s = timeout_s
         self._start_timeout_s = 0.0  # of the model that is open
         self._separate_pools = separate_pools
@@ -76,21 +79,18 @@ class RankGroup:
         return [] if self._memory is None else [pool.array for pool in self._memory.pools]
 
     async def start(self, threads: int) -> None:
-        """Wait for the other machines, without a time limit, and start the processes. Call it on a thread
-        that outlives the processes: they are tied to it.
+        """Wait for the ranks of other machines and start those of this one. Call it on a thread that outlives
+        the processes: they are tied to it.
 
-        Raises PortInUse or ConfigError when the listener cannot be opened.
+        Raises PortInUse or ConfigError when the listener cannot be opened, RankLost when a rank does not
+        join within ``start_timeout_s``.
         """
         if self._listener is not None:
             self._listener.open()
-            self.remote_hosts = await self._listener.gather()
-        per_host = self.world_size // (1 + len(self.remote_hosts))
+            self.far = await self._listener.gather()
         for rank in self.ranks:
             rank.on_end = self.abort
-            if rank.rank < per_host:
-                rank.start(await PipeChannel.start(rank.rank, threads))
-            else:
-                rank.start(self.remote_hosts[rank.rank // per_host - 1].start_rank(rank.rank, threads))
+            rank.start(self.far.get(rank.rank) or await PipeChannel.start(rank.rank, threads))
 
     async def open(
         self,
@@ -127,10 +127,11 @@ class RankGroup:
     ) -> ParallelRunner:
         began_s = time.monotonic()
         parallel = assignment.options.parallel
+        if self.far:
+            assignment = replace(assignment, address=next(iter(self.far.values())).leader_address)
         self._memory = memory = GroupMemory(
             config,
             assignment,
-            self.remote_hosts,
             self._timeout_s,
             separate_pools=self._separate_pools or assignment.device != "cpu" or parallel.hosts > 1,
         )
@@ -139,6 +140,7 @@ class RankGroup:
         self._watcher = vital(self._watch(board), "heartbeats of ranks")
         loop, limit_s = asyncio.get_running_loop(), parallel.start_timeout_s
         self._start_timeout_s = limit_s
+        await self._open_far(memory, parallel)
         limit = asyncio.timeout(limit_s)
         waits = True
 
@@ -202,6 +204,24 @@ class RankGroup:
         log.info("%d ranks (%s) ready after %.2f s", self.world_size, assignment.plan, took_s)
         return runner
 
+    async def _open_far(self, memory: GroupMemory, parallel: ParallelOptions) -> None:
+        """Have each other machine create memory as this one has, and connect the boards. Raises RankLost."""
+        first = range(parallel.ranks_per_host, self.world_size, parallel.ranks_per_host)
+        creating = [
+            self._in_time(rank, rank.create_memory(**memory.shape), "created no memory")
+            for rank in (self.ranks[rank - 1] for rank in first)
+        ]
+        paths, board = await asyncio.gather(*creating), memory.board
+        for rank, far in self.far.items():
+            path, exchange = paths[rank // parallel.ranks_per_host - 1]
+            memory.assignments[rank] = replace(
+                memory.assignments[rank], board=path, exchange=exchange, address=far.address
+            )
+            far.board = board.as_rank(rank)
+        board.remote_ranks = range(parallel.ranks_per_host, self.world_size)
+        board.on_publish = [self.far[rank].publish for rank in first]
+        board.on_beat = [self.far[rank].beat for rank in first]
+
     async def _agree(self, fitting: int) -> int:
         """Have all ranks make pools of the same number of blocks: the least of ``fitting``, rank 0's, and
         theirs. Raises RankLost."""
@@ -223,16 +243,21 @@ class RankGroup:
         """Start a transfer agent over the pool of each other rank: (descriptor, region). A model must be
         open. Raises RankLost, also of a rank that does not answer within ``start_timeout_s``."""
 
-        async def start(rank: RankProcess) -> tuple[bytes, int]:
-            try:
-                async with asyncio.timeout(self._start_timeout_s):
-                    return await rank.start_agent(options, f"{agent_id}/{rank.rank}", epoch)
-            except TimeoutError:
-                reason = f"it started no transfer agent within {self._start_timeout_s:g} s{rank.where}"
-                self.abort(error := RankLost(rank.rank, f"{reason} (engine.parallel.start_timeout_s)"))
-                raise error from None
+        def start(rank: RankProcess) -> Awaitable[tuple[bytes, int]]:
+            started = rank.start_agent(options, f"{agent_id}/{rank.rank}", epoch)
+            return self._in_time(rank, started, "started no transfer agent")
 
         return await asyncio.gather(*map(start, self.ranks))
+
+    async def _in_time(self, rank: RankProcess, answer: Awaitable[T], otherwise: str) -> T:
+        """Raises RankLost, also when ``answer`` takes longer than ``start_timeout_s``."""
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                return await answer
+        except TimeoutError:
+            reason = f"it {otherwise} within {self._start_timeout_s:g} s{rank.where}"
+            self.abort(error := RankLost(rank.rank, f"{reason} (engine.parallel.start_timeout_s)"))
+            raise error from None
 
     async def refresh_expert_load(self) -> None:
         """Fetch the expert load of ranks without shared memory. A model must be open. Raises RankLost."""
@@ -264,6 +289,8 @@ class RankGroup:
         self._close_listener("the node ended its ranks")
         await asyncio.gather(*(rank.close() for rank in self.ranks))
         self._drop_model()
+        if self._listener is not None:
+            await self._listener.wait_closed()
 
     async def _watch(self, board: SharedBoard) -> None:
         """Abort the group when a rank's heartbeat stops."""
@@ -317,6 +344,8 @@ class RankGroup:
         self._watcher = None
 
     def _drop_model(self) -> None:
+        for far in self.far.values():
+            far.board = None
         if self._runner is not None:
             self._runner.close()
         if self._memory is not None:

@@ -12,7 +12,6 @@ from moonpool.engine.collectives.board import SharedBoard, SharedMemory
 from moonpool.engine.device.selection import page_dtype
 from moonpool.engine.experts.load import ExpertLoad
 from moonpool.engine.ranks.assignment import Assignment
-from moonpool.engine.ranks.hosts.remote_host import RemoteHost
 from moonpool.engine.ranks.link_factory import exchange_shape, open_store
 from moonpool.engine.ranks.step_message import payload_nbytes
 
@@ -21,6 +20,7 @@ class GroupMemory:
     """The leader's memory for one loaded model. ``assignments``: one per rank, with the paths of this memory.
 
     pools: of ranks 1 and up; empty with separate pools. expert_load: None for models without experts.
+    shape: of the board and the exchange memory, for other machines.
     ``uncounted``: load of remote ranks to subtract, [world_size - 1, num_layers, num_experts].
     """
 
@@ -28,16 +28,12 @@ class GroupMemory:
         self,
         config: ModelConfig,
         leader: Assignment,
-        hosts: list[RemoteHost],
         timeout_s: float,
         *,
         separate_pools: bool,
     ) -> None:
-        """``leader``: rank 0's assignment, without paths. ``hosts``: they are given memory of the same
-        shape."""
+        """``leader``: rank 0's assignment, without paths."""
         plan, options = leader.plan, leader.options
-        if hosts:
-            leader = replace(leader, address=hosts[0].connection.address)
         self._store: TCPStore | None = None
         if leader.link != "shm":
             self._store = open_store(leader.address)
@@ -54,8 +50,12 @@ class GroupMemory:
         self.pools: list[SharedMemory] = []
         self.expert_load: ExpertLoad | None = None
         self.uncounted: torch.Tensor | None = None
-        if hosts:
-            self._open_hosts(hosts, payload, exchange.array.nbytes)
+        self.shape = {
+            "world_size": plan.world_size,
+            "payload_nbytes": payload,
+            "exchange_nbytes": exchange.array.nbytes,
+            "timeout_s": timeout_s,
+        }
         leader = replace(leader, board=self.board.path, exchange=exchange.path)
         if config.moe is not None:
             load = SharedMemory.create("expert-load", ExpertLoad.nbytes(config, plan.world_size))
@@ -73,14 +73,6 @@ class GroupMemory:
             pool = SharedMemory.create(f"pool-{rank}", leader.num_blocks * layout.block_nbytes)
             self.pools.append(pool)
             self.assignments[rank] = replace(self.assignments[rank], pool=pool.path)
-
-    def _open_hosts(self, hosts: list[RemoteHost], payload_nbytes: int, exchange_nbytes: int) -> None:
-        """Create equal memory on the other machines and connect their boards to ours."""
-        board = self.board
-        for host in hosts:
-            host.open(board, payload_nbytes=payload_nbytes, exchange_nbytes=exchange_nbytes)
-        board.remote_ranks = range(board.world_size // (1 + len(hosts)), board.world_size)
-        board.on_publish = [host.publish for host in hosts]
 
     def set_remote_load(self, found: list[list[list[int]]]) -> None:
         """Store the tables of all ranks but 0, which they counted without shared memory."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from moonpool.engine.errors import AdapterRefused, RankLost
 from moonpool.engine.ranks.assignment import Assignment
-from moonpool.engine.ranks.hosts.channel import RankChannel
+from moonpool.engine.ranks.channel import RankChannel
 from moonpool.kvstore.remote.rank_reader import RankRead
 from moonpool.runtime.config.options import TransferOptions
 from moonpool.runtime.security import process
@@ -70,6 +70,12 @@ class RankProcess:
         self._expect("ended")
         identity: dict[str, str] = (await loaded)["identity"]
         return identity
+
+    async def create_memory(self, **shape: object) -> tuple[str, str]:
+        """Have the first rank of another machine create a board and exchange memory: see ``LeaderCall``.
+        Return their paths. Raises RankLost."""
+        found = await self._ask("memory", {"memory": shape})
+        return found["board"], found["exchange"]
 
     async def fitting_blocks(self) -> int:
         """Wait until a rank that loads without a number of blocks has its weights; return how many blocks

@@ -1,7 +1,8 @@
 """``python -m moonpool.engine.ranks.worker``: a rank other than 0.
 
-Reads commands from stdin and writes reports to stdout, each a line of JSON. The main thread runs the tensors,
-another thread reads commands.
+Its leader's child reads commands from stdin and writes reports to stdout, each a line of JSON. On another
+machine a launcher starts it with ``--leader``, and both go over a call: see ``LeaderCall``. The main thread
+runs the tensors, another thread reads commands.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import sys
 import threading
 import time
 from base64 import b64encode
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,12 +40,14 @@ from moonpool.engine.experts.load import ExpertLoad
 from moonpool.engine.memory.block_bytes import device_checksums
 from moonpool.engine.model.transformer import Model
 from moonpool.engine.ranks.assignment import Assignment, unpack_transfer_options
+from moonpool.engine.ranks.channel import RANK
+from moonpool.engine.ranks.leader_call import LeaderCall, joined
 from moonpool.engine.ranks.link_factory import open_link
 from moonpool.engine.ranks.stage import RankStep, run_steps
 from moonpool.engine.sharding.tensor_slices import TensorSlices
 from moonpool.kvstore.remote.rank_reader import AgentReader, RankRead
 from moonpool.runtime.config.options import LogOptions, SecurityOptions
-from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.errors import ConfigError, MoonpoolError
 from moonpool.runtime.observing.log import setup_logging
 from moonpool.runtime.security import process
 from moonpool.runtime.security.roles import NODE, Caller
@@ -56,23 +60,31 @@ _MAX_LINE_NBYTES = 64 << 20
 
 
 _reporting = threading.Lock()
-_reports: TextIO = sys.stdout
 
 
-def own_reports() -> None:
-    """Keep stdout for reports alone: what libraries such as NCCL print there goes to stderr from now on."""
-    global _reports
+def own_reports() -> Callable[[bytes], None]:
+    """Keep stdout for reports alone: what libraries such as NCCL print there goes to stderr from now on.
+    Return what writes a report there."""
     sys.stdout.flush()
-    _reports = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    _reports.write("\n")  # ends what was printed until now
+    reports = os.fdopen(os.dup(1), "wb", buffering=0)
+    reports.write(b"\n")  # ends what was printed until now
     os.dup2(2, 1)
+
+    def write(line: bytes) -> None:
+        with _reporting:
+            left = memoryview(line)
+            while left:
+                left = left[reports.write(left) or 0 :]
+
+    return write
+
+
+_send: Callable[[bytes], None] = lambda line: None  # noqa: E731
 
 
 def report(kind: str, **facts: object) -> None:
-    """Write one report. From any thread."""
-    with _reporting:
-        _reports.write(json.dumps({"kind": kind, **facts}) + "\n")
-        _reports.flush()
+    """Send one report. From any thread."""
+    _send(json.dumps({"kind": kind, **facts}).encode() + b"\n")
 
 
 class LeaderCommands:
@@ -81,7 +93,10 @@ class LeaderCommands:
     link, pool, expert_load, adapters, host_adapters: of the open model, set before "loaded" is reported.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, call: LeaderCall | None) -> None:
+        """``call``: to a leader on another machine."""
+        self.call = call
+        self.address = ""  # of this machine, as its leader sees it; set with the assignment
         self.link: Link | None = None
         self.pool: SharedMemory | Tensor | None = None
         self.expert_load: Tensor | None = None
@@ -103,17 +118,28 @@ class LeaderCommands:
         except BaseException as error:
             log.exception("this rank failed")
             report("failed", error=f"{type(error).__name__}: {error}")
+            if self.call is not None:
+                self.call.close()
             os._exit(1)
 
     async def _listen(self) -> None:
-        reader = asyncio.StreamReader(limit=_MAX_LINE_NBYTES)
         loop = asyncio.get_running_loop()
-        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-        async for line in reader:
+        lines: AsyncIterator[bytes]
+        if self.call is not None:
+            lines = self.call.lines()
+        else:
+            lines = reader = asyncio.StreamReader(limit=_MAX_LINE_NBYTES)
+            await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        async for line in lines:
             command: dict[str, Any] = json.loads(line)
             match command:
                 case {"load": words}:
-                    self.assignments.put(Assignment.unpack(words))
+                    assignment = Assignment.unpack(words)
+                    self.address = assignment.address
+                    self.assignments.put(assignment)
+                case {"memory": words}:
+                    assert self.call is not None
+                    report("memory", **self.call.create_memory(**words))
                 case {"num_blocks": num_blocks}:
                     self.nums_blocks.put(num_blocks)
                 case {"serve": _}:
@@ -137,14 +163,18 @@ class LeaderCommands:
                 case {"cancel": number}:
                     if number in self._reads:
                         self._reads[number].cancel()
-        os._exit(0)
+        # A launcher starts a rank again that failed.
+        os._exit(0 if self.call is None else 1)
 
     async def _start_agent(self, words: dict[str, Any]) -> None:
         if self._agent is not None:
             await self._agent.close()
-        options = unpack_transfer_options(words["options"])
-        me = Caller(NODE, words["agent_id"])
-        process.use(process.Security(SecurityOptions(**words["security"]), me))
+        options, security = unpack_transfer_options(words["options"]), process.current().options
+        if self.call is not None:
+            options = self.call.transfer_options(self.address)
+        else:
+            security = SecurityOptions(**words["security"])
+        process.use(process.Security(security, Caller(NODE, words["agent_id"])))
         self._agent = agent = await TransferAgent.start(
             options, agent_id=words["agent_id"], epoch=words["epoch"]
         )
@@ -213,6 +243,8 @@ def serve(assignment: Assignment, commands: LeaderCommands) -> None:
     board = SharedBoard(
         SharedMemory.open(assignment.board), assignment.rank, assignment.plan.world_size, parallel.timeout_s
     )
+    if commands.call is not None:
+        commands.call.attach(board)
     heartbeat = board.start_heartbeat()
     try:
         _run(assignment, board, commands)
@@ -289,11 +321,28 @@ def _expert_load(assignment: Assignment, config: ModelConfig) -> Tensor | None:
     return ExpertLoad(config, memory, assignment.plan.world_size).tables[assignment.rank]
 
 
-def main() -> int:
-    """Return 0 when the leader closed stdin, 1 otherwise."""
-    setup_logging(LogOptions(), f"rank {os.environ.get('MOONPOOL_RANK', '?')}")
-    own_reports()
-    commands = LeaderCommands()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return 1; the thread of the commands ends the process when the leader does."""
+    global _send
+    call = None
+    if (rank := os.environ.get(RANK)) is not None:
+        setup_logging(LogOptions(), f"rank {rank}")
+        _send = own_reports()
+    else:
+        try:
+            call = joined(argv)
+        except ConfigError as error:
+            print(f"moonpool ranks: {error}", file=sys.stderr)
+            return 2
+        _send = call.report
+    try:
+        return _serve_models(LeaderCommands(call))
+    finally:
+        if call is not None:
+            call.close()
+
+
+def _serve_models(commands: LeaderCommands) -> int:
     while True:
         try:
             serve(commands.assignments.get(), commands)

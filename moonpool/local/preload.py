@@ -19,9 +19,9 @@ PRELOAD = {
     "moonpool.kvstore.store_node": ["moonpool.kvstore.store_node.node"],
     "moonpool.node": ["torch", "moonpool.node.node", "moonpool.runtime.replicas.group"],
     "moonpool.engine.ranks.worker": [
+        "moonpool.engine.ranks.leader_call",
         "moonpool.engine.ranks.link_factory",
         "moonpool.kvstore.remote.rank_reader",
     ],
-    "moonpool.engine.ranks.hosts.daemon": ["moonpool.engine.ranks.hosts.daemon_session"],
 }
 """By the module of each process; the processes that need torch come last."""

@@ -88,14 +88,20 @@ class ParallelOptions(Section, name="engine.parallel"):
     hosts: int = option(
         1,
         "machines",
-        "machines that a node's ranks are distributed over, in whole stages (pp); all but the first run "
-        "`moonpool ranks`",
+        "machines that a node's ranks are distributed over, in whole stages (pp); on the other ones a "
+        "launcher such as torchrun starts them (`moonpool ranks`)",
         least=1,
     )
     listen: str = option(
         "",
         "host:port",
-        "with hosts: address at which `moonpool ranks` elsewhere reach this node; replica r uses port + r",
+        "with hosts: address at which the ranks of other machines reach this node; replica r uses port + r",
+    )
+    trusted_network: bool = option(
+        False,
+        "flag",
+        "with hosts: strangers do not reach the network between the machines, where tensors (Gloo, NCCL) are "
+        "neither encrypted nor authenticated; without it ranks join over the loopback address only",
     )
     link: str = option(
         "auto",

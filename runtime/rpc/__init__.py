@@ -3,15 +3,19 @@
 from moonpool.runtime.rpc.bounds import MAX_MESSAGE_NBYTES
 from moonpool.runtime.rpc.client import channel, node_errors, request_metadata
 from moonpool.runtime.rpc.server import MessageMalformed, Server, Servicer, end_stream, serve
+from moonpool.runtime.rpc.threaded import admit, serve_threaded, threaded_channel
 
 __all__ = [
     "MAX_MESSAGE_NBYTES",
     "MessageMalformed",
     "Server",
     "Servicer",
+    "admit",
     "channel",
     "end_stream",
     "node_errors",
     "request_metadata",
     "serve",
+    "serve_threaded",
+    "threaded_channel",
 ]

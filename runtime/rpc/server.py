@@ -240,7 +240,8 @@ def _name(who: Caller | None) -> str:
     return f"{who.role} {who.name}" if who else ""
 
 
-def _refused(context: Any, method: str, error: Unauthenticated | NotPermitted) -> None:
+def count_refused(context: Any, method: str, error: Unauthenticated | NotPermitted) -> None:
+    """Log, count and audit a call that is not admitted. ``method``: as gRPC names it, or short."""
     kind, what = type(error).__name__, short_name(method)
     _REFUSED.labels(kind).inc()
     log.warning("%s refused a call of %s: %s", what, context.peer(), error)
@@ -250,7 +251,7 @@ def _refused(context: Any, method: str, error: Unauthenticated | NotPermitted) -
 
 async def _abort(context: Any, error: Exception, method: str) -> None:
     if isinstance(error, Unauthenticated | NotPermitted):
-        _refused(context, method, error)
+        count_refused(context, method, error)
     else:
         _audited(context, method, type(error).__name__)
     if isinstance(error, MoonpoolError):

@@ -86,6 +86,7 @@ PERMITTED: Final = {
     "Node/Evict": _SCHEDULING,
     "Node/Hint": _SCHEDULING,
     "Node/Cancel": _SCHEDULING,
+    "Ranks/Join": frozenset({NODE}),
     "Roles/Switch": _SCHEDULING,
     "Experts/Load": _SCHEDULING,
     "Adapters/Load": _SCHEDULING,

@@ -214,6 +214,29 @@ def test_the_scaled_object_that_is_shown_fits_what_is_deployed(tmp_path: Path) -
         subprocess.run([promtool, "check", "rules", tmp_path / "rules.yml"], check=True)
 
 
+def test_the_pods_of_a_node_over_several_machines_fit_together() -> None:
+    """LeaderWorkerSet's own schema is no part of Kubernetes: its pods are."""
+    ((workload,),) = (documents(path) for path in (KUBERNETES / "leaderworkerset").iterdir())
+    template = workload["spec"]["leaderWorkerTemplate"]
+    assert template.keys() == {"size", "restartPolicy", "leaderTemplate", "workerTemplate"}
+    pods = [template[name] for name in ("leaderTemplate", "workerTemplate")]
+    for pod in pods:
+        document = {"apiVersion": "v1", "kind": "Pod", **pod}
+        document["metadata"] = {"name": "one", **pod["metadata"]}
+        kubernetes_validate.validate(document, "1.30", strict=True)
+        assert pod["metadata"]["labels"]["app.kubernetes.io/part-of"] == "moonpool"
+    (node,), (ranks,) = (pod["spec"]["containers"] for pod in pods)
+    settings = [text.replace("$(POD_IP)", "10.0.0.1") for text in node["args"] if "=" in text]
+    settings = [text for text in settings if not text.startswith("security.")]
+    parallel = load_config(None, settings).engine.parallel
+    assert parallel.hosts == template["size"]
+    assert parallel.trusted_network
+    command = ranks["command"][-1]
+    assert f"--nproc-per-node={parallel.ranks_per_host} " in command
+    assert command.partition("--leader")[2].split()[0] == '"$LWS_LEADER_ADDRESS:7400"'
+    assert parallel.listen.endswith(":7400")
+
+
 def deployments(path: Path) -> list[str]:
     return [one["metadata"]["name"] for one in documents(path) if one["kind"] == "Deployment"]
 

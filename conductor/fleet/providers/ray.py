@@ -72,9 +72,11 @@ class RayProvider:
             cluster.check(fence)
             _check_redis(self._config.index.redis_url, cluster.machines(), module.is_here)
             engine = self._config.engine
-            ranks, threads = engine.parallel.dp * engine.parallel.ranks_per_host, engine.threads or 1
+            parallel, threads = engine.parallel, engine.threads or 1
+            ranks = parallel.dp * parallel.ranks_per_host
             on_gpus = self._config.model.device != "cpu" and cluster.has_gpus()
-            resources = module.Resources(ranks * threads, ranks if on_gpus else 0, engine.parallel.hosts)
+            gpus = ranks if on_gpus else 0
+            resources = module.Resources(ranks * threads, gpus, parallel.hosts, parallel.ranks_per_host)
             own = {
                 "prefill": self._config.cluster.prefill_options,
                 "decode": self._config.cluster.decode_options,

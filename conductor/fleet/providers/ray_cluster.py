@@ -57,11 +57,12 @@ class RayFence:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Of one node, on each of its ``hosts``: the machines of its ranks."""
+    """Of one node, on each of its ``hosts``: the machines of its ranks. ranks: on each of several."""
 
     cpus: int
     gpus: int
     hosts: int = 1
+    ranks: int = 1
 
 
 class RayCluster:
@@ -146,7 +147,8 @@ class RayCluster:
             for index in range(1, hosts):
                 name = f"{node_id}-{index}"
                 host = placed(RayRankHost, f"{self._fleet}-ranks/{name}", index)
-                host.remote(self._named(node_id), _NAMESPACE, name, toml)
+                of_machine = (index - 1) * resources.ranks, resources.ranks, (hosts - 1) * resources.ranks
+                host.remote(self._named(node_id), _NAMESPACE, name, toml, *of_machine)
         except BaseException:
             remove_placement_group(group)
             raise

@@ -27,7 +27,7 @@ ENDED: Final = "ended"
 """Its process was stopped. The actor waits for its end: it cannot end itself without being made again."""
 _READY_TIMEOUT_S = 120.0  # a large checkpoint takes a while to load
 _STOP_TIMEOUT_S = 5.0  # beyond its drain
-_LOOK_S = 1.0  # of a rank host, for its node
+_LOOK_S = 1.0  # of ranks on other machines, for their node
 _ANSWER_S = 5.0
 _ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 
@@ -125,14 +125,26 @@ class RayNode:
 
 
 class RayRankHost:
-    """Runs ``moonpool ranks`` on another machine than its node. It follows the node to where that is started
-    again, and is made again by Ray when its process ends."""
+    """The launcher of a node's ranks on another machine: starts all again when one ends, and follows the node
+    to where that is started again."""
 
-    def __init__(self, node_actor: str, namespace: str, name: str, toml: str) -> None:
-        """``node_actor``: the name of the ``RayNode``; ``name``: of this rank host in logs."""
+    def __init__(
+        self, node_actor: str, namespace: str, name: str, toml: str, first: int, ranks: int, world_size: int
+    ) -> None:
+        """``node_actor``: the name of the ``RayNode``; ``name``: of this machine in logs. ``first``: of its
+        ``ranks``, among ``world_size`` on all machines but the node's."""
         self._node_actor, self._namespace = node_actor, namespace
         self._name = name
         self._toml = toml
+        self._environments = [
+            {
+                "RANK": str(first + local),
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_RANK": str(local),
+                "LOCAL_WORLD_SIZE": str(ranks),
+            }
+            for local in range(ranks)
+        ]
         # See ``RayNode``.
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._thread.start()
@@ -155,24 +167,37 @@ class RayRankHost:
             os._exit(1)  # Ray makes a new one
 
     async def _follow(self, leader: str, directory: Path, file: Path) -> None:
-        """Run ranks for the node at ``leader`` until it listens elsewhere.
-
-        Raises ChildFailed: the process ended.
-        """
-        module = "moonpool.engine.ranks.hosts.daemon"
-        command = [sys.executable, "-m", module, "--leader", leader, "--config", str(file)]
+        """Run the ranks for the node at ``leader`` until one ends, or the node listens elsewhere."""
+        command = [
+            sys.executable,
+            "-m",
+            "moonpool.engine.ranks.worker",
+            "--leader",
+            leader,
+            "--config",
+            str(file),
+        ]
         for option in (f"node.id={self._name}", f"transfer.tcp.host={get_node_ip_address()}"):
             command += ["--set", option]
-        child = Child(self._name, command, directory / "log", environment=_ENVIRONMENT, sends_json=True)
-        await child.start()
-        ended = asyncio.ensure_future(child.wait())
+        # Their log is Ray's of this actor.
+        children = [
+            Child(self._name, command, None, environment=_ENVIRONMENT | environment)
+            for environment in self._environments
+        ]
+        ends = []
         try:
+            for child in children:
+                await child.start()
+                ends.append(asyncio.ensure_future(child.wait()))
             while await asyncio.to_thread(self._leader) in ("", leader):
-                await asyncio.wait((ended,), timeout=_LOOK_S)
-                if ended.done():
-                    raise child.failure(f"ended with code {child.returncode}")
+                done, _ = await asyncio.wait(ends, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                if done:
+                    return
         finally:
-            await child.stop(_STOP_TIMEOUT_S)
+            for child in children[: len(ends)]:
+                child.kill()
+            if ends:
+                await asyncio.wait(ends)
 
     def _leader(self) -> str:
         """Return where the node listens; empty: it does not, or does not answer."""

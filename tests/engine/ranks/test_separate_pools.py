@@ -18,13 +18,14 @@ import pytest
 from moonpool.engine.errors import RankLost
 from moonpool.engine.memory.remote_rank_bytes import RemoteRankBytes
 from moonpool.engine.prefix_cache.store import NodeStore
-from moonpool.engine.ranks.hosts.listener import HostListener
+from moonpool.engine.ranks.rank_listener import RankListener
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.protos import node_pb2
 from moonpool.runtime.config.options import (
     Config,
     HostTierOptions,
+    ParallelOptions,
     SecurityOptions,
     SsdTierOptions,
     StoreOptions,
@@ -38,7 +39,7 @@ from moonpool.transfer import ChecksumMismatch, DeadlineExceeded, checksum
 from tests.engine.late_device import LateDevice
 from tests.engine.ranks.test_exact import SHAPE
 from tests.engine.ranks.test_handover import NUM_TOKENS, Side, continues_exactly, prompt, side
-from tests.engine.ranks.test_hosts import SECRET, rank_host
+from tests.engine.ranks.test_hosts import SECRET, far_rank
 from tests.processes import stop
 
 PLANS = [
@@ -212,7 +213,7 @@ async def test_every_plan_with_separate_pools_continues_prompts_of_any(make_chec
             await continues_exactly(reference, source, target, seed)
 
 
-class Door(HostListener):
+class Listener(RankListener):
     """Says when it is open."""
 
     def open(self) -> None:
@@ -223,32 +224,37 @@ class Door(HostListener):
 @asynccontextmanager
 async def two_machines(
     path: Any, monkeypatch: pytest.MonkeyPatch, tp: int, **words: Any
-) -> AsyncIterator[tuple[Side, Child]]:
-    """A node whose second stage is with a rank host, and which reaches that by TCP only."""
+) -> AsyncIterator[tuple[Side, list[Child]]]:
+    """A node whose second stage is on another machine, and which reaches that by TCP only."""
     before = process.current()
     process.use(process.Security(SecurityOptions(cluster_key=SECRET), Caller("node", "near")))
     transfer = TransferOptions(transports=("local", "tcp"), deadline_s=3.0)
-    door = Door(1, "127.0.0.1:0", "near", 5.0)
-    door.opened = asyncio.Event()
+    far = {"hosts": 2, "listen": "127.0.0.1:0", **words}
+    options = ParallelOptions(tp=tp, pp=2, hosts=2, listen="127.0.0.1:0")
+    listener = Listener(options, "near")
+    listener.opened = asyncio.Event()
     monkeypatch.setattr(
-        "moonpool.engine.node.engine_memory.HostListener.from_options",
-        lambda options, *_: door if options.hosts > 1 else None,
+        "moonpool.engine.node.engine_memory.RankListener.from_options",
+        lambda options, *_: listener if options.hosts > 1 else None,
     )
     config = replace(Config(), transfer=transfer)
 
-    async def come() -> Child:
-        await door.opened.wait()
-        child = rank_host(door.port, "far", None, "transfer.transports=local,tcp")
-        await child.start()
-        return child
+    async def come() -> list[Child]:
+        await listener.opened.wait()
+        by_tcp = "transfer.transports=local,tcp"
+        children = [far_rank(listener.port, options, rank, None, by_tcp) for rank in range(tp)]
+        for child in children:
+            await child.start()
+        return children
 
     coming = asyncio.create_task(come())
-    far = {"hosts": 2, "listen": "127.0.0.1:0", **words}
     try:
         async with side(path, "far", tp, 2, config=config, **far) as one:
             yield one, await coming
     finally:
-        await (await coming).stop(5.0)
+        for child in await coming:
+            child.kill()
+            await child.wait()
         process.use(before)
 
 
@@ -258,7 +264,7 @@ async def test_ranks_of_another_machine_have_separate_pools(make_checkpoint, mon
     reference = make_checkpoint("llama", **SHAPE)
     peers = Config()
     async with (
-        two_machines(reference.path, monkeypatch, tp) as (far, host),
+        two_machines(reference.path, monkeypatch, tp) as (far, (rank, *_)),
         side(reference.path, "alone", 1, 1, config=peers) as alone,
         side(reference.path, "tensor", 2, 1, config=peers) as tensor,
     ):
@@ -278,7 +284,7 @@ async def test_ranks_of_another_machine_have_separate_pools(make_checkpoint, mon
 
         calls = [asyncio.ensure_future(asyncio.to_thread(saving_and_loading)) for _ in range(2)]
         await asyncio.sleep(0.3)
-        os.kill(host.pid, signal.SIGKILL)
+        os.kill(rank.pid, signal.SIGKILL)
         began_s = time.monotonic()
         for call in calls:
             with pytest.raises(MoonpoolError):

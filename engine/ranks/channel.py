@@ -9,6 +9,8 @@ from typing import Protocol
 
 from moonpool.runtime.service.spawn import Process, spawn
 
+RANK = "MOONPOOL_RANK"
+"""The variable that tells a child its rank."""
 _MAX_LINE_NBYTES = 64 << 20
 
 
@@ -51,7 +53,7 @@ class PipeChannel:
         process is tied to it."""
         environment = {
             **os.environ,
-            "MOONPOOL_RANK": str(rank),
+            RANK: str(rank),
             # Spinning idle OpenMP threads would take the cores of other ranks.
             "OMP_NUM_THREADS": str(threads),
             "OMP_WAIT_POLICY": "PASSIVE",

@@ -1,0 +1,60 @@
+"""gRPC over threads, for streams that must not wait for a busy event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+import grpc
+
+from moonpool.runtime.errors import PortInUse
+from moonpool.runtime.rpc.bounds import CHANNEL_OPTIONS, SERVER_OPTIONS, metadata_value
+from moonpool.runtime.rpc.server import count_refused
+from moonpool.runtime.security import process
+from moonpool.runtime.security.posture import check_listening
+from moonpool.runtime.security.roles import SERVER_NAME, NotPermitted, Unauthenticated
+
+
+def threaded_channel(address: str) -> grpc.Channel:
+    """A channel to ``host:port``. Give each call ``process.current().metadata(method)``."""
+    target = f"dns:///{address}"
+    if (tls := process.current().tls) is None:
+        return grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+    options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", SERVER_NAME)]
+    return grpc.secure_channel(target, grpc.ssl_channel_credentials(tls.ca, tls.key, tls.cert), options)
+
+
+def serve_threaded(
+    add: Callable[[Any, Any], None], servicer: object, host: str, port: int, *, option: str, max_calls: int
+) -> tuple[grpc.Server, int]:
+    """Start a server with a thread for each of ``max_calls`` calls; return it and its port (0: any). Its
+    methods call ``admit`` first. ``option``: names host and port.
+
+    Raises PortInUse, or ConfigError: other machines reach ``host``, and no caller would be authenticated.
+    """
+    security = process.current()
+    check_listening(security, host.strip("[]"), option)
+    pool = ThreadPoolExecutor(max_calls, thread_name_prefix="calls")
+    server = grpc.server(pool, options=SERVER_OPTIONS, maximum_concurrent_rpcs=max_calls)
+    add(servicer, server)
+    try:
+        if (tls := security.tls) is not None:
+            bound_port = server.add_secure_port(f"{host}:{port}", security.server_credentials(tls))
+        else:
+            bound_port = server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError as error:
+        raise PortInUse(host, port, option) from error
+    server.start()
+    return server, bound_port
+
+
+def admit(security: process.Security, method: str, context: grpc.ServicerContext) -> None:
+    """End the call unless its caller may make it. ``method``: as ``Node/Drain``."""
+    token = metadata_value(context.invocation_metadata(), process.TOKEN)
+    try:
+        # grpc's stubs do not know that these are lists.
+        security.admit(method, token, cast(Callable[[], Mapping[str, Sequence[bytes]]], context.auth_context))
+    except (Unauthenticated, NotPermitted) as error:
+        count_refused(context, method, error)
+        context.abort(grpc.StatusCode[error.code], str(error))
