@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ from moonpool.bench.serve.client.http_client import HttpClient
 from moonpool.bench.serve.client.server import Server
 from moonpool.bench.serve.client.workload import Dialect
 from moonpool.bench.serve.peers.contestants import ServerContestant
+from moonpool.bench.serve.peers.vllm import vllm_server
 from moonpool.runtime.reports.report import Row, versus
 
 METHODS = ("ngram", "suffix", "draft")
@@ -47,10 +49,22 @@ TEXTS = {
 # At least so many times plain decoding.
 GOALS = {("repetitive", 1): 1.5}
 LEAST = 0.97
+# Of vLLM's own method: as many tokens as ours proposes, after as many equal ones.
+_PEER_TOKENS, _PEER_MATCH = 4, 3
+_PEER_SETTING = {
+    "method": "ngram",
+    "num_speculative_tokens": _PEER_TOKENS,
+    "prompt_lookup_max": _PEER_MATCH,
+    "prompt_lookup_min": _PEER_MATCH,
+}
+WITH_NGRAM = f" ngram, {_PEER_TOKENS} tokens after {_PEER_MATCH} equal ones"
 
 
-async def method_rows(run: Run, sets: Sequence[str], model_dir: Path) -> AsyncIterator[Row]:
-    """Tokens a second of one stream and of several, by kind of text, with each method and without."""
+async def method_rows(
+    run: Run, sets: Sequence[str], model_dir: Path, peer_threads: int
+) -> AsyncIterator[Row]:
+    """Tokens a second of one stream and of several, by kind of text, with each method and without; of vLLM as
+    a peer, too."""
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     async with AsyncExitStack() as stack:
         contestants: dict[str, ServerContestant] = {}
@@ -64,11 +78,25 @@ async def method_rows(run: Run, sets: Sequence[str], model_dir: Path) -> AsyncIt
                 plain = Dialect(server.dialect.model, more={"speculation": False})
                 contestants[PLAIN] = ServerContestant(Server(PLAIN, http, plain))
             contestants[method] = ServerContestant(server)
+        for peer in run.peers:
+            if peer == "transformers":
+                run.say("transformers is left out: it is no server")
+                continue
+            for name, arguments in _peer_forms(peer):
+                run.say(f"starting {name}")
+                vllm = vllm_server(model_dir, peer, threads=peer_threads, name=name, arguments=arguments)
+                contestants[name] = await stack.enter_async_context(vllm)
         for kind, text in TEXTS.items():
             for concurrent in (1, CONCURRENT):
                 rates = await _rates(contestants, tokenizer, text, concurrent, run.rounds)
-                for row in _rows(kind, concurrent, rates):
+                for row in rate_rows(kind, concurrent, rates):
                     yield row
+
+
+def _peer_forms(peer: str) -> Iterator[tuple[str, list[str]]]:
+    """Names and arguments of a peer's servers: without speculation and with."""
+    yield peer, []
+    yield f"{peer}{WITH_NGRAM}", ["--speculative-config", json.dumps(_PEER_SETTING)]
 
 
 async def _rates(
@@ -90,15 +118,28 @@ async def _rates(
     return await turns(calls, rounds, rotate=1, before=draw)
 
 
-def _rows(kind: str, concurrent: int, rates: Mapping[str, Sequence[float]]) -> list[Row]:
+def rate_rows(kind: str, concurrent: int, rates: Mapping[str, Sequence[float]]) -> list[Row]:
+    """Each method beside plain decoding; each server of a peer beside ours of its kind, and beside itself
+    without speculation. ``rates``: tokens a second of each round, by name."""
     case = f"{kind}: {concurrent} concurrent, {PROMPT_TOKENS} + {OUTPUT_TOKENS} tokens, greedy"
     metric = "tokens/s of one stream" if concurrent == 1 else "output throughput"
-    rows = [spread(case, f"{metric}, {PLAIN}", rates[PLAIN], "tokens/s")]
+
+    def row_of(name: str) -> Row:
+        return spread(case, f"{metric}, {name}", rates[name], "tokens/s")
+
+    rows = [row_of(PLAIN)]
     for method in METHODS:
-        row = spread(case, f"{metric}, {method}", rates[method], "tokens/s")
-        row = versus(row, PLAIN, median(rates[PLAIN]))
+        row = versus(row_of(method), PLAIN, median(rates[PLAIN]))
         # Of the rounds' two turns, which saw the same machine.
         ratio = median(theirs / plain for theirs, plain in zip(rates[method], rates[PLAIN], strict=True))
         goal = GOALS.get((kind, concurrent), LEAST)
         rows.append(replace(row, ratio=ratio, limit="at least", limit_value=goal))
+    for name in rates:
+        if name in (PLAIN, *METHODS):
+            continue
+        peer = name.removesuffix(WITH_NGRAM)
+        ours = PLAIN if name == peer else METHODS[0]
+        rows.append(versus(row_of(ours), name, median(rates[name])))
+        if name != peer:
+            rows.append(versus(row_of(name), peer, median(rates[peer])))
     return rows
