@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer
 from moonpool.bench.harness.command import Run
 from moonpool.bench.harness.services import local_cluster
 from moonpool.bench.harness.turns import spread, turns
+from moonpool.bench.serve.client.answer import read_text
 from moonpool.bench.serve.client.http_client import HttpClient
 from moonpool.bench.serve.client.server import Server
 from moonpool.bench.serve.client.workload import Dialect
@@ -49,6 +51,10 @@ TEXTS = {
 # At least so many times plain decoding.
 GOALS = {("repetitive", 1): 1.5}
 LEAST = 0.97
+# Tokens a step.
+STEP_GOALS = {("repetitive", "ngram"): 2.0, ("repetitive", "suffix"): 2.0, ("prose", "draft"): 1.3}
+_WARM_UP = 1  # rounds
+_ACCEPTED = re.compile(r"^moonpool_accepted_tokens_total\S* (\S+)", re.MULTILINE)
 # Of vLLM's own method: as many tokens as ours proposes, after as many equal ones.
 _PEER_TOKENS, _PEER_MATCH = 4, 3
 _PEER_SETTING = {
@@ -88,9 +94,13 @@ async def method_rows(
                 contestants[name] = await stack.enter_async_context(vllm)
         for kind, text in TEXTS.items():
             for concurrent in (1, CONCURRENT):
+                before = await _accepted(contestants)
                 rates = await _rates(contestants, tokenizer, text, concurrent, run.rounds)
                 for row in rate_rows(kind, concurrent, rates):
                     yield row
+                num_requests = (_WARM_UP + run.rounds) * concurrent
+                for method, after in (await _accepted(contestants)).items():
+                    yield step_row(kind, concurrent, method, num_requests, after - before[method])
 
 
 def _peer_forms(peer: str) -> Iterator[tuple[str, list[str]]]:
@@ -115,13 +125,35 @@ async def _rates(
         return await contestant.together(prompts, OUTPUT_TOKENS)
 
     calls = {name: partial(rate, contestant) for name, contestant in contestants.items()}
-    return await turns(calls, rounds, rotate=1, before=draw)
+    return await turns(calls, rounds, warm_up=_WARM_UP, rotate=1, before=draw)
+
+
+async def _accepted(contestants: Mapping[str, ServerContestant]) -> dict[str, float]:
+    """Proposed tokens that each method's cluster has accepted."""
+    found = {}
+    for method in METHODS:
+        page = read_text(await contestants[method].server.http.get("/metrics"))
+        found[method] = sum(map(float, _ACCEPTED.findall(page)))
+    return found
+
+
+def _case(kind: str, concurrent: int) -> str:
+    return f"{kind}: {concurrent} concurrent, {PROMPT_TOKENS} + {OUTPUT_TOKENS} tokens, greedy"
+
+
+def step_row(kind: str, concurrent: int, method: str, num_requests: int, num_accepted: float) -> Row:
+    """Tokens after the first of each request by decode step, the rounds that do not count included."""
+    num_tokens = num_requests * (OUTPUT_TOKENS - 1)
+    value = num_tokens / (num_tokens - num_accepted)
+    row = Row(_case(kind, concurrent), f"tokens a step, {method}", value, "tokens")
+    goal = STEP_GOALS.get((kind, method))
+    return row if goal is None else replace(row, limit="at least", limit_value=goal)
 
 
 def rate_rows(kind: str, concurrent: int, rates: Mapping[str, Sequence[float]]) -> list[Row]:
     """Each method beside plain decoding; each server of a peer beside ours of its kind, and beside itself
     without speculation. ``rates``: tokens a second of each round, by name."""
-    case = f"{kind}: {concurrent} concurrent, {PROMPT_TOKENS} + {OUTPUT_TOKENS} tokens, greedy"
+    case = _case(kind, concurrent)
     metric = "tokens/s of one stream" if concurrent == 1 else "output throughput"
 
     def row_of(name: str) -> Row:
