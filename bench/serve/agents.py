@@ -26,8 +26,9 @@ from moonpool.runtime.reports.report import Row, versus
 
 AGENTS, TURNS = 3, 3
 FIRST_TOKENS, RESULT_TOKENS, OUTPUT_TOKENS = 512, 96, 64
-# Prompts of others, one at a time: so many while a tool runs for its mean time.
-OTHERS, OTHER_TOKENS = 22, 512
+# Prompts of others, one at a time: so many while a tool runs for its mean time. Their few tokens of output
+# bring them to the decode node, too: its copies are under the same pressure.
+OTHERS, OTHER_TOKENS, OTHER_OUTPUT_TOKENS = 22, 1024, 4
 # Pool and host memory of a node under pressure. The agents' conversations fit into the quarter that one
 # tenant may pin; what the others bring meanwhile does not fit.
 POOL_TOKENS, HOST_TOKENS = 9_600, 3_200
@@ -128,7 +129,7 @@ class Talk:
     async def _others(self, every_s: float, done: asyncio.Event) -> None:
         while not done.is_set():
             due_s = time.perf_counter() + every_s
-            await self.server.ask(self.prompts.draw(OTHER_TOKENS), 1)
+            await self.server.ask(self.prompts.draw(OTHER_TOKENS), OTHER_OUTPUT_TOKENS)
             with suppress(TimeoutError):
                 await asyncio.wait_for(done.wait(), max(due_s - time.perf_counter(), 0.0))
 
