@@ -20,6 +20,7 @@ from moonpool.bench.harness.perimeter import CERTIFICATES, KEY, NEITHER, cluster
 from moonpool.bench.harness.services import local_cluster
 from moonpool.bench.harness.turns import Call, spread, turns
 from moonpool.bench.serve.adapters import adapter_rows
+from moonpool.bench.serve.agents import Waits, agent_rows
 from moonpool.bench.serve.client import load
 from moonpool.bench.serve.client.answer import read_json, read_text
 from moonpool.bench.serve.client.evidence import learn
@@ -70,6 +71,7 @@ class Settings:
     peer_threads: int
     limits: bool
     block_size: int
+    waits: Waits
     _floor: Floor | None = None
     _server: Server | None = None
     _peers: list[Contestant] = field(default_factory=list)
@@ -297,8 +299,8 @@ async def load_sweep(run: Run, settings: Settings) -> AsyncIterator[Row]:
 
 
 def speculation_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
-    """Speculative decoding by each method, against plain decoding on the same nodes."""
-    return method_rows(run, settings.sets, settings.model_dir)
+    """Speculative decoding by each method, against plain decoding on the same nodes; and vLLM's."""
+    return method_rows(run, settings.sets, settings.model_dir, settings.peer_threads)
 
 
 def colocated(run: Run, settings: Settings) -> AsyncIterator[Row]:
@@ -309,6 +311,11 @@ def colocated(run: Run, settings: Settings) -> AsyncIterator[Row]:
 def adapters(run: Run, settings: Settings) -> AsyncIterator[Row]:
     """Many LoRA adapters against one merged model."""
     return adapter_rows(run, settings.model_dir, settings.sets, settings.seed, settings.peer_threads)
+
+
+def agents(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    """Agents that wait for tools, with hints about their KV and without."""
+    return agent_rows(run, settings.sets, settings.seed, settings.waits)
 
 
 def tiers(run: Run, settings: Settings) -> AsyncIterator[Row]:

@@ -15,6 +15,7 @@ from moonpool.bench.harness.models import models_of
 from moonpool.bench.harness.peers import python_of
 from moonpool.bench.harness.shapes import SHAPES, shape_directory
 from moonpool.bench.serve import cases
+from moonpool.bench.serve.agents import Waits
 from moonpool.bench.serve.client.workload import Workload
 from moonpool.bench.serve.figures import Slo
 from moonpool.runtime.config.loading import load_config
@@ -24,10 +25,12 @@ from moonpool.runtime.reports.conditions import CacheState, Conditions
 
 _SWEEP_ROUNDS = 3  # a round takes minutes
 _QUICK = {"requests": 8, "output_tokens": 16}
+_QUICK_TOOL_S = (0.1, 0.3)
 _CACHE = "new prompts each round, but for the shared parts that cases name; tiers: each prompt is cached"
 _WARM_UP = (
     "path, perimeter: two requests; load: a request of another seed for each that runs at a time; "
-    "load-sweep: a step of another seed; tiers: each prompt; else a round"
+    "load-sweep: a step of another seed; tiers: each prompt; agents: a round whose tools take no time; "
+    "else a round"
 )
 
 
@@ -43,6 +46,7 @@ _WARM_UP = (
         "colocated": cases.colocated,
         "adapters": cases.adapters,
         "tiers": cases.tiers,
+        "agents": cases.agents,
         "speculation": cases.speculation_rows,
         "prompt": cases.prompt_rows,
         "together": cases.together_rows,
@@ -88,6 +92,14 @@ _WARM_UP = (
 @click.option("--shared-prefix-tokens", default=0, show_default=True, help="load: common to all prompts.")
 @click.option("--turns", default=1, show_default=True, help="load: requests of a conversation.")
 @click.option("--turn-tokens", default=32, show_default=True, help="load: added by a later turn.")
+@click.option(
+    "--tool-seconds",
+    type=(float, float),
+    default=(2.0, 20.0),
+    show_default=True,
+    metavar="LEAST MOST",
+    help="agents: how long the tools run between two turns.",
+)
 @click.option("--seed", type=int, help="Of prompts and arrivals; without it a new one, which is printed.")
 @click.option("--slo-ttft", default=0.0, metavar="SECONDS", help="load: bound of a good request.")
 @click.option("--slo-tpot", default=0.0, metavar="SECONDS", help="load: the same, per token.")
@@ -115,8 +127,9 @@ def serve(run: Run, **given: Any) -> cases.Settings:
     """Measure serving: throughput, latencies, cache hits, the path's own cost; and peers doing the same."""
     if given["compare"] and not run.named:
         run.parts = [given["compare"]]
-    if "colocated" in run.parts and given["url"]:
-        raise ConfigError("--compare starts clusters of its own: leave --url out", key="url")
+    for case in ("colocated", "agents"):
+        if case in run.parts and given["url"]:
+            raise ConfigError(f"--case {case} starts clusters of its own: leave --url out", key="url")
     if given["load_sweep"] and not run.named:
         run.parts = ["load-sweep"]
     if run.parts == ["load-sweep"] and _by_default("rounds"):
@@ -133,6 +146,8 @@ def serve(run: Run, **given: Any) -> cases.Settings:
         run.say(f"seed {given['seed']}")
     if run.quick:
         given |= {name: min(given[name], most) for name, most in _QUICK.items()}
+        given["tool_seconds"] = tuple(map(min, given["tool_seconds"], _QUICK_TOOL_S))
+    waits = Waits(*given["tool_seconds"])
     sets, model_dir, cores = given["sets"], given["model_dir"], usable_cores()
     if given["shape"]:
         if not run.named:
@@ -159,6 +174,7 @@ def serve(run: Run, **given: Any) -> cases.Settings:
         peer_threads=given["peer_threads"] or (cores if given["shape"] else 1),
         limits=bool(given["shape"]),
         block_size=load_config(None, sets).engine.block_size,
+        waits=waits,
     )
 
 

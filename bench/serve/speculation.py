@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+import json
+import re
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -14,10 +16,12 @@ from tokenizers import Tokenizer
 from moonpool.bench.harness.command import Run
 from moonpool.bench.harness.services import local_cluster
 from moonpool.bench.harness.turns import spread, turns
+from moonpool.bench.serve.client.answer import read_text
 from moonpool.bench.serve.client.http_client import HttpClient
 from moonpool.bench.serve.client.server import Server
 from moonpool.bench.serve.client.workload import Dialect
 from moonpool.bench.serve.peers.contestants import ServerContestant
+from moonpool.bench.serve.peers.vllm import vllm_server
 from moonpool.runtime.reports.report import Row, versus
 
 METHODS = ("ngram", "suffix", "draft")
@@ -47,10 +51,26 @@ TEXTS = {
 # At least so many times plain decoding.
 GOALS = {("repetitive", 1): 1.5}
 LEAST = 0.97
+# Tokens a step.
+STEP_GOALS = {("repetitive", "ngram"): 2.0, ("repetitive", "suffix"): 2.0, ("prose", "draft"): 1.3}
+_WARM_UP = 1  # rounds
+_ACCEPTED = re.compile(r"^moonpool_accepted_tokens_total\S* (\S+)", re.MULTILINE)
+# Of vLLM's own method: as many tokens as ours proposes, after as many equal ones.
+_PEER_TOKENS, _PEER_MATCH = 4, 3
+_PEER_SETTING = {
+    "method": "ngram",
+    "num_speculative_tokens": _PEER_TOKENS,
+    "prompt_lookup_max": _PEER_MATCH,
+    "prompt_lookup_min": _PEER_MATCH,
+}
+WITH_NGRAM = f" ngram, {_PEER_TOKENS} tokens after {_PEER_MATCH} equal ones"
 
 
-async def method_rows(run: Run, sets: Sequence[str], model_dir: Path) -> AsyncIterator[Row]:
-    """Tokens a second of one stream and of several, by kind of text, with each method and without."""
+async def method_rows(
+    run: Run, sets: Sequence[str], model_dir: Path, peer_threads: int
+) -> AsyncIterator[Row]:
+    """Tokens a second of one stream and of several, by kind of text, with each method and without; of vLLM as
+    a peer, too."""
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     async with AsyncExitStack() as stack:
         contestants: dict[str, ServerContestant] = {}
@@ -64,11 +84,29 @@ async def method_rows(run: Run, sets: Sequence[str], model_dir: Path) -> AsyncIt
                 plain = Dialect(server.dialect.model, more={"speculation": False})
                 contestants[PLAIN] = ServerContestant(Server(PLAIN, http, plain))
             contestants[method] = ServerContestant(server)
+        for peer in run.peers:
+            if peer == "transformers":
+                run.say("transformers is left out: it is no server")
+                continue
+            for name, arguments in _peer_forms(peer):
+                run.say(f"starting {name}")
+                vllm = vllm_server(model_dir, peer, threads=peer_threads, name=name, arguments=arguments)
+                contestants[name] = await stack.enter_async_context(vllm)
         for kind, text in TEXTS.items():
             for concurrent in (1, CONCURRENT):
+                before = await _accepted(contestants)
                 rates = await _rates(contestants, tokenizer, text, concurrent, run.rounds)
-                for row in _rows(kind, concurrent, rates):
+                for row in rate_rows(kind, concurrent, rates):
                     yield row
+                num_requests = (_WARM_UP + run.rounds) * concurrent
+                for method, after in (await _accepted(contestants)).items():
+                    yield step_row(kind, concurrent, method, num_requests, after - before[method])
+
+
+def _peer_forms(peer: str) -> Iterator[tuple[str, list[str]]]:
+    """Names and arguments of a peer's servers: without speculation and with."""
+    yield peer, []
+    yield f"{peer}{WITH_NGRAM}", ["--speculative-config", json.dumps(_PEER_SETTING)]
 
 
 async def _rates(
@@ -87,18 +125,53 @@ async def _rates(
         return await contestant.together(prompts, OUTPUT_TOKENS)
 
     calls = {name: partial(rate, contestant) for name, contestant in contestants.items()}
-    return await turns(calls, rounds, rotate=1, before=draw)
+    return await turns(calls, rounds, warm_up=_WARM_UP, rotate=1, before=draw)
 
 
-def _rows(kind: str, concurrent: int, rates: Mapping[str, Sequence[float]]) -> list[Row]:
-    case = f"{kind}: {concurrent} concurrent, {PROMPT_TOKENS} + {OUTPUT_TOKENS} tokens, greedy"
-    metric = "tokens/s of one stream" if concurrent == 1 else "output throughput"
-    rows = [spread(case, f"{metric}, {PLAIN}", rates[PLAIN], "tokens/s")]
+async def _accepted(contestants: Mapping[str, ServerContestant]) -> dict[str, float]:
+    """Proposed tokens that each method's cluster has accepted."""
+    found = {}
     for method in METHODS:
-        row = spread(case, f"{metric}, {method}", rates[method], "tokens/s")
-        row = versus(row, PLAIN, median(rates[PLAIN]))
+        page = read_text(await contestants[method].server.http.get("/metrics"))
+        found[method] = sum(map(float, _ACCEPTED.findall(page)))
+    return found
+
+
+def _case(kind: str, concurrent: int) -> str:
+    return f"{kind}: {concurrent} concurrent, {PROMPT_TOKENS} + {OUTPUT_TOKENS} tokens, greedy"
+
+
+def step_row(kind: str, concurrent: int, method: str, num_requests: int, num_accepted: float) -> Row:
+    """Tokens after the first of each request by decode step, the rounds that do not count included."""
+    num_tokens = num_requests * (OUTPUT_TOKENS - 1)
+    value = num_tokens / (num_tokens - num_accepted)
+    row = Row(_case(kind, concurrent), f"tokens a step, {method}", value, "tokens")
+    goal = STEP_GOALS.get((kind, method))
+    return row if goal is None else replace(row, limit="at least", limit_value=goal)
+
+
+def rate_rows(kind: str, concurrent: int, rates: Mapping[str, Sequence[float]]) -> list[Row]:
+    """Each method beside plain decoding; each server of a peer beside ours of its kind, and beside itself
+    without speculation. ``rates``: tokens a second of each round, by name."""
+    case = _case(kind, concurrent)
+    metric = "tokens/s of one stream" if concurrent == 1 else "output throughput"
+
+    def row_of(name: str) -> Row:
+        return spread(case, f"{metric}, {name}", rates[name], "tokens/s")
+
+    rows = [row_of(PLAIN)]
+    for method in METHODS:
+        row = versus(row_of(method), PLAIN, median(rates[PLAIN]))
         # Of the rounds' two turns, which saw the same machine.
         ratio = median(theirs / plain for theirs, plain in zip(rates[method], rates[PLAIN], strict=True))
         goal = GOALS.get((kind, concurrent), LEAST)
         rows.append(replace(row, ratio=ratio, limit="at least", limit_value=goal))
+    for name in rates:
+        if name in (PLAIN, *METHODS):
+            continue
+        peer = name.removesuffix(WITH_NGRAM)
+        ours = PLAIN if name == peer else METHODS[0]
+        rows.append(versus(row_of(ours), name, median(rates[name])))
+        if name != peer:
+            rows.append(versus(row_of(name), peer, median(rates[peer])))
     return rows

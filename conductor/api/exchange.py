@@ -26,6 +26,7 @@ from moonpool.conductor.api.sequence_runs import SequenceRun, Sink, run_all
 from moonpool.conductor.api.streams.heartbeats import Heartbeats
 from moonpool.conductor.api.streams.resume import Resumable, resumable
 from moonpool.conductor.api.streams.streaming import EventStream, error_event, new_stream
+from moonpool.conductor.api.structure.tool_use import tool_at_fault
 from moonpool.conductor.api.transcript import transcribed
 from moonpool.conductor.observing.recent_requests import RequestRecord
 from moonpool.conductor.request import GenerateRequest
@@ -34,7 +35,7 @@ from moonpool.protos import node_pb2
 from moonpool.runtime.errors import MoonpoolError
 from moonpool.runtime.observing import audit, tracing
 from moonpool.runtime.observing.log import request_id
-from moonpool.runtime.structure.grammars import Structure, StructureUnsupported
+from moonpool.runtime.structure.grammars import Structure, StructureInvalid, StructureUnsupported
 
 REQUEST_ID_HEADER = "x-request-id"
 EXPLAIN_HEADER = "x-moonpool-explain"  # 1: the answer includes the placements and their reasons
@@ -206,7 +207,7 @@ class GenerationExchange:
         """Generate and reply. ``default_limit``: output tokens of a request without a limit. ``prepare`` is
         called with the answer before it is written. None: the next model shall answer (see ``respond``)."""
         structure = body.structure if tools is None or tools.structure is None else tools.structure
-        await self._check(structure)
+        await self._check(structure, tools)
         drafts = not self._tiers.is_last and body.token_limit != 0
         needs_logprobs = drafts and self._tiers.cascade.least_logprob > -math.inf
         runs = self._plan(body, prompts, default_limit, structure, tools, logprobs=needs_logprobs)
@@ -230,14 +231,17 @@ class GenerationExchange:
             return await self._stream(answer, runs, body, stream)
         return await self._reply(answer, runs, body)
 
-    async def _check(self, structure: Structure | None) -> None:
+    async def _check(self, structure: Structure | None, tools: ToolUse | None) -> None:
         """Raises StructureInvalid, StructureUnsupported or GrammarsBusy."""
         if structure is None:
             return
-        if self._context.grammars is None:
+        if (grammars := self._context.grammars) is None:
             raise StructureUnsupported("this conductor has no tokenizer for structures")
         started_s = self._context.clock()
-        await self._context.grammars.check(structure)
+        try:
+            await grammars.check(structure)
+        except StructureInvalid as error:
+            raise error if tools is None else await tool_at_fault(tools, grammars, error) from None
         self._observe("compile", started_s)
 
     def _plan(

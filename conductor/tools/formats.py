@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moonpool.runtime.structure.grammars import Structure
+from moonpool.runtime.structure.schemas import WHITESPACE, enforceable
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +84,13 @@ def enforced(
     for i, (name, schema) in enumerate(tools):
         head = f'{before}{{"name": {json.dumps(name)}, "{form.arguments}": '
         lines.append(f"call_{i}: {_quoted(head)} arguments_{i} {_quoted('}' + after)}")
-        lines.append(f"arguments_{i}: %json {json.dumps(schema or _NO_PARAMETERS)}")
+        orders = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+        arguments = {**enforceable(schema or NO_PARAMETERS), **orders}
+        lines.append(f"arguments_{i}: %json {json.dumps(arguments)}")
     return Structure("grammar", "\n".join(lines))
 
 
-_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def _quoted(text: str) -> str:

@@ -22,7 +22,7 @@ from moonpool.engine.errors import DeviceLost, WeightsTooLarge
 from moonpool.engine.execution.decode_graphs import DecodeGraphs
 from moonpool.engine.execution.gpu_memory import choose_num_blocks
 from moonpool.engine.execution.input_builder import InputBuilder
-from moonpool.engine.execution.logit_rows import LOGIT_ROWS
+from moonpool.engine.execution.logit_rows import LOGIT_ROWS, decode_rows
 from moonpool.engine.execution.mask_thread import MaskThread
 from moonpool.engine.execution.sampler import SamplingBatch, describe, sample
 from moonpool.engine.model.inputs import StepInputs
@@ -194,18 +194,8 @@ class ModelRunner:
     def _finish_with_runs(self, plan: StepPlan, inputs: StepInputs, hidden: Tensor) -> Step:
         """Sample decodes, drafts and last chunks; compute prompt logprobs where requested."""
         drafted = [draft.sequence for draft in plan.drafts for _ in draft.proposed]
-        num_decodes = len(plan.decodes)
-        end = num_decodes + len(drafted)
-        rows = list(range(end))
-        if inputs.max_chunk_tokens:
-            assert inputs.chunk_starts is not None
-            first_rows = inputs.chunk_starts.tolist()
-            rows[:num_decodes] = first_rows[:-1]
-            rows[num_decodes:] = [
-                first_rows[draft.sequence.row] + 1 + i
-                for draft in plan.drafts
-                for i in range(draft.num_tokens)
-            ]
+        num_decodes, rows = len(plan.decodes), decode_rows(plan, inputs)
+        end = len(rows)
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         last_chunks = []
         for i, chunk in enumerate(plan.chunks):

@@ -162,7 +162,7 @@ class ParallelRunner(ModelRunner):
 
     def _forward(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
         began_s = time.perf_counter()
-        self._rounds = logit_rows(plan)
+        self._rounds = logit_rows(plan, inputs)
         nbytes = pack(inputs, self._rounds, self.options.block_size, self._board.payload)
         self._rank_step.begin(chain_digest(self._rank_step.digest, self._board.payload[:nbytes]))
         self._board.publish(self._rank_step.step, nbytes)

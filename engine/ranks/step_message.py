@@ -34,7 +34,11 @@ def pack(
     chunked = inputs.chunk_table is not None
     chunk_shape = tuple(inputs.chunk_table.shape) if inputs.chunk_table is not None else (0, 0)
     header = np.array(
-        [len(inputs.token_ids), n, width, *chunk_shape, len(rounds), len(inputs.adapters), 0], np.int64
+        [
+            *(len(inputs.token_ids), n, width, *chunk_shape, len(rounds), len(inputs.adapters)),
+            inputs.max_chunk_tokens,
+        ],
+        np.int64,
     )
     wide = [header, *(t.cpu().numpy() for t in (inputs.token_ids, inputs.positions, inputs.slots))]
     narrow = [table.cpu().numpy(), inputs.decode_lens.cpu().numpy()]
@@ -56,7 +60,7 @@ def pack(
 
 def unpack(batch: npt.NDArray[np.uint8]) -> tuple[StepInputs, list[Tensor]]:
     """Return the inputs as views of ``batch``, and the rounds (int64 rows each)."""
-    num_tokens, n, width, chunks, chunk_width, num_rounds, num_adapters, _ = (
+    num_tokens, n, width, chunks, chunk_width, num_rounds, num_adapters, max_chunk_tokens = (
         batch[: 8 * _HEADER].view(np.int64).tolist()
     )
     at = 8 * _HEADER
@@ -69,7 +73,9 @@ def unpack(batch: npt.NDArray[np.uint8]) -> tuple[StepInputs, list[Tensor]]:
 
     token_ids, positions, slots = (take(np.int64, num_tokens) for _ in range(3))
     decode_table, decode_lens = take(np.int32, n, width), take(np.int32, n)
-    inputs = StepInputs(token_ids, positions, slots, n, decode_table, decode_lens)
+    inputs = StepInputs(
+        token_ids, positions, slots, n, decode_table, decode_lens, max_chunk_tokens=max_chunk_tokens
+    )
     if chunks:
         inputs.chunk_table = take(np.int32, chunks, chunk_width)
         inputs.chunk_starts = take(np.int32, chunks + 1)

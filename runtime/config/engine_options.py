@@ -244,9 +244,9 @@ class EngineOptions(Section, name="engine"):
 
     def _check(self) -> None:
         require(
-            self.speculative.method == "off" or self.parallel.world_size == 1,
+            self.speculative.method == "off" or self.parallel.cp == 1,
             "engine.speculative.method",
-            "off on a node of several ranks (engine.parallel.tp, pp, cp)",
+            "off with context parallelism (engine.parallel.cp)",
             self.speculative.method,
         )
         # Context parallelism splits tokens in whole blocks.

@@ -13,7 +13,10 @@ _MAX_ERROR_CHARS = 300
 
 def brief(message: str) -> str:
     """A message of llguidance without its state, which follows in more lines."""
-    return message.strip().partition("\n")[0][:_MAX_ERROR_CHARS]
+    first, *others = message.strip().split("\n")
+    if first.endswith(":"):  # of an expression: what is wrong comes after its text
+        first += "".join(line.removeprefix("error:") for line in others if line.startswith("error: "))
+    return first[:_MAX_ERROR_CHARS]
 
 
 class Matcher(Protocol):

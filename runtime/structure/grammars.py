@@ -17,8 +17,9 @@ import numpy.typing as npt
 
 from moonpool.runtime.errors import MoonpoolError
 from moonpool.runtime.failures import FailureClass
-from moonpool.runtime.structure.automaton import Automaton, Matcher, brief
-from moonpool.runtime.structure.schemas import enforceable, refusal
+from moonpool.runtime.structure.automaton import Automaton, Matcher
+from moonpool.runtime.structure.refusals import refusal, unsound
+from moonpool.runtime.structure.schemas import WHITESPACE, enforceable
 
 if TYPE_CHECKING:
     from moonpool.protos import node_pb2
@@ -29,8 +30,6 @@ MAX_CHARS: Final = 1 << 16
 # Compiled structures kept, and those that wait to be compiled.
 _KEPT = 128
 _MAX_WAITING = 32
-# Without a bound a model may write blanks for ever, which the structure allows.
-_WHITESPACE = r"[ \n\t]{0,16}"
 _NOTHING = np.empty(0, np.int32)
 
 
@@ -159,7 +158,8 @@ class Grammars:
         )
         matcher: Matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():
-            raise StructureInvalid(refusal(brief(matcher.get_error())))
+            schema = json.loads(structure.text) if structure.kind == "json" else None
+            raise StructureInvalid(refusal(matcher.get_error(), schema))
         first = Automaton(matcher.deep_copy(), self._vocab_size, self._end_ids)
         first.fill(_NOTHING)
         if first.error:
@@ -168,15 +168,16 @@ class Grammars:
 
 
 def _grammar_of(structure: Structure) -> str:
-    """Return the structure in llguidance's own form. Raises ValueError."""
+    """Return the structure in llguidance's own form. Raises ValueError or StructureInvalid."""
     from llguidance import LLMatcher, grammar_from
 
     match structure.kind:
         case "json" | "json_object":
-            schema = (
-                enforceable(json.loads(structure.text)) if structure.kind == "json" else {"type": "object"}
-            )
-            return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITESPACE})
+            given = json.loads(structure.text) if structure.kind == "json" else {"type": "object"}
+            schema = enforceable(given)
+            if why := unsound(given, schema):
+                raise StructureInvalid(why)
+            return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
         case "regex":
             return LLMatcher.grammar_from_regex(structure.text)
         case "choice":

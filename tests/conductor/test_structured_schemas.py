@@ -33,7 +33,7 @@ async def test_every_answer_validates(writer: Writer, seeds: range) -> None:
     for seed in seeds:
         wanted = schema(seed)
         jsonschema.Draft202012Validator.check_schema(wanted)
-        text = await writer.text(Structure("json", json.dumps(wanted)), seed)
+        text = await writer.text(Structure("json", json.dumps(wanted)), seed, max_tokens=2000)
         jsonschema.validate(json.loads(text), wanted, format_checker=CHECKER)
 
 
@@ -179,16 +179,54 @@ async def test_a_union_of_pydantic_models_is_enforced(writer: Writer) -> None:
             Owner.model_validate_json(await writer.text(Structure("json", json.dumps(schema)), seed, hurry=8))
 
 
+def has(name: str, value: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {name: value}, "required": [name], **more}
+
+
+APART: list[list[Any]] = [
+    [{"const": 1}, {"const": 2}, {"const": True}, {"enum": ["1", None]}],
+    [{"enum": ["a", "b"]}, {"type": "integer"}],
+    [{"type": "integer", "maximum": 3}, {"type": "number", "exclusiveMinimum": 3}],
+    [{"type": "string", "maxLength": 2}, {"type": "string", "minLength": 3}],
+    [has("a", {"const": 1}), has("a", {"enum": [2, 3]})],
+    [has("a", {"type": "string"}), has("a", {"type": "null"})],
+    [has("a", has("b", {"const": 1})), has("a", has("b", {"const": 2}))],
+    [has("a", {}, additionalProperties=False), has("b", {})],
+]
+TOGETHER: list[list[Any]] = [
+    [{"const": 1}, {"const": 1.0}],
+    [{"const": []}, {"const": []}],
+    [{"enum": ["a", "b"]}, {"enum": ["b"]}],
+    [{"type": "integer", "maximum": 3}, {"type": "number", "minimum": 3}],
+    [{"maximum": 3}, {"minimum": 4}],
+    [{"type": "string", "maxLength": 3}, {"type": "string", "minLength": 3}],
+    [has("a", {}), has("b", {})],
+    [has("a", {}, additionalProperties=False, patternProperties={"b": {}}), has("b", {})],
+    [{"properties": {"a": {"const": 1}}, "required": ["a"]}, {"properties": {"a": {"const": 2}}}],
+]
+
+
 def test_only_what_excludes_each_other_becomes_any_of() -> None:
     cat, dog = kind("cat"), kind("dog")
     open_dog = dog | {"required": []}
     loop = {"$defs": {"A": {"$ref": "#/$defs/A"}}}
     for alternatives in ([cat, cat], [cat, open_dog], [{"$ref": "#/$defs/A"}, cat], [cat, True], [{}, cat]):
         assert "oneOf" in enforceable(loop | {"oneOf": alternatives}), alternatives
-    for alternatives in ([cat, dog], [cat, {"type": ["null", "integer"]}], [cat]):
-        assert enforceable({"oneOf": alternatives}) == {"anyOf": alternatives}
+    for alternatives in ([cat, dog], [cat, {"type": ["null", "integer"]}], [cat], *APART):
+        assert enforceable({"oneOf": alternatives}) == {"anyOf": alternatives}, alternatives
+    for alternatives in TOGETHER:
+        assert "oneOf" in enforceable({"oneOf": alternatives}), alternatives
     assert "oneOf" in enforceable({"oneOf": [cat, dog], "anyOf": [cat]})
     assert "oneOf" in enforceable({"oneOf": [{"type": "integer"}, {"type": "number"}]})
+
+
+WITHIN = "#/properties/a~1b/items/anyOf/1"
+
+
+def within(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema that has another one at ``WITHIN``."""
+    items = {"anyOf": [{"type": "null"}, schema]}
+    return {"type": "object", "properties": {"a/b": {"type": "array", "items": items}}, "required": ["a/b"]}
 
 
 @pytest.mark.parametrize(
@@ -196,15 +234,115 @@ def test_only_what_excludes_each_other_becomes_any_of() -> None:
     [
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "use anyOf"),
         ({"oneOf": [{"maxLength": 3}, {"type": "string"}]}, "use anyOf"),
-        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, '"uniqueItems"; leave'),
-        ({"not": {"type": "integer"}}, '"not"; leave'),
+        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, '"uniqueItems" at #; leave'),
+        (within({"not": {"type": "integer"}}), f'"not" at {WITHIN}; leave'),
+        (within({"if": True, "then": False}), f'"if" at {WITHIN}, "then" at {WITHIN}; leave'),
+        (
+            within({"type": "object", "propertyNames": {"minLength": 2}}),
+            f'"propertyNames" at {WITHIN}; leave',
+        ),
+        (within({"allOf": [{}], "unevaluatedProperties": False}), f'"unevaluatedProperties" at {WITHIN}; '),
+        (within({"contains": {"const": 1}}), f'"contains" at {WITHIN}; leave'),
+        (within({"type": "string", "format": "iri"}), f"format 'iri' at {WITHIN} is not known"),
+        (within({"type": "string", "pattern": "(?=a)b"}), rf"look-around.* \(of a pattern at {WITHIN}\)"),
+        (within({"oneOf": [{"minimum": 1}, {"maximum": 1}]}), f"a oneOf at {WITHIN} may overlap"),
+        (within({"type": "object", "minProperties": 2}), f"minProperties at {WITHIN} counts names"),
+        (within({"properties": {"a": {}, "b": {}}, "minProperties": 1}), f"minProperties .*{WITHIN} beside"),
+        # Orders to the library do not loosen what is enforced.
+        (
+            {
+                "x-guidance": {"lenient": True},
+                "type": "array",
+                "items": {"enum": [1, 2]},
+                "uniqueItems": True,
+            },
+            '"uniqueItems" at #; leave',
+        ),
+        ({"x-guidance": {"coerce_one_of": True}, "oneOf": [{"minimum": 1}, {"maximum": 1}]}, "use anyOf"),
     ],
+    ids=str,
 )
 async def test_keywords_that_cannot_be_enforced_are_named(
     writer: Writer, schema: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(StructureInvalid, match=says):
         await writer.grammars.check(Structure("json", json.dumps(schema)))
+
+
+# Texts in the form of a schema, and texts that are not.
+OPENED: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
+    "names of a list": (
+        {
+            "$defs": {"Color": {"enum": ["red", "blue"], "title": "Color"}},
+            "type": "object",
+            "propertyNames": {"$ref": "#/$defs/Color"},
+            "additionalProperties": {"type": "integer"},
+        },
+        ['{"red":1}', '{"red":1,"blue":2}', "{}"],
+        ['{"green":1}', '{"red":"a"}'],
+    ),
+    "names that are texts": (
+        {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "null"}},
+        ['{"a":null}'],
+        ['{"a":1}'],
+    ),
+    "names of a pattern": (
+        {"type": "object", "propertyNames": {"pattern": "^a+$"}, "additionalProperties": {"type": "null"}},
+        ['{"aa":null}'],
+        ['{"b":null}', '{"a":1}'],
+    ),
+    "dependencies": (
+        {
+            "type": "object",
+            "properties": {"a": {}, "b": {}, "c": {}},
+            "additionalProperties": False,
+            "dependentRequired": {"a": ["b"]},
+            "dependentSchemas": {"b": {"properties": {"c": {"const": 1}}}},
+        },
+        ['{"a":1,"b":2}', '{"b":2,"c":1}', '{"c":7}', "{}"],
+        ['{"a":1}', '{"b":2,"c":7}'],
+    ),
+    "dependencies of older drafts": (
+        {"type": "object", "properties": {"a": {}, "b": {}}, "dependencies": {"a": ["b"]}},
+        ['{"a":1,"b":2}'],
+        ['{"a":1}'],
+    ),
+    "nothing but the listed": (
+        {"type": "object", "properties": {"a": {}}, "unevaluatedProperties": False},
+        ['{"a":1}'],
+        ['{"b":1}'],
+    ),
+    "items of a tuple alone": (
+        {"type": "array", "prefixItems": [{"type": "integer"}], "unevaluatedItems": False},
+        ["[1]", "[]"],
+        ["[1,2]"],
+    ),
+    "at least one property": (
+        {
+            "type": "object",
+            "properties": {"a": {}, "b": {}},
+            "minProperties": 1,
+            "additionalProperties": False,
+        },
+        ['{"a":1}', '{"b":1}', '{"a":1,"b":2}'],
+        ["{}"],
+    ),
+    "what demands nothing": (
+        {"type": "string", "format": "int32", "uniqueItems": True, "then": False, "minContains": 2},
+        ['"a"'],
+        ["1"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPENED)
+async def test_keywords_in_another_form_allow_the_same(writer: Writer, name: str) -> None:
+    schema, right, wrong = OPENED[name]
+    jsonschema.Draft202012Validator.check_schema(schema)
+    for text in (*right, *wrong):
+        if "dependencies" not in schema:  # which this draft has no longer
+            assert jsonschema.Draft202012Validator(schema).is_valid(json.loads(text)) == (text in right)
+        assert await writer.accepts(Structure("json", json.dumps(schema)), text) == (text in right), text
 
 
 REFUSED: dict[str, tuple[str, Any]] = {

@@ -154,6 +154,34 @@ async def test_required_calls_are_enforced(api: Any, client: openai.AsyncOpenAI,
     assert structure == enforced(HERMES, described, lambda text: None, several=several)
 
 
+async def test_a_tool_that_cannot_be_required_is_named(api: Any, client: openai.AsyncOpenAI) -> None:
+    odd = {"type": "object", "properties": {"city": {"type": "string", "not": {"const": "Ulm"}}}}
+    tool: Any = {"type": "function", "function": {"name": "odd", "parameters": odd}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.chat.completions.create(
+            model="tiny", messages=HI, tools=[LOOK, tool], tool_choice="required"
+        )
+    assert "tool 'odd'" in str(refused.value)
+    assert '"not" at #/properties/city' in refused.value.message.replace("\\", "")
+    assert api.core.requests == []
+    await client.chat.completions.create(model="tiny", messages=HI, tools=[LOOK, tool])
+
+
+async def test_arguments_are_enforced_as_any_schema_is() -> None:
+    """What is rewritten elsewhere is rewritten here, and blanks have the same bound."""
+    words = {"type": "object", "propertyNames": {"enum": ["a"]}, "additionalProperties": {"type": "null"}}
+    structure = enforced(HERMES, [("go", words)], lambda text: None, several=False)
+    writer = Writer(MODEL, 2048, (1,))
+    call = '<tool_call>\n{"name": "go", "arguments": %s}\n</tool_call>'
+    for arguments, allowed in (
+        ('{"a":null}', True),
+        ('{"b":null}', False),
+        ("{" + 16 * " " + '"a":null}', True),
+        ("{" + 17 * " " + '"a":null}', False),
+    ):
+        assert await writer.accepts(structure, call % arguments) == allowed
+
+
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("several", [False, True])
 async def test_enforced_calls_are_parsed_and_validate(form: ToolFormat, several: bool) -> None:

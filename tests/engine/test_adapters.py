@@ -11,12 +11,15 @@ import pytest
 import torch
 
 from moonpool.engine.adapters.arena import row_nbytes
+from moonpool.engine.batching.sequence import Sequence
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.engine import Engine
 from moonpool.engine.errors import AdapterRefused
+from moonpool.engine.speculation.speculator import Speculator
+from moonpool.runtime.config.engine_options import SpeculativeOptions
 from moonpool.runtime.config.options import EngineOptions, ModelOptions
 from tests.engine.adapters import adapted, make_adapter, ref_of
-from tests.engine.conftest import Driver, Reference, prompt
+from tests.engine.conftest import VOCAB_SIZE, Driver, Reference, prompt
 
 NUM_TOKENS = 12
 # Different ranks and projections; each has its own root of block keys.
@@ -98,6 +101,35 @@ async def test_prompts_in_chunks(serve: Any, make: Any) -> None:
     base, adapters = make("llama")
     async with serve(base.path, max_batch_tokens=16) as driver:
         await exact(driver, base, adapters, length=50)
+
+
+class Known:
+    """Proposes the tokens of each sequence's own model, every fourth of them wrong."""
+
+    def __init__(self, models: list[Reference]) -> None:
+        self._models = models
+        self._known: dict[tuple[bytes, bytes], list[int]] = {}
+
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        ids = sequence.token_ids[: sequence.num_prompt_tokens]
+        key = sequence.root_key, ids.tobytes()
+        if key not in self._known:
+            self._known[key] = self._models[sequence.root_key[0]].greedy(ids.tolist(), NUM_TOKENS)
+        first = sequence.num_output_tokens
+        known = enumerate(self._known[key][first : first + most], first)
+        return [token if at % 4 else (token + 1) % VOCAB_SIZE for at, token in known]
+
+
+async def test_proposed_tokens_of_adapters_are_verified(serve: Any, make: Any) -> None:
+    base, adapters = make("llama")
+    async with serve(base.path) as driver:
+        speculator = Speculator(SpeculativeOptions(method="ngram", num_tokens=3))
+        known = Known([base, *adapters.values()])
+        speculator._make = lambda: known
+        driver.engine._scheduler.speculator = speculator
+        await exact(driver, base, adapters)
+        accepted = [sum(event.accepted for event in result.events) for result in driver.results.values()]
+    assert min(accepted) >= 3
 
 
 async def test_one_adapter_alone(serve: Any, make: Any) -> None:

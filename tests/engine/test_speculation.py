@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import REGISTRY
 
 from moonpool.engine.batching.sampling import Sampling
 from moonpool.engine.batching.sequence import FinishReason, Sequence
@@ -108,6 +109,26 @@ def test_good_proposals_get_longer_and_costly_ones_are_not_made() -> None:
     assert drafts(speculator, sequence, sequence_of([1])) == []
 
 
+def test_a_proposer_that_raises_is_not_asked_again() -> None:
+    class Broken(NgramProposer):
+        def propose(self, sequence: Sequence, most: int) -> list[int]:
+            raise RuntimeError("broken")
+
+    def failures() -> float:
+        return REGISTRY.get_sample_value("moonpool_proposer_failures_total", {"method": "suffix"}) or 0.0
+
+    speculator = Speculator(SpeculativeOptions(method="suffix"))
+    sound, broken = (sequence_of([1, 2, 3, 4, 5, 6, 7, 1, 2, 3]) for _ in range(2))
+    assert [draft.sequence for draft in drafts(speculator, sound)] == [sound]
+    speculator._make = Broken
+    before = failures()
+    for _ in range(3):
+        assert drafts(speculator, broken) == []
+    assert failures() == before + 1
+    assert not speculator.may_draft([broken])
+    assert [draft.sequence for draft in drafts(speculator, sound, broken)] == [sound]
+
+
 @pytest.mark.parametrize(
     "words", [{"speculates": False}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.1}]
 )
@@ -118,9 +139,9 @@ def test_some_sequences_decode_plainly(words: dict[str, Any]) -> None:
     assert not speculator.may_draft([sequence])
 
 
-def test_several_ranks_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"engine\.speculative\.method"):
-        EngineOptions(parallel=ParallelOptions(tp=2), speculative=SpeculativeOptions(method="ngram"))
+def test_context_parallelism_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.speculative\.method.*engine\.parallel\.cp"):
+        EngineOptions(parallel=ParallelOptions(cp=2), speculative=SpeculativeOptions(method="ngram"))
 
 
 def speculating(driver: Any, method: str = "ngram", num_tokens: int = 5) -> Any:

@@ -101,7 +101,7 @@ class Dialect:
         """A greedy streamed completion of exactly ``output_tokens`` tokens (at most, when plain)."""
         fields: dict[str, object] = {
             "model": self.model,
-            "prompt": self._text(prompt) if self.plain else list(prompt),
+            "prompt": as_text(prompt) if self.plain else list(prompt),
             "max_tokens": output_tokens,
             "temperature": 0,
             "stream": True,
@@ -111,5 +111,7 @@ class Dialect:
             fields |= {"ignore_eos": True, "return_token_ids": True, **self.more}
         return orjson.dumps(fields)
 
-    def _text(self, prompt: Sequence[int]) -> str:
-        return " ".join(_WORDS[token % len(_WORDS)] for token in prompt)
+
+def as_text(prompt: Sequence[int]) -> str:
+    """Words of about as many tokens."""
+    return " ".join(_WORDS[token % len(_WORDS)] for token in prompt)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import orjson
+
 from moonpool.conductor.api.context import ApiContext
 from moonpool.conductor.api.schemas import ChatBody
 from moonpool.conductor.api.structure.tool_fields import NamedTool
-from moonpool.conductor.tools.formats import FORMATS, enforced, format_of
+from moonpool.conductor.tools.formats import FORMATS, NO_PARAMETERS, enforced, format_of
 from moonpool.conductor.tools.use import ToolUse
+from moonpool.runtime.structure.grammars import Grammars, Structure, StructureInvalid
 
 
 def tool_use(body: ChatBody, context: ApiContext) -> ToolUse | None:
@@ -23,4 +26,17 @@ def tool_use(body: ChatBody, context: ApiContext) -> ToolUse | None:
         functions = [each for each in functions if each.name == choice.function.name]
     described = [(each.name, each.parameters) for each in functions]
     structure = enforced(form, described, context.tokenizer.token_id, several=several)
-    return ToolUse(form, structure, several)
+    arguments = {
+        name: Structure("json", orjson.dumps(schema or NO_PARAMETERS).decode()) for name, schema in described
+    }
+    return ToolUse(form, structure, several, arguments)
+
+
+async def tool_at_fault(tools: ToolUse, grammars: Grammars, error: StructureInvalid) -> StructureInvalid:
+    """The refusal of the first tool whose parameters cannot be enforced; ``error``, of all, if each can."""
+    for name, structure in tools.arguments.items():
+        try:
+            await grammars.check(structure)
+        except StructureInvalid as own:
+            return StructureInvalid(f"parameters of the tool {name!r}: {own}")
+    return error

@@ -61,6 +61,7 @@ class BatchSlice:
             num_decodes=len(self.decodes),
             decode_table=inputs.decode_table[decodes],
             decode_lens=inputs.decode_lens[decodes],
+            max_chunk_tokens=inputs.max_chunk_tokens,
             adapter_ids=None if inputs.adapter_ids is None else inputs.adapter_ids[rows],
             adapters=inputs.adapters,
         )

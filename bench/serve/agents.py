@@ -1,0 +1,198 @@
+"""Agents: conversations that wait for a tool before each next turn, with hints about their KV and without."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import orjson
+
+from moonpool.bench.harness.command import Run
+from moonpool.bench.harness.services import local_cluster
+from moonpool.bench.harness.turns import Call, spread, turns
+from moonpool.bench.serve.client.answer import Answer, read_answer, read_json
+from moonpool.bench.serve.client.evidence import learn
+from moonpool.bench.serve.client.http_client import HttpClient
+from moonpool.bench.serve.client.server import RequestFailed, Server
+from moonpool.bench.serve.client.workload import Prompts, as_text
+from moonpool.runtime.errors import ConfigError
+from moonpool.runtime.reports.report import Row, versus
+
+AGENTS, TURNS = 3, 3
+FIRST_TOKENS, RESULT_TOKENS, OUTPUT_TOKENS = 512, 96, 64
+# Prompts of others, one at a time: so many while a tool runs for its mean time. Their few tokens of output
+# bring them to the decode node, too: its copies are under the same pressure.
+OTHERS, OTHER_TOKENS, OTHER_OUTPUT_TOKENS = 22, 1024, 4
+# Pool and host memory of a node under pressure. The agents' conversations fit into the quarter that one
+# tenant may pin; what the others bring meanwhile does not fit.
+POOL_TOKENS, HOST_TOKENS = 9_600, 3_200
+PIN_S = 60.0
+ROOM, PRESSURE = "default memory", f"memory of {POOL_TOKENS:,} + {HOST_TOKENS:,} tokens a node"
+PLAIN, HINTED, WARMED = "no hints", "cache_hint", "cache_hint and /v1/prefetch"
+_CHAT, _PREFETCH = "/v1/chat/completions", "/v1/prefetch"
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """How long tools run, in seconds: evenly between two bounds."""
+
+    least_s: float
+    most_s: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.least_s <= self.most_s:
+            raise ConfigError(
+                f"--tool-seconds must be two times above 0, the shorter one first, got {self.least_s:g} and "
+                f"{self.most_s:g}",
+                key="tool-seconds",
+            )
+
+    def draw(self, rng: random.Random) -> list[list[float]]:
+        """Of each agent, between its turns."""
+        return [[rng.uniform(self.least_s, self.most_s) for _ in range(TURNS - 1)] for _ in range(AGENTS)]
+
+    @property
+    def other_s(self) -> float:
+        """Between the prompts of others."""
+        return (self.least_s + self.most_s) / 2 / OTHERS
+
+
+@dataclass
+class Talk:
+    """Conversations with one server in one form. ``rounds``: of each, the answers after a tool call."""
+
+    server: Server
+    form: str
+    prompts: Prompts
+    rounds: list[list[Answer]] = field(default_factory=list)
+
+    async def run(self, waits: Sequence[Sequence[float]], other_s: float) -> list[float]:
+        """All agents at once beside others' prompts; the TTFT of each turn after a tool call, in seconds.
+
+        Raises RequestFailed.
+        """
+        done = asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._others(other_s, done))
+            agents = [group.create_task(self._agent(each)) for each in waits]
+            await asyncio.wait(agents)
+            done.set()
+        answers = [answer for agent in agents for answer in agent.result()]
+        self.rounds.append(answers)
+        return [answer.ttft_s for answer in answers]
+
+    async def _agent(self, waits: Sequence[float]) -> list[Answer]:
+        messages = [{"role": "user", "content": as_text(self.prompts.tokens(FIRST_TOKENS))}]
+        answers = [await self._ask(messages, {"pin_s": PIN_S, "prefetch": True})]
+        for number, wait_s in enumerate(waits, 1):
+            messages.append({"role": "assistant", "content": answers[-1].text})
+            async with asyncio.TaskGroup() as group:
+                if self.form == WARMED:
+                    group.create_task(self._prefetch(list(messages)))
+                await asyncio.sleep(wait_s)
+                # The shipped template knows no role for the results of tools.
+                messages.append({"role": "user", "content": as_text(self.prompts.tokens(RESULT_TOKENS))})
+                last = number == len(waits)
+                hint = {"drop_after": True} if last else {"pin_s": PIN_S, "prefetch": True}
+                answers.append(await self._ask(messages, hint))
+        return answers[1:]
+
+    async def _ask(self, messages: Sequence[Mapping[str, str]], hint: Mapping[str, object]) -> Answer:
+        body = self._body(messages, hint) | {
+            "max_tokens": OUTPUT_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        answer = read_answer(await self.server.http.post(_CHAT, orjson.dumps(body)))
+        if answer.error:
+            raise RequestFailed(f"{self.server.name}: {answer.error}")
+        return answer
+
+    async def _prefetch(self, messages: Sequence[Mapping[str, str]]) -> None:
+        body = self._body(messages, {"pin_s": PIN_S})
+        status, content = read_json(await self.server.http.post(_PREFETCH, orjson.dumps(body)))
+        if status != 200:
+            raise RequestFailed(f"{self.server.name}: {_PREFETCH}: status {status}: {content}")
+
+    def _body(self, messages: Sequence[Mapping[str, str]], hint: Mapping[str, object]) -> dict[str, Any]:
+        hints = {} if self.form == PLAIN else {"cache_hint": hint}
+        return {"model": self.server.dialect.model, "messages": messages, **hints}
+
+    async def _others(self, every_s: float, done: asyncio.Event) -> None:
+        while not done.is_set():
+            due_s = time.perf_counter() + every_s
+            await self.server.ask(self.prompts.draw(OTHER_TOKENS), OTHER_OUTPUT_TOKENS)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(done.wait(), max(due_s - time.perf_counter(), 0.0))
+
+
+async def agent_rows(run: Run, sets: Sequence[str], seed: int, waits: Waits) -> AsyncIterator[Row]:
+    """TTFT and cache hits of the turns after a tool call: by memory, in each form in turn."""
+    sets = ("cluster.prefill=1", "cluster.decode=1", *sets)
+    drawn: list[list[float]] = []
+
+    def draw(number: int) -> None:
+        # Each form waits as long as the others. In the warm-up no tool takes any time.
+        of_round = waits.draw(random.Random(f"agents {seed} {number}"))
+        drawn[:] = of_round if number >= 0 else [[0.0] * len(each) for each in of_round]
+
+    async with AsyncExitStack() as stack:
+        run.say(f"starting a cluster: {ROOM}")
+        room = await _server(stack, sets)
+        await learn(run, room)
+        _, cluster = read_json(await room.http.get("/v1/cluster"))
+        nbytes = cluster["block_nbytes"] // cluster["block_size"]
+        small = (
+            f"engine.pool_nbytes={POOL_TOKENS * nbytes}",
+            f"store.host.capacity_nbytes={HOST_TOKENS * nbytes}",
+        )
+        run.say(f"starting a cluster: {PRESSURE}")
+        pressed = await _server(stack, (*sets, *small))
+        prompts = Prompts(seed, "agents")
+        talks = {
+            (memory, form): Talk(server, form, prompts)
+            for memory, server in ((ROOM, room), (PRESSURE, pressed))
+            for form in (PLAIN, HINTED, WARMED)
+        }
+
+        def call(talk: Talk) -> Call:
+            return lambda: talk.run(drawn, waits.other_s)
+
+        calls = {key: call(talk) for key, talk in talks.items()}
+        ttfts = await turns(calls, run.rounds, rotate=1, before=draw)
+    for (memory, form), talk in talks.items():
+        for row in _rows(memory, form, waits, talk.rounds[1:], ttfts[memory, form], ttfts[memory, PLAIN]):
+            yield row
+
+
+async def _server(stack: AsyncExitStack, sets: Sequence[str]) -> Server:
+    url = await stack.enter_async_context(local_cluster(sets))
+    http = await stack.enter_async_context(HttpClient(url))
+    return await Server.find("the server", http)
+
+
+def _rows(
+    memory: str,
+    form: str,
+    waits: Waits,
+    rounds: Sequence[Sequence[Answer]],
+    ttfts_s: Sequence[float],
+    plain_s: Sequence[float],
+) -> list[Row]:
+    case = f"{AGENTS} agents, {TURNS} turns, tools of {waits.least_s:g} to {waits.most_s:g} s, {memory}"
+    ttft = spread(case, f"TTFT after a tool call, {form}", ttfts_s, "ms", 1e3)
+    if form != PLAIN:
+        ttft = versus(ttft, PLAIN, 1e3 * median(plain_s))
+    hits = [
+        100 * sum(one.cached_tokens for one in answers) / sum(one.prompt_tokens for one in answers)
+        for answers in rounds
+    ]
+    return [ttft, spread(case, f"cache hit after a tool call, {form}", hits, "%")]
