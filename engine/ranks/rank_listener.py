@@ -70,7 +70,7 @@ class RankListener(node_pb2_grpc.RanksServicer):
                 )
             log.warning(
                 "tensors between the machines of the ranks are neither encrypted nor authenticated: "
-                "engine.parallel.trusted_network says that others do not reach their network"
+                "engine.parallel.trusted_network says that strangers do not reach their network"
             )
         self._loop = asyncio.get_running_loop()
         self._server, self.port = rpc.serve_threaded(
