@@ -207,3 +207,44 @@ async def test_a_machine_has_no_more_nodes_than_it_may(cluster: LocalCluster) ->
             return name not in cluster.children
 
         await eventually(gone)
+
+
+LENT = """
+[[model]]
+name = "large"
+set = ["planner.prefill_least=2"]
+
+[[model]]
+name = "small"
+path = "{small}"
+set = ["cluster.both=2"]
+"""
+
+
+async def test_a_planner_lends_an_idle_node_of_one_model_to_another_one_that_lacks_it(tmp_path: Path) -> None:
+    config = with_models(tmp_path, LENT.format(small=shipped("small")))
+    config = replace(
+        config,
+        cluster=replace(config.cluster, most=3),
+        planner=replace(config.planner, mode="act", spare=0, hold_s=2.0),
+    )
+    async with (
+        LocalCluster(config, directory=tmp_path, supervises=True) as cluster,
+        cluster.client() as client,
+    ):
+
+        async def lent() -> bool:
+            return list((await served(client)).values()).count("large") == 2
+
+        await eventually(lent)
+        found = await served(client)
+        (moved,) = (name for name, model in found.items() if model == "large" and "small" in name)
+        loans = [one["text"] for one in (await anext(client.live()))["events"] if one["kind"] == "plan"]
+        (text,) = [text for text in loans if text.startswith("lend ")]
+        assert text.startswith(f"lend {moved} to large: large lacks a prefill node (")
+        assert "3 run, the most (cluster.most)" in text
+        (large, small) = (await client.cluster())["models"]
+        assert (large["loan"], small["num_nodes"]) == (text, 1)
+        assert 'steps_total{kind="lend",outcome="made",role="prefill/decode"} 1.0' in await client.metrics()
+        with pytest.raises(ApiError, match=r"planner\.mode=act"):
+            await client.switch_model(moved, "small")
