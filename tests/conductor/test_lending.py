@@ -183,7 +183,7 @@ class Pair:
 
 
 @asynccontextmanager
-async def two(url: str, *, mode: str = "act", nodes: int = 4) -> AsyncIterator[Pair]:
+async def two(url: str, *, mode: str = "act", nodes: int = 4, rules: Rules = RULES) -> AsyncIterator[Pair]:
     clock, client, said = Clock(), connect(url), list[str]()
     halves = [Half(clock, label) for label in "ab"]
     lease = PlannerLease(
@@ -201,7 +201,7 @@ async def two(url: str, *, mode: str = "act", nodes: int = 4) -> AsyncIterator[P
             lease,
             lambda demand=demand: demand.total,  # type: ignore[misc]
             mode=mode,
-            rules=replace(RULES, can=frozenset({ADD})),
+            rules=replace(rules, can=frozenset({ADD})),
             slo=Slo(ttft_s=1.0, tbt_s=0.1),
             clock=clock,
             on_decision=lambda *event: None,
@@ -242,23 +242,28 @@ async def test_a_model_that_lacks_nodes_gets_the_idle_ones_of_another_down_to_it
         assert pair.arbiter.status["a"]["loan"] == pair.said[-1]
 
 
-async def test_nodes_come_back_when_the_load_does_and_none_goes_to_and_fro(url: str) -> None:
-    async with two(url) as pair:
+async def waves(url: str, rules: Rules, seconds: int) -> tuple[list[int], float]:
+    """The load goes from one model to the other and back, three times. Returns how many nodes the first one
+    had after each change, and the shortest time between two changes of direction."""
+    async with two(url, rules=rules) as pair:
         changes = []
         for rate_a, rate_b in ((25, 0), (0, 25)) * 3:
             pair.a.rate, pair.b.rate = rate_a, rate_b
-            changes += (await pair.run(400))[1:]
-        counts = [count for _, count in changes]
-        assert max(counts) == 4 and counts.count(1) == 3, "it lends and gets back, three times"
-        ways = [(at_s, after - before) for (_, before), (at_s, after) in pairwise([(0.0, 1), *changes])]
-        turns = [at_s - before_s for (before_s, before), (at_s, way) in pairwise(ways) if way != before]
-        assert min(turns) >= RULES.cooldown_s
-    async with two(url) as pair:
-        pair.a.rate = pair.b.rate = 0
-        for second in range(240):  # both want all of them in turn, faster than anything can be lent
-            pair.a.rate, pair.b.rate = (25, 0) if second % 2 else (0, 25)
-            await pair.run(5)
-        assert len(pair.said) <= 2 * 1200 / RULES.cooldown_s / 10
+            changes += (await pair.run(seconds))[1:]
+    ways = [(at_s, after - before) for (_, before), (at_s, after) in pairwise([(0.0, 1), *changes])]
+    turns = [at_s - before_s for (before_s, before), (at_s, way) in pairwise(ways) if way != before]
+    return [count for _, count in changes], min(turns)
+
+
+async def test_nodes_come_back_when_the_load_does(url: str) -> None:
+    counts, turn_s = await waves(url, RULES, 400)
+    assert max(counts) == 4 and counts.count(1) == 3, "it lends and gets back, three times"
+    assert turn_s >= RULES.cooldown_s
+
+
+async def test_no_node_goes_to_and_fro_within_the_cool_down(url: str) -> None:
+    _, turn_s = await waves(url, replace(RULES, cooldown_s=250.0), 200)
+    assert turn_s >= 250
 
 
 async def test_advice_is_given_once_and_changes_nothing(url: str) -> None:
