@@ -20,6 +20,7 @@ from moonpool.conductor.fleet.providers.choice import provider_of
 from moonpool.conductor.fleet.served_model import ServedModel
 from moonpool.conductor.observing.request_metrics import RequestMetrics
 from moonpool.conductor.observing.slo import Slo
+from moonpool.conductor.planning.arbiter import Arbiter
 from moonpool.conductor.server import ApiServer
 from moonpool.conductor.text.chat_template import load_chat_template
 from moonpool.conductor.text.tokenizer import Tokenizer
@@ -42,10 +43,10 @@ _PACKAGES = ("aiohttp", "grpcio", "protobuf", "redis", "hiredis", "orjson", "uvl
 async def main(config: Config, service: ServiceContext) -> None:
     """Serve until asked to stop, then drain (see ``ApiServer.drain``)."""
     served = served_models(config)
-    conductors = [
-        conductor_of(one.config, config.node.port if number == 0 else 0)
-        for number, one in enumerate(served.models)
-    ]
+    conductors: list[Conductor] = []
+    for one in served.models:
+        leader = conductors[0] if conductors else None
+        conductors.append(conductor_of(one.config, 0 if leader else config.node.port, leader))
     first = await asyncio.to_thread(make_context, served.models[0].config, conductors[0])
     lanes = [
         Lane(one.name, conductor, partial(make_context, one.config, conductor, first), one.aliases)
@@ -53,7 +54,13 @@ async def main(config: Config, service: ServiceContext) -> None:
     ]
     lanes[0].loaded = first
     canaries = conductors[0].canaries if len(lanes) > 1 else None
-    server = ApiServer(first, Lanes(lanes, served.routes, canaries))
+    arbiter = Arbiter(
+        [conductor.borrower for conductor in conductors],
+        conductors[0].planner_lease,
+        clock=time.monotonic,
+        on_decision=conductors[0].on_decision,
+    )
+    server = ApiServer(first, Lanes(lanes, served.routes, canaries, arbiter))
     # Listen first: a port in use is a common error, and nothing needs undoing then.
     await server.start()
     try:
@@ -63,18 +70,22 @@ async def main(config: Config, service: ServiceContext) -> None:
             await conductor.start()
         if canaries is not None:
             await canaries.start()
+            arbiter.start()
         service.ready(url=url, metrics_url=f"{url}/metrics", model=served.models[0].name)
         await service.draining.wait()
         await server.drain(config.node.drain_s, config.conductor.leave_s)
     finally:
         await server.close()
+        await arbiter.close()
         if canaries is not None:
             await canaries.close()
-        await asyncio.gather(*(conductor.close() for conductor in conductors))
+        # The first one has the connection of the planners' lease.
+        await asyncio.gather(*(conductor.close() for conductor in conductors[1:]))
+        await conductors[0].close()
 
 
-def conductor_of(config: Config, peer_port: int) -> Conductor:
-    """The conductor of one model. Raises ``ConfigError``."""
+def conductor_of(config: Config, peer_port: int, leader: Conductor | None = None) -> Conductor:
+    """The conductor of one model; ``leader``: that of the first one. Raises ``ConfigError``."""
     model = ServedModel.from_checkpoint(
         config.model.directory,
         block_size=config.engine.block_size,
@@ -91,6 +102,7 @@ def conductor_of(config: Config, peer_port: int) -> Conductor:
         planner=config.planner,
         price=config.model.price,
         first_roles=("both",) if config.cluster.both else STAGES,
+        leader=leader,
     )
 
 

@@ -44,6 +44,7 @@ from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.observing.timelines.timeline import RequestTimeline, TimelineRing
 from moonpool.conductor.observing.transfer_paths import paths_of
 from moonpool.conductor.placing.policies import POLICIES
+from moonpool.conductor.planning.arbiter import Borrower
 from moonpool.conductor.planning.lease import PlannerLease
 from moonpool.conductor.planning.on_demand import OnDemand
 from moonpool.conductor.planning.planner import ACT, PERIOD_S, Planner, rules_of
@@ -95,13 +96,15 @@ class Conductor:
         planner: PlannerOptions | None = None,
         price: float = 1.0,
         first_roles: Sequence[str] = STAGES,
+        leader: Conductor | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
         """``clock`` must run with the event loop's time. Other conductors connect to ``peer_host`` and
         ``peer_port`` (0: a free one). ``provider``: starts and stops nodes; closed here.
         ``price``: of a second of a node.
-        ``first_roles``: of the nodes that it starts for a model without any.
+        ``first_roles``: of the nodes that it starts for a model without any. ``leader``: the conductor of the
+        first model, if this is another one: who plans for that one plans for all.
 
         Raises ``ConfigError`` without a Redis URL.
         """
@@ -162,10 +165,15 @@ class Conductor:
             activity=lambda: (demand.total.num_requests, admission.num_requests),
             clock=clock,
         )
+        self.planner_lease: PlannerLease = (
+            PlannerLease(kv_index, conductor_id, ttl_s=index.lease_ttl_s, clock=clock)
+            if leader is None
+            else leader.planner_lease
+        )
         self._planner = Planner(
             registry,
             self.fleet,
-            PlannerLease(kv_index, conductor_id, ttl_s=index.lease_ttl_s, clock=clock),
+            self.planner_lease,
             lambda: demand.total,
             mode=planner.mode,
             rules=rules_of(planner, supplies=provider is not None),
@@ -176,6 +184,10 @@ class Conductor:
             # Renewed before it ends: each lapse is a new epoch.
             period_s=min(PERIOD_S, index.lease_ttl_s / 3),
         )
+        self.borrower = Borrower(
+            model.name, self._planner, self.fleet, registry, lambda: admission.num_requests
+        )
+        self.on_decision = activity.event
         self.describe(model=model.name, block_size=model.block_size, policy=options.policy)
         self._deps = RequestDependencies(
             conductor_id=conductor_id,

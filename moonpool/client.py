@@ -141,9 +141,9 @@ class Client:
         """Return a node's blocks in the conductor's mirror, encoded as ``kvstore.index.redis.changes``."""
         return await self._read(f"/v1/index/{quote(node_id, safe='')}")
 
-    async def fleet(self) -> dict[str, Any]:
-        """Return the nodes, as the index and the provider know them."""
-        return await self._get("/v1/fleet")
+    async def fleet(self, model: str = "") -> dict[str, Any]:
+        """Return the nodes of a model (empty: the first one), as the index and the provider know them."""
+        return await self._get(f"/v1/fleet?model={quote(model, safe='')}" if model else "/v1/fleet")
 
     async def scale(self, role: str, count: int) -> dict[str, Any]:
         """Have the provider run ``count`` nodes of ``role``; return those asked to start and to stop."""
@@ -152,6 +152,10 @@ class Client:
     async def switch(self, node_id: str, role: str) -> dict[str, Any]:
         """Have a node become a prefill or decode node, or one of both."""
         return await self._post(f"/v1/fleet/switch/{quote(node_id, safe='')}/{quote(role, safe='')}")
+
+    async def switch_model(self, node_id: str, model: str) -> dict[str, Any]:
+        """Have a node drain, and serve another model of the cluster. Returns at once; see ``fleet``."""
+        return await self._post(f"/v1/fleet/switch/{quote(node_id, safe='')}/model/{quote(model, safe='')}")
 
     async def drain(self, node_id: str) -> dict[str, Any]:
         """Have a node finish its requests and end. Returns at once."""
@@ -189,6 +193,10 @@ class Client:
         query += [] if least is None else [f"least={least}"]
         path = f"/v1/fleet/canary/{quote(name, safe='')}/start/{quote(candidate, safe='')}/{share:g}"
         return await self._post(path + (f"?{'&'.join(query)}" if query else ""))
+
+    async def share_canary(self, name: str, share: float) -> dict[str, Any]:
+        """Change the percent of the conversations that the candidate for ``name`` gets."""
+        return await self._post(f"/v1/fleet/canary/{quote(name, safe='')}/share/{share:g}")
 
     async def promote_canary(self, name: str) -> dict[str, Any]:
         """Have the candidate answer for the model ``name``."""

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bmoonpool/protos/fleet.proto\x12\x08moonpool\"a\n\x10StartNodeRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05\x66\x65nce\x18\x03 \x01(\x04\x12\x10\n\x08settings\x18\x04 \x03(\t\x12\x0f\n\x07rollout\x18\x05 \x01(\x04\"!\n\x0eStartNodeReply\x12\x0f\n\x07node_id\x18\x01 \x01(\t\"B\n\x0fStopNodeRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05\x66\x65nce\x18\x02 \x01(\x04\x12\x0f\n\x07rollout\x18\x03 \x01(\x04\"\x0f\n\rStopNodeReply\"0\n\rSettleRequest\x12\x10\n\x08settings\x18\x01 \x03(\t\x12\r\n\x05model\x18\x02 \x01(\t\"\r\n\x0bSettleReply\"!\n\x10ListNodesRequest\x12\r\n\x05model\x18\x01 \x01(\t\"7\n\x0eListNodesReply\x12%\n\x05nodes\x18\x01 \x03(\x0b\x32\x16.moonpool.SuppliedNode\"[\n\x0cSuppliedNode\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\r\n\x05\x61ge_s\x18\x05 \x01(\x01\x32\xff\x01\n\nSupervisor\x12=\n\x05Start\x12\x1a.moonpool.StartNodeRequest\x1a\x18.moonpool.StartNodeReply\x12:\n\x04Stop\x12\x19.moonpool.StopNodeRequest\x1a\x17.moonpool.StopNodeReply\x12\x38\n\x06Settle\x12\x17.moonpool.SettleRequest\x1a\x15.moonpool.SettleReply\x12<\n\x04List\x12\x1a.moonpool.ListNodesRequest\x1a\x18.moonpool.ListNodesReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bmoonpool/protos/fleet.proto\x12\x08moonpool\"a\n\x10StartNodeRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05\x66\x65nce\x18\x03 \x01(\x04\x12\x10\n\x08settings\x18\x04 \x03(\t\x12\x0f\n\x07rollout\x18\x05 \x01(\x04\"!\n\x0eStartNodeReply\x12\x0f\n\x07node_id\x18\x01 \x01(\t\"B\n\x0fStopNodeRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05\x66\x65nce\x18\x02 \x01(\x04\x12\x0f\n\x07rollout\x18\x03 \x01(\x04\"\x0f\n\rStopNodeReply\"P\n\x11SwitchNodeRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\r\n\x05\x66\x65nce\x18\x04 \x01(\x04\"\x11\n\x0fSwitchNodeReply\"0\n\rSettleRequest\x12\x10\n\x08settings\x18\x01 \x03(\t\x12\r\n\x05model\x18\x02 \x01(\t\"\r\n\x0bSettleReply\"!\n\x10ListNodesRequest\x12\r\n\x05model\x18\x01 \x01(\t\"7\n\x0eListNodesReply\x12%\n\x05nodes\x18\x01 \x03(\x0b\x32\x16.moonpool.SuppliedNode\"l\n\x0cSuppliedNode\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\r\n\x05\x61ge_s\x18\x05 \x01(\x01\x12\x0f\n\x07\x64rain_s\x18\x06 \x01(\x01\x32\xc1\x02\n\nSupervisor\x12=\n\x05Start\x12\x1a.moonpool.StartNodeRequest\x1a\x18.moonpool.StartNodeReply\x12:\n\x04Stop\x12\x19.moonpool.StopNodeRequest\x1a\x17.moonpool.StopNodeReply\x12@\n\x06Switch\x12\x1b.moonpool.SwitchNodeRequest\x1a\x19.moonpool.SwitchNodeReply\x12\x38\n\x06Settle\x12\x17.moonpool.SettleRequest\x1a\x15.moonpool.SettleReply\x12<\n\x04List\x12\x1a.moonpool.ListNodesRequest\x1a\x18.moonpool.ListNodesReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,16 +39,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STOPNODEREQUEST']._serialized_end=241
   _globals['_STOPNODEREPLY']._serialized_start=243
   _globals['_STOPNODEREPLY']._serialized_end=258
-  _globals['_SETTLEREQUEST']._serialized_start=260
-  _globals['_SETTLEREQUEST']._serialized_end=308
-  _globals['_SETTLEREPLY']._serialized_start=310
-  _globals['_SETTLEREPLY']._serialized_end=323
-  _globals['_LISTNODESREQUEST']._serialized_start=325
-  _globals['_LISTNODESREQUEST']._serialized_end=358
-  _globals['_LISTNODESREPLY']._serialized_start=360
-  _globals['_LISTNODESREPLY']._serialized_end=415
-  _globals['_SUPPLIEDNODE']._serialized_start=417
-  _globals['_SUPPLIEDNODE']._serialized_end=508
-  _globals['_SUPERVISOR']._serialized_start=511
-  _globals['_SUPERVISOR']._serialized_end=766
+  _globals['_SWITCHNODEREQUEST']._serialized_start=260
+  _globals['_SWITCHNODEREQUEST']._serialized_end=340
+  _globals['_SWITCHNODEREPLY']._serialized_start=342
+  _globals['_SWITCHNODEREPLY']._serialized_end=359
+  _globals['_SETTLEREQUEST']._serialized_start=361
+  _globals['_SETTLEREQUEST']._serialized_end=409
+  _globals['_SETTLEREPLY']._serialized_start=411
+  _globals['_SETTLEREPLY']._serialized_end=424
+  _globals['_LISTNODESREQUEST']._serialized_start=426
+  _globals['_LISTNODESREQUEST']._serialized_end=459
+  _globals['_LISTNODESREPLY']._serialized_start=461
+  _globals['_LISTNODESREPLY']._serialized_end=516
+  _globals['_SUPPLIEDNODE']._serialized_start=518
+  _globals['_SUPPLIEDNODE']._serialized_end=626
+  _globals['_SUPERVISOR']._serialized_start=629
+  _globals['_SUPERVISOR']._serialized_end=950
 # @@protoc_insertion_point(module_scope)

@@ -118,6 +118,52 @@ class StopNodeReply(_message.Message):
 Global___StopNodeReply: _TypeAlias = StopNodeReply  # noqa: Y015
 
 @_typing.final
+class SwitchNodeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    model: _builtins.str
+    """the served name"""
+    role: _builtins.str
+    """that it has then"""
+    fence: _builtins.int
+    """as in StartNodeRequest"""
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        role: _builtins.str = ...,
+        fence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "model", b"model", "node_id", b"node_id", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwitchNodeRequest: _TypeAlias = SwitchNodeRequest  # noqa: Y015
+
+@_typing.final
+class SwitchNodeReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwitchNodeReply: _TypeAlias = SwitchNodeReply  # noqa: Y015
+
+@_typing.final
 class SettleRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -205,14 +251,17 @@ class SuppliedNode(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     AGE_S_FIELD_NUMBER: _builtins.int
+    DRAIN_S_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     role: _builtins.str
     state: _builtins.str
-    """"starting", "running", "stopping" or "failed" """
+    """"starting", "running", "stopping", "failed" or "refused" """
     reason: _builtins.str
     """why it failed, as a sentence"""
     age_s: _builtins.float
     """since it was started"""
+    drain_s: _builtins.float
+    """that it took to leave the model before this one; 0: it had no other"""
     def __init__(
         self,
         *,
@@ -221,10 +270,11 @@ class SuppliedNode(_message.Message):
         state: _builtins.str = ...,
         reason: _builtins.str = ...,
         age_s: _builtins.float = ...,
+        drain_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "node_id", b"node_id", "reason", b"reason", "role", b"role", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "drain_s", b"drain_s", "node_id", b"node_id", "reason", b"reason", "role", b"role", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -45,6 +45,11 @@ class SupervisorStub:
                 request_serializer=moonpool_dot_protos_dot_fleet__pb2.StopNodeRequest.SerializeToString,
                 response_deserializer=moonpool_dot_protos_dot_fleet__pb2.StopNodeReply.FromString,
                 _registered_method=True)
+        self.Switch = channel.unary_unary(
+                '/moonpool.Supervisor/Switch',
+                request_serializer=moonpool_dot_protos_dot_fleet__pb2.SwitchNodeRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_fleet__pb2.SwitchNodeReply.FromString,
+                _registered_method=True)
         self.Settle = channel.unary_unary(
                 '/moonpool.Supervisor/Settle',
                 request_serializer=moonpool_dot_protos_dot_fleet__pb2.SettleRequest.SerializeToString,
@@ -75,6 +80,14 @@ class SupervisorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Switch(self, request, context):
+        """Have a node drain, and serve another model from then on, as the same process of this machine. Answers at once.
+        Where it does not start with the other model, it serves the former one again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Settle(self, request, context):
         """Nodes that are started from now on have these settings, besides those of the cluster.
         """
@@ -100,6 +113,11 @@ def add_SupervisorServicer_to_server(servicer, server):
                     servicer.Stop,
                     request_deserializer=moonpool_dot_protos_dot_fleet__pb2.StopNodeRequest.FromString,
                     response_serializer=moonpool_dot_protos_dot_fleet__pb2.StopNodeReply.SerializeToString,
+            ),
+            'Switch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Switch,
+                    request_deserializer=moonpool_dot_protos_dot_fleet__pb2.SwitchNodeRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_fleet__pb2.SwitchNodeReply.SerializeToString,
             ),
             'Settle': grpc.unary_unary_rpc_method_handler(
                     servicer.Settle,
@@ -167,6 +185,33 @@ class Supervisor:
             '/moonpool.Supervisor/Stop',
             moonpool_dot_protos_dot_fleet__pb2.StopNodeRequest.SerializeToString,
             moonpool_dot_protos_dot_fleet__pb2.StopNodeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Switch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.Supervisor/Switch',
+            moonpool_dot_protos_dot_fleet__pb2.SwitchNodeRequest.SerializeToString,
+            moonpool_dot_protos_dot_fleet__pb2.SwitchNodeReply.FromString,
             options,
             channel_credentials,
             insecure,

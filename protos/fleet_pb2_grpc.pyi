@@ -37,6 +37,10 @@ class SupervisorStub:
     """Start one more node. Answers when its process runs; it joins when it has loaded the model."""
     Stop: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.StopNodeRequest, _fleet_pb2.StopNodeReply]
     """Drain and end a node, and do not start it again. Answers at once. A node that is ending already is no error."""
+    Switch: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.SwitchNodeRequest, _fleet_pb2.SwitchNodeReply]
+    """Have a node drain, and serve another model from then on, as the same process of this machine. Answers at once.
+    Where it does not start with the other model, it serves the former one again.
+    """
     Settle: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.SettleRequest, _fleet_pb2.SettleReply]
     """Nodes that are started from now on have these settings, besides those of the cluster."""
     List: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ListNodesRequest, _fleet_pb2.ListNodesReply]
@@ -50,6 +54,10 @@ class SupervisorAsyncStub(SupervisorStub):
     """Start one more node. Answers when its process runs; it joins when it has loaded the model."""
     Stop: _aio.UnaryUnaryMultiCallable[_fleet_pb2.StopNodeRequest, _fleet_pb2.StopNodeReply]  # type: ignore[assignment]
     """Drain and end a node, and do not start it again. Answers at once. A node that is ending already is no error."""
+    Switch: _aio.UnaryUnaryMultiCallable[_fleet_pb2.SwitchNodeRequest, _fleet_pb2.SwitchNodeReply]  # type: ignore[assignment]
+    """Have a node drain, and serve another model from then on, as the same process of this machine. Answers at once.
+    Where it does not start with the other model, it serves the former one again.
+    """
     Settle: _aio.UnaryUnaryMultiCallable[_fleet_pb2.SettleRequest, _fleet_pb2.SettleReply]  # type: ignore[assignment]
     """Nodes that are started from now on have these settings, besides those of the cluster."""
     List: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListNodesRequest, _fleet_pb2.ListNodesReply]  # type: ignore[assignment]
@@ -72,6 +80,16 @@ class SupervisorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.StopNodeReply, _abc.Awaitable[_fleet_pb2.StopNodeReply]]:
         """Drain and end a node, and do not start it again. Answers at once. A node that is ending already is no error."""
+
+    @_abc_1.abstractmethod
+    def Switch(
+        self,
+        request: _fleet_pb2.SwitchNodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.SwitchNodeReply, _abc.Awaitable[_fleet_pb2.SwitchNodeReply]]:
+        """Have a node drain, and serve another model from then on, as the same process of this machine. Answers at once.
+        Where it does not start with the other model, it serves the former one again.
+        """
 
     @_abc_1.abstractmethod
     def Settle(

@@ -39,6 +39,15 @@ async def switch(http: web.Request) -> web.Response:
     return reply(await conductor.fleet.switch_role(info["node"], info["role"]))
 
 
+async def switch_model(http: web.Request) -> web.Response:
+    """``POST /v1/fleet/switch/{node}/model/{name}``: answers when the node was told."""
+    lanes, info = http.app[LANES], http.match_info
+    target = lanes.find(info["name"])
+    if target is None:
+        raise lanes.unknown(info["name"])
+    return reply(await lanes.of_node(info["node"]).fleet.switch_model(info["node"], target.conductor.fleet))
+
+
 async def rollout(http: web.Request) -> web.Response:
     """``POST /v1/fleet/rollout?set=SECTION.KEY=VALUE&…&watch_s=SECONDS``: answers when it has begun."""
     text = http.query.get("watch_s", str(WATCH_S))

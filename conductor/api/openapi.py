@@ -215,11 +215,17 @@ def _paths() -> dict[str, Any]:
     changed = _object(role=_STRING, count=_INTEGER, started=_list_of(_STRING), stopped=_list_of(_STRING))
     scaled = _page("Change the number of nodes", changed, 400, 409, 503, role="path", count="path")
     switched = _object(node_id=_STRING, role=_STRING, former=_STRING, num_requests=_INTEGER)
+    moved = _object(node_id=_STRING, model=_STRING, former=_STRING, num_requests=_INTEGER, num_left=_INTEGER)
     ending = _object(node_id=_STRING, by=_STRING)
     return {
         "/v1/fleet/scale/{role}/{count}": {"post": scaled},
         "/v1/fleet/switch/{node}/{role}": {
             "post": _page("Change the role of a node", switched, 404, 409, 503, node="path", role="path")
+        },
+        "/v1/fleet/switch/{node}/model/{name}": {
+            "post": _page(
+                "Have a node drain, and serve another model", moved, 404, 409, 503, node="path", name="path"
+            )
         },
         "/v1/fleet/drain/{node}": {"post": _page("Drain and end a node", ending, 404, 503, node="path")},
         "/v1/fleet/rollout": {
@@ -241,6 +247,15 @@ def _paths() -> dict[str, Any]:
                 tenant=_TEXT,
                 least={"type": "integer", "minimum": 1, "default": LEAST_REQUESTS},
                 auto={"enum": ["0", "1"], "default": "0"},
+            )
+        },
+        "/v1/fleet/canary/{name}/share/{share}": {
+            "post": _page(
+                "Change the share of a canary that runs; its counts begin anew",
+                anything,
+                *(400, 404, 409, 503),
+                name="path",
+                share="path",
             )
         },
         "/v1/fleet/canary/{name}/promote": {

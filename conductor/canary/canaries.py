@@ -21,6 +21,7 @@ from moonpool.conductor.canary.record import (
     STABLE,
     Canary,
     CanaryRecords,
+    FormerShare,
     new_sides,
 )
 from moonpool.conductor.errors import DeadlineExceeded, RequestFailed
@@ -38,6 +39,7 @@ from moonpool.runtime.service.vital import cancel_and_wait, restarted
 log = logging.getLogger(__name__)
 
 MOST_TENANTS: Final = 64
+MOST_SHARES: Final = 32
 # How often the records are read, the counts written, and a canary is judged.
 _POLL_S = 0.5
 
@@ -142,9 +144,9 @@ class Canaries:
         return Trial(self, canary, STABLE) if chosen or canary.share >= 100 else None
 
     def add(self, canary: Canary, side: str, tally: Tally) -> None:
-        """Count for a canary; one that has ended counts no more."""
-        if self._known.get(canary.name, canary).id == canary.id:
-            self._own.setdefault(canary.id, new_sides())[side].add(tally)
+        """Count for a canary; one that has ended counts no more, nor one with a former share."""
+        if self._known.get(canary.name, canary).counts_id == canary.counts_id:
+            self._own.setdefault(canary.counts_id, new_sides())[side].add(tally)
 
     # ------------------------------------------------------------------ operators
 
@@ -179,11 +181,7 @@ class Canaries:
                 compare with.
             IndexUnavailable: Redis does not answer.
         """
-        if not 0 < share <= 100 or (share == 100 and not tenants):
-            raise FleetUnchanged(
-                f"the share must be above 0 and below 100 %, got {share:g}: the candidate is compared "
-                "with the rest; all requests of some tenants may be taken (--tenant)"
-            )
+        _check_share(share, tenants)
         async with self._turn:
             await self._look()
             if (running := self._known.get(name)) is not None and running.runs:
@@ -208,6 +206,33 @@ class Canaries:
             of_them = f" of {', '.join(tenants)}" if tenants else ""
             told = f"{candidate} gets {share:g} % of the conversations{of_them} in place of {stable}"
             await self._put(canary, told)
+        return self._of(name)
+
+    async def share(self, name: str, share: float) -> dict[str, Any]:
+        """Change the share of the canary of ``name``. A conversation changes sides only where it must. The
+        counts begin anew: rates of other times and loads are not compared with those of now.
+
+        Raises:
+            FleetUnchanged: none runs, it was changed too often, or the share is none.
+            IndexUnavailable: Redis does not answer.
+        """
+        async with self._turn:
+            await self._look()
+            canary = self._known.get(name)
+            if canary is None or not canary.runs:
+                raise FleetUnchanged(f"no canary of {name} runs: see `moonpool fleet canary status`")
+            _check_share(share, canary.tenants)
+            if share == canary.share:
+                return self._of(name)
+            if len(canary.former) >= MOST_SHARES:
+                raise FleetUnchanged(
+                    f"its share was changed {MOST_SHARES} times: roll it back, and start anew"
+                )
+            former = (*canary.former, FormerShare(canary.share, self._sides(canary)))
+            told = f"{canary.candidate} gets {share:g} % of the conversations, before {canary.share:g}"
+            await self._put(replace(canary, share=share, former=former), told)
+            with suppress(IndexUnavailable):  # they expire
+                await self._records.forget_counts(canary.counts_id)
         return self._of(name)
 
     async def promote(self, name: str) -> dict[str, Any]:
@@ -250,7 +275,7 @@ class Canaries:
         """Read the records, write our counts and read those of all. Raises ``IndexUnavailable``."""
         await self._records.read()
         self._known = self._records.known
-        running = {canary.id for canary in self._running()}
+        running = {canary.counts_id for canary in self._running()}
         self._own = {name: sides for name, sides in self._own.items() if name in running}
         self._total = {name: sides for name, sides in self._total.items() if name in running}
         for name in running:
@@ -275,7 +300,7 @@ class Canaries:
         await self._put(ended, f"{canary.candidate} is {state}, {ended.meaning} answers: {reason}")
         if canary.runs:
             with suppress(IndexUnavailable):  # they expire
-                await self._records.forget_counts(canary.id)
+                await self._records.forget_counts(canary.counts_id)
 
     async def _put(self, canary: Canary, told: str) -> None:
         """Raises ``FleetUnchanged``: another conductor has changed it since it was read."""
@@ -291,11 +316,20 @@ class Canaries:
         return [canary for canary in self._known.values() if canary.runs]
 
     def _sides(self, canary: Canary) -> dict[str, Tally]:
-        return self._total.get(canary.id) or new_sides()
+        return self._total.get(canary.counts_id) or new_sides()
 
     def _decision(self, canary: Canary) -> Decision:
         stable, candidate = (self._sides(canary)[side] for side in SIDES)
         return decide(stable, candidate, canary.slo, canary.least)
+
+
+def _check_share(share: float, tenants: Sequence[str]) -> None:
+    """Raises ``FleetUnchanged``."""
+    if not 0 < share <= 100 or (share == 100 and not tenants):
+        raise FleetUnchanged(
+            f"the share must be above 0 and below 100 %, got {share:g}: the candidate is compared "
+            "with the rest; all requests of some tenants may be taken (--tenant)"
+        )
 
 
 def _is_ours(error: Exception) -> bool:

@@ -1,7 +1,8 @@
 """The canaries of a cluster in Redis, so that all conductors follow them:
 
     {ns}:canaries    hash   name of a model -> its latest canary, sealed
-    {ns}:canary:ID   hash   conductor id -> what it counted for this one, sealed; kept 30 days after a change
+    {ns}:canary:ID   hash   conductor id -> what it counted for this one and its share, sealed; kept 30 days
+                            after a change
 
 ``ns`` is the namespace of the first model. What is sealed for another place is no entry here.
 """
@@ -37,11 +38,20 @@ def new_sides() -> dict[str, Tally]:
 
 
 @dataclass(frozen=True, slots=True)
+class FormerShare:
+    """What a canary counted with a share that it had before."""
+
+    share: float
+    sides: Mapping[str, Tally]
+
+
+@dataclass(frozen=True, slots=True)
 class Canary:
     """One model tried beside another one, under its name. ``state``: running, promoted or rolled back.
 
     ``tenants``: only their requests take part; empty: those of all. ``share``: percent of the conversations
     that go to the candidate. ``auto``: the conductors conclude it. ``sides``: the counts when it ended.
+    ``former``: the shares before this one; the counts are of the present one alone.
     """
 
     id: str
@@ -59,6 +69,12 @@ class Canary:
     began_unix_s: float = 0.0
     ended_unix_s: float = 0.0
     sides: Mapping[str, Tally] = field(default_factory=new_sides)
+    former: tuple[FormerShare, ...] = ()
+
+    @property
+    def counts_id(self) -> str:
+        """Of its counts: each share has its own."""
+        return f"{self.id}.{len(self.former)}" if self.former else self.id
 
     @property
     def runs(self) -> bool:
@@ -79,7 +95,9 @@ class Canary:
 
     @classmethod
     def from_dict(cls, facts: dict[str, Any]) -> Canary:
-        return cls(**facts | {"tenants": tuple(facts["tenants"]), "sides": _sides(facts["sides"])})
+        former = (FormerShare(one["share"], _sides(one["sides"])) for one in facts.get("former", ()))
+        known = {"tenants": tuple(facts["tenants"]), "sides": _sides(facts["sides"]), "former": tuple(former)}
+        return cls(**facts | known)
 
 
 class CanaryRecords:
@@ -118,11 +136,11 @@ class CanaryRecords:
         return True
 
     async def count(
-        self, canary_id: str, conductor_id: str, own: Mapping[str, Tally] | None
+        self, counts_id: str, conductor_id: str, own: Mapping[str, Tally] | None
     ) -> dict[str, Tally]:
         """Write what this conductor has counted in all (None: nothing), and return the sums over all
         conductors."""
-        key, data = self._counts(canary_id), b""
+        key, data = self._counts(counts_id), b""
         if own is not None:
             place = f"{key}:{conductor_id}".encode()
             data = self._seals.seal(_KIND, place, orjson.dumps({side: asdict(own[side]) for side in SIDES}))
@@ -134,11 +152,11 @@ class CanaryRecords:
                 total[side].add(tally)
         return total
 
-    async def forget_counts(self, canary_id: str) -> None:
-        await self._index.command("UNLINK", self._counts(canary_id))
+    async def forget_counts(self, counts_id: str) -> None:
+        await self._index.command("UNLINK", self._counts(counts_id))
 
-    def _counts(self, canary_id: str) -> str:
-        return f"{{{self._index.namespace}}}:canary:{canary_id}"
+    def _counts(self, counts_id: str) -> str:
+        return f"{{{self._index.namespace}}}:canary:{counts_id}"
 
     def _place(self, name: str) -> bytes:
         return f"{self._key}:{name}".encode()

@@ -24,10 +24,7 @@ async def start(http: web.Request) -> web.Response:
     """``POST /v1/fleet/canary/{name}/start/{candidate}/{share}?tenant=NAME&…&least=REQUESTS&auto=1``"""
     canaries, lanes, info = _canaries(http), http.app[LANES], http.match_info
     lane, candidate = _lane(http, info["name"]), _lane(http, info["candidate"])
-    try:
-        share = float(info["share"])
-    except ValueError:
-        raise ApiError(400, f"share: must be a number, got {info['share'][:32]!r}", param="share") from None
+    share = _share(http)
     least, tenants = http.query.get("least", str(LEAST_REQUESTS)), http.query.getall("tenant", [])
     if not least.isascii() or not least.isdigit() or not 1 <= int(least[:9]) <= MOST_REQUESTS:
         raise ApiError(400, f"least: must be from 1 to {MOST_REQUESTS}, got {least[:32]!r}", param="least")
@@ -46,6 +43,12 @@ async def start(http: web.Request) -> web.Response:
     )
 
 
+async def change_share(http: web.Request) -> web.Response:
+    """``POST /v1/fleet/canary/{name}/share/{share}``"""
+    canaries, lane = _canaries(http), _lane(http, http.match_info["name"])
+    return reply(await canaries.share(lane.name, _share(http)))
+
+
 async def promote(http: web.Request) -> web.Response:
     """``POST /v1/fleet/canary/{name}/promote``"""
     return reply(await _canaries(http).promote(_lane(http, http.match_info["name"]).name))
@@ -54,6 +57,15 @@ async def promote(http: web.Request) -> web.Response:
 async def roll_back(http: web.Request) -> web.Response:
     """``POST /v1/fleet/canary/{name}/rollback``"""
     return reply(await _canaries(http).roll_back(_lane(http, http.match_info["name"]).name))
+
+
+def _share(http: web.Request) -> float:
+    """Raises ``ApiError`` 400."""
+    text = http.match_info["share"]
+    try:
+        return float(text)
+    except ValueError:
+        raise ApiError(400, f"share: must be a number, got {text[:32]!r}", param="share") from None
 
 
 def _canaries(http: web.Request) -> Canaries:

@@ -11,7 +11,13 @@ from typing import Any
 from moonpool.conductor.engines.client import EngineClient
 from moonpool.conductor.fleet.errors import FleetUnchanged, NodeMissing, ProviderFailed
 from moonpool.conductor.fleet.member import Member
-from moonpool.conductor.fleet.providers.provider import STOPPING, Provider, SuppliedNode, VersionedProvider
+from moonpool.conductor.fleet.providers.provider import (
+    STOPPING,
+    Provider,
+    SuppliedNode,
+    SwitchingProvider,
+    VersionedProvider,
+)
 from moonpool.conductor.fleet.registry import NodeRegistry
 from moonpool.conductor.fleet.removal import Removable, least_missed
 from moonpool.kvstore.index.redis.node_record import ROLES, NodeRecord, stages_of
@@ -42,7 +48,7 @@ class FleetAdmin:
         """
         self.provider = provider
         self._registry = registry
-        self._model = model
+        self.model = model
         self._clock = clock
         self._on_change = on_change
         self._planned = planned
@@ -72,6 +78,7 @@ class FleetAdmin:
                 {"node_id": name, "role": record.role, "states": [], "num_requests": 0, "supplied": None},
             )
             node["states"].append(member.state)
+            node["join"] = record.extra.get("join", {})
             node["num_requests"] += record.load.num_running + record.load.num_waiting
         for one in supplied:
             empty = {"node_id": one.node_id, "role": one.role, "states": [], "num_requests": 0}
@@ -136,6 +143,29 @@ class FleetAdmin:
             left = await self.switch(members[0].owner, role, "an operator asked for it")
             return {"node_id": node_id, "role": role, "former": former, "num_requests": left}
 
+    async def switch_model(self, node_id: str, target: FleetAdmin) -> dict[str, Any]:
+        """Have a node drain, and serve the model of ``target`` from then on. Answers when it was told.
+
+        Raises:
+            NodeMissing: the index has no such node.
+            FleetUnchanged: planners decide it, or the provider does not do that, or did not start the node.
+            ProviderFailed: the call failed, or the model does not fit on that machine: nothing was changed.
+        """
+        for one in (self, target):
+            one._refuse_if_planned(self._members_of(node_id)[0].record.role)
+        async with self._turn:
+            members = self._members_of(node_id)
+            count = sum(one.record.load.num_running + one.record.load.num_waiting for one in members)
+            await self.lend(members[0].owner, target.model, "an operator asked for it")
+            left = {one.owner for one in self._registry.members.values()} - {members[0].owner}
+            return {
+                "node_id": members[0].owner,
+                "model": target.model,
+                "former": self.model,
+                "num_requests": count,
+                "num_left": len(left),
+            }
+
     async def drain(self, node_id: str) -> dict[str, Any]:
         """Have a node finish its requests and end. Returns who ends it: the provider, or the node itself.
 
@@ -170,7 +200,7 @@ class FleetAdmin:
     async def start(self, role: str, why: str, *, fence: int = 0) -> str:
         """``fence``: the epoch of the planner's lease; 0: an operator's. Raises ``ProviderFailed``."""
         assert self.provider is not None
-        node_id = await self.provider.start(role, self._model, fence)
+        node_id = await self.provider.start(role, self.model, fence)
         log.info("%s starts: %s", node_id, why)
         self._on_change("started", node_id, why)
         return node_id
@@ -180,7 +210,7 @@ class FleetAdmin:
     ) -> str:
         """As ``start``, with settings for this node alone. ``rollout``: its epoch. Raises
         ``ProviderFailed``."""
-        node_id = await provider.start_with(role, self._model, settings, rollout)
+        node_id = await provider.start_with(role, self.model, settings, rollout)
         log.info("%s starts with %s: %s", node_id, ", ".join(settings) or "the former settings", why)
         self._on_change("started", node_id, why)
         return node_id
@@ -216,6 +246,26 @@ class FleetAdmin:
         log.info("%s becomes a %s node: %s", node_id, role, why)
         self._on_change("switches", node_id, f"from {former} to {role}: {why}")
         return left
+
+    async def lend(self, node_id: str, model: str, why: str, *, fence: int = 0) -> None:
+        """Have a node of the provider serve another model; ``node_id``: of the node, ``fence``: as in
+        ``start``. Raises as ``switch_model``.
+        """
+        if model == self.model:
+            raise FleetUnchanged(f"{node_id} serves {model} already")
+        if not isinstance(self.provider, SwitchingProvider):
+            name = self.provider.name if self.provider else "none"
+            raise FleetUnchanged(
+                f"nodes of this cluster do not change their model (fleet.provider={name}): start one of "
+                f"{model}, then drain {node_id}"
+            )
+        if node_id not in {node.node_id for node in await self.supplied()}:
+            raise FleetUnchanged(f"{node_id} was started by others: start one of {model}, then drain it")
+        await self.before_stop(node_id)
+        role = self._members_of(node_id)[0].record.role
+        await self.provider.switch(node_id, role, model, fence)
+        log.info("%s leaves the model %s for %s: %s", node_id, self.model, model, why)
+        self._on_change("switches", node_id, f"from the model {self.model} to {model}: {why}")
 
     async def supplied(self) -> Sequence[SuppliedNode]:
         """The provider's nodes, with the roles that they have now. Raises ``ProviderFailed``."""

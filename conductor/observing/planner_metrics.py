@@ -11,8 +11,8 @@ needed = Gauge("moonpool_planner_needed_nodes", "Nodes that the load needs, by r
 targets = Gauge("moonpool_planner_target_nodes", "Nodes that the planner wants, by role", ["role"])
 steps = Counter(
     "moonpool_planner_steps_total",
-    "Changes the planner decided, by kind (add, remove, switch, migrate), role and outcome (made, advised, "
-    "refused, failed, abandoned)",
+    "Changes the planner decided, by kind (add, remove, switch, migrate, lend), role and outcome (made, "
+    "advised, refused, failed, abandoned)",
     ["kind", "role", "outcome"],
 )
 given_up = Counter(
@@ -29,6 +29,12 @@ woken_seconds = Histogram(
     "moonpool_planner_woken_seconds",
     "Time from the first request for a model without a node until nodes served it (planner.min_warm=0)",
     buckets=(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0),
+)
+stranded = Counter(
+    "moonpool_stranded_capacity_node_seconds_total",
+    "Nodes of a model without a request, times seconds, while another model has fewer nodes than its load "
+    "needs. Every conductor counts what it sees: take the largest",
+    ["model_name"],
 )
 attained = Gauge(
     "moonpool_role_slo_attained_ratio",

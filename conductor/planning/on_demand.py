@@ -68,6 +68,7 @@ class OnDemand:
         self._took_s = UNKNOWN_JOIN_S  # the last time
         self._starting: Sequence[str] = ()
         self._seen, self._busy_s = 0, clock()
+        self._joined: set[str] = set()
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -115,7 +116,9 @@ class OnDemand:
         num_placed, num_running = self._activity()
         members = self._registry.members.values()
         loads = sum(one.record.load.num_running + one.record.load.num_waiting for one in members)
-        if num_placed != self._seen or num_running or loads:
+        joined = {one.owner for one in members}
+        comes, self._joined = not joined <= self._joined, joined  # also from another model
+        if num_placed != self._seen or num_running or loads or comes:
             self._seen, self._busy_s = num_placed, now_s
         serves = all(self._registry.available(stage) for stage in STAGES)
         if serves and self._began_s is not None:

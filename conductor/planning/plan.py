@@ -168,14 +168,22 @@ def _target(
     return down, f"{why}; {busiest} were enough for the last {rules.hold_s:g} s"
 
 
-def _lendable(state: RoleState, rules: Rules, memory: Memory, role: str, now_s: float) -> int:
-    """How many of its nodes another role may take now."""
+def idle(state: RoleState, rules: Rules, memory: Memory, role: str, now_s: float) -> int:
+    """How many nodes of a role nothing needed for ``lend_s``, beyond its floor and its spare ones; none
+    within the cool-down of a change."""
     settled_s = memory.changed_s.get(role, float("-inf")) + rules.cooldown_s
-    if SWITCH not in rules.can or now_s < max(settled_s, _began(memory, now_s) + rules.lend_s):
+    recent = [nodes for at_s, nodes in memory.needs.get(role, ()) if now_s - at_s <= rules.lend_s]
+    if not recent or now_s < max(settled_s, _began(memory, now_s) + rules.lend_s):
         return 0
     bounds = rules.bounds[role]
-    busiest = max(nodes for at_s, nodes in memory.needs[role] if now_s - at_s <= rules.lend_s)
-    return max(min(state.num_ready - bounds.clamp(busiest + bounds.spare), len(state.switchable)), 0)
+    return max(state.num_ready - bounds.clamp(max(recent) + bounds.spare), 0)
+
+
+def _lendable(state: RoleState, rules: Rules, memory: Memory, role: str, now_s: float) -> int:
+    """How many of its nodes another role may take now."""
+    if SWITCH not in rules.can:
+        return 0
+    return min(idle(state, rules, memory, role, now_s), len(state.switchable))
 
 
 def _steps(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from moonpool.conductor.fleet.administration import FleetAdmin, can_become
@@ -28,8 +28,10 @@ from moonpool.conductor.planning.plan import (
     Bounds,
     Memory,
     Plan,
+    RoleState,
     Rules,
     Step,
+    idle,
     plan,
 )
 from moonpool.conductor.planning.supply import Supply
@@ -44,6 +46,17 @@ log = logging.getLogger(__name__)
 OFF, ADVISE, ACT = "off", "advise", "act"
 PERIOD_S = 2.0
 ROLES = ("prefill", "decode")
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A round of the planner that leads: what it saw and decided. ``epoch``: of its lease."""
+
+    at_s: float
+    epoch: int
+    roles: Mapping[str, RoleState]
+    plan: Plan
+    supplied: Sequence[SuppliedNode]
 
 
 class Planner:
@@ -72,7 +85,9 @@ class Planner:
         self._admin = admin
         self._lease = lease
         self._demand = demand
-        self._mode = mode
+        self.mode = mode
+        self.seen: Observation | None = None  # in the last round
+        self.look: Look | None = None  # of the last round; None: this conductor did not plan in it
         self._rules = rules
         self._slo = slo
         self._clock = clock
@@ -85,6 +100,19 @@ class Planner:
         self._advised: Sequence[Step] = ()
         self._task: asyncio.Task[None] | None = None
 
+    def idle(self, role: str, look: Look, now_s: float) -> int:
+        """How many nodes of a role nothing needed for a while; see ``plan.idle``."""
+        return idle(look.roles[role], self._rules, self._memory, role, now_s)
+
+    def cannot_add(self, state: RoleState) -> str:
+        """Why no node of a role can be started now; empty: one can."""
+        return state.held if ADD in self._rules.can else "no provider starts nodes"
+
+    def changed(self, roles: Iterable[str], now_s: float) -> None:
+        """A node of these roles came from another model, or went there: their cool-down begins."""
+        changed_s = dict(self._memory.changed_s) | dict.fromkeys(roles, now_s)
+        self._memory = replace(self._memory, changed_s=changed_s)
+
     def start(self) -> None:
         self._task = restarted(self._run, "planner")
 
@@ -94,7 +122,7 @@ class Planner:
         if task is None:
             return
         await cancel_and_wait(task)
-        if self._mode != OFF:
+        if self.mode != OFF:
             try:
                 await self._lease.leave()
             except IndexUnavailable as error:
@@ -118,8 +146,9 @@ class Planner:
             # Without its list, nodes on their way would be asked for a second time.
             self.status["state"] = f"paused: {error}"
             held = Held("")
-        seen = await self._observe(supplied, held, now_s)
+        seen = self.seen = await self._observe(supplied, held, now_s)
         self._show(seen, now_s)
+        self.look = None
         if not held.epoch:
             # Whoever plans next begins anew: what this conductor remembers is not what the fleet does.
             self._memory, self._advised = Memory(), ()
@@ -129,15 +158,16 @@ class Planner:
             self._memory, self._advised = Memory(), ()
             return
         decided, memory = plan(seen.roles, self._rules, self._memory, now_s)
-        acts = self._mode == ACT
+        acts = self.mode == ACT
         # Advice changes nothing, so nothing has to settle after it.
         self._memory = memory if acts else replace(memory, changed_s=self._memory.changed_s)
         self._tell(decided)
+        self.look = Look(now_s, held.epoch, seen.roles, decided, supplied)
         if acts:
             await self._carry_out(decided.steps, held.epoch)
 
     async def _leads(self) -> Held:
-        if self._mode == OFF:
+        if self.mode == OFF:
             self.status["state"] = "off (planner.mode)"
             return Held("")
         try:
@@ -166,7 +196,7 @@ class Planner:
         supply = self._supplies[role]
         joined = {one.owner for one in members}
         expected, gives_up = supply.look(own, joined, join_s, now_s, refused)
-        if held.epoch and self._mode == ACT:
+        if held.epoch and self.mode == ACT:
             for node_id, why in gives_up.items():
                 metrics.given_up.labels(role).inc()
                 await self._give_up(node_id, why, held.epoch)
@@ -231,10 +261,10 @@ class Planner:
         kinds = [(step.kind, step.role, step.node_id) for step in decided.steps]
         before = [(step.kind, step.role, step.node_id) for step in self._advised]
         self._advised = decided.steps
-        if not kinds or (self._mode == ADVISE and kinds == before):
+        if not kinds or (self.mode == ADVISE and kinds == before):
             return
         for step in decided.steps:
-            would = "" if self._mode == ACT else "would "
+            would = "" if self.mode == ACT else "would "
             what = f"{would}{step.kind} {step.node_id or f'a {step.role} node'}"
             if step.to_role:
                 what += f" to {step.to_role}"

@@ -50,6 +50,15 @@ def start_command(
     console.print(canary_view([run_with_client(url, started)]))
 
 
+@canary.command("share")
+@_NAME
+@click.option("--share", type=float, required=True, help="Percent of the conversations.")
+@url_option
+def share_command(name: str, share: float, url: str) -> None:
+    """Change the candidate's share while it is tried. The counts begin anew; those before it are kept."""
+    console.print(canary_view([run_with_client(url, lambda client: client.share_canary(name, share))]))
+
+
 @canary.command("status")
 @url_option
 @json_option
@@ -101,6 +110,12 @@ def canary_view(found: Sequence[dict[str, Any]]) -> RenderableType:
                 *_kept(counts["tbt_within"], counts["tbt_s"], decoded),
             )
         parts.append(table)
+        for before in one.get("former", ()):
+            counts = ", ".join(
+                f"{one[side]} {tally['errors']} errors of {tally['requests']}"
+                for side, tally in before["sides"].items()
+            )
+            parts.append(Text(f"with {before['share']:g} % before: {counts}"))
         parts += [Text(reason) for reason in one.get("reasons", ())]
         said = f"the counts say: {one['verdict']}" if one["state"] == "running" else one["reason"]
         parts.append(Text(said, style="yellow"))

@@ -72,15 +72,52 @@ def scale_command(role: str, count: int, url: str) -> None:
 
 @fleet.command("switch")
 @click.argument("node")
-@click.argument("role", type=click.Choice(("prefill", "decode", "both")))
+@click.argument("role", required=False, type=click.Choice(("prefill", "decode", "both")))
+@click.option("--model", "name", metavar="NAME", help="Serve this model of the cluster; the role stays.")
 @url_option
-def switch_command(node: str, role: str, url: str) -> None:
-    """Have NODE become a node of ROLE. Its cache stays, and no request is lost."""
+def switch_command(node: str, role: str | None, name: str | None, url: str) -> None:
+    """Have NODE become a node of ROLE: its cache stays. Or have it serve another model.
+
+    No request is lost. For another model the node drains and starts again, on the same machine and GPUs. Exit
+    code 1: it did not start with that model, and serves the one before again.
+    """
+    if name is not None and role is None:
+        _switch_model(node, name, url)
+        return
+    if role is None or name is not None:
+        raise click.UsageError("give a ROLE, or --model NAME")
     done = run_with_client(url, lambda client: client.switch(node, role))
     left = (
         f"; {done['num_requests']} requests of a {done['former']} node go on" if done["num_requests"] else ""
     )
     console.print(f"{node} becomes a {role} node{left}")
+
+
+def _switch_model(node: str, name: str, url: str) -> None:
+    async def switched(client: Client) -> tuple[dict[str, Any], dict[str, Any], dict[str, float]]:
+        done, ended = await client.switch_model(node, name), {"state": "failed", "reason": "it has ended"}
+        while True:
+            nodes = {one["node_id"]: one for one in (await client.fleet(name))["nodes"]}
+            found = nodes.get(done["node_id"], {"supplied": ended, "states": (), "join": {}})
+            # None: the provider does not answer now.
+            supplied = found["supplied"] or {"state": "unknown"}
+            serves = supplied["state"] == "running" and "ready" in found["states"]
+            if serves or supplied["state"] in ("failed", "refused"):
+                return done, supplied, found.get("join", {})
+            await asyncio.sleep(0.1)
+
+    done, supplied, join = run_with_client(url, switched)
+    if supplied["state"] in ("failed", "refused"):
+        former = f"; it starts with {done['former']} again" if supplied["state"] == "refused" else ""
+        console.print(f"{node} does not serve {name}{former}: {supplied['reason']}", style="red")
+        raise click.exceptions.Exit(1)
+    console.print(f"{node} serves {name}: drained in {supplied['drain_s']:.2f} s; {_phases(join)}")
+    if not done["num_left"]:
+        console.print(f"no node serves {done['former']} now", style="yellow")
+
+
+def _phases(join: dict[str, float]) -> str:
+    return ", ".join(f"{phase.replace('_', ' ')} {seconds:.2g} s" for phase, seconds in join.items())
 
 
 @fleet.command("migrate")
@@ -188,10 +225,11 @@ def plan_view(found: dict[str, Any]) -> RenderableType:
         table.add_row(role, *counts, kept, f"{state['join_s']:.1f} s")
         reasons.append(Text(f"{role}: {state.get('reason', state['why'])}"))
         if join := state.get("join"):
-            parts = ", ".join(f"{phase.replace('_', ' ')} {seconds:.2g} s" for phase, seconds in join.items())
-            reasons.append(Text(f"{role} joins: {parts}"))
+            reasons.append(Text(f"{role} joins: {_phases(join)}"))
         if state["held"]:
             reasons.append(Text(f"{role}: {state['held']}", style="yellow"))
+    if loan := found.get("loan"):
+        reasons.append(Text(loan))
     title = Text(f"planner: mode {found['mode']}, {found['state']}", style="bold")
     steps = [
         Text(f"{'' if found['mode'] == 'act' else 'would '}{step['kind']} {step['node_id'] or step['role']}")

@@ -16,8 +16,9 @@ from moonpool.local.node_configs import (
     gpu_options,
     gpu_spans,
     node_configs,
+    num_gpus_of,
 )
-from moonpool.local.preflight import available_nbytes
+from moonpool.local.preflight import available_nbytes, check_model
 from moonpool.local.vllm_engine import VllmEngine
 from moonpool.runtime.config.loading import override, to_toml
 from moonpool.runtime.config.options import Config
@@ -37,7 +38,7 @@ def ready_timeout_s(child: Child) -> float:
 
 
 class NoRoom(MoonpoolError):
-    """This machine has no room for another node. Nothing was started."""
+    """This machine has no room for a node. Nothing was changed."""
 
     code = "RESOURCE_EXHAUSTED"
     failure = FailureClass.REQUEST
@@ -57,6 +58,7 @@ class Children:
         self._loaded = loaded
         self._gpus = computes_on_gpus(config)
         self._spans: dict[str, range] = {}  # GPUs by node
+        self._gpu_options: dict[str, tuple[str, ...]] = {}  # by node
         self._numbers = dict.fromkeys((*_COMPUTE, "store"), 0)
         self._num_engines = 0
         self._settled: tuple[str, ...] = ()  # settings of later nodes, from rollouts
@@ -117,11 +119,39 @@ class Children:
             )
         return self._node(role, alone_on(config, span), span, settings)
 
-    def _node(self, role: str, gpu: tuple[str, ...], span: range, settings: Sequence[str] = ()) -> Child:
-        # Names are never used again: a new node must not be taken for one that left.
-        name = f"{role}{self._label}-{self._numbers[role]}"
-        self._numbers[role] += 1
-        self._spans[name] = span
+    def moved(self, name: str, role: str, former: Children) -> Child:
+        """The node ``name`` of another model, ``former``, with ours: on its GPUs, not started.
+
+        Raises:
+            ConfigError: one of both is served by vLLM, or the checkpoint is missing.
+            TooLittleMemory, NoRoom: it does not fit where the other model is now.
+        """
+        if "vllm" in (self._config.cluster.engine, former._config.cluster.engine):
+            raise ConfigError("vLLM engines do not change their model", "cluster.engine")
+        before = config_of(former._config, role)
+        config = override(config_of(self._config, role), self._settled)
+        check_model(config.model.directory)
+        span, gpu = former._spans[name], former._gpu_options[name]
+        if len(span) != (num_gpus_of(config) if self._gpus else 0):
+            raise NoRoom(f"{name} has {len(span)} GPUs, and this model takes {num_gpus_of(config)}")
+        if not self._gpus:
+            needed, available = _memory_nbytes(config), available_nbytes() + _memory_nbytes(before)
+            if needed > available:
+                raise TooLittleMemory(needed, available)
+        settings = self._settled
+        if config.store.ssd.path and name.rpartition("-")[0].partition("-")[2] != self._label[1:]:
+            # The node's own folder has blocks of the model that it was made for.
+            settings += (f"store.ssd.path={config.store.ssd.path}/{config.model.served_name}",)
+        return self._node(role, gpu, span, settings, name)
+
+    def _node(
+        self, role: str, gpu: tuple[str, ...], span: range, settings: Sequence[str] = (), name: str = ""
+    ) -> Child:
+        if not name:
+            # Names are never used again: a new node must not be taken for one that left.
+            name = f"{role}{self._label}-{self._numbers[role]}"
+            self._numbers[role] += 1
+        self._spans[name], self._gpu_options[name] = span, gpu
         if role != "store" and self._config.cluster.engine == "vllm":
             return self._vllm_engine(name, role)
         own = {"prefill": self._config.cluster.prefill_options, "decode": self._config.cluster.decode_options}
@@ -148,3 +178,9 @@ class Children:
         }
         log, loaded = self._directory / f"{name}.log", partial(self._loaded, name)
         return Child(name, command, log, environment=environment, sends_json=True, on_loaded=loaded)
+
+
+def _memory_nbytes(config: Config) -> int:
+    """What a node takes of this machine's memory: the pools of its replicas, and the weights."""
+    pools = config.engine.host_pool_nbytes * config.engine.parallel.dp
+    return pools + sum(file.stat().st_size for file in config.model.directory.glob("*.safetensors"))

@@ -50,7 +50,7 @@ def gpu_spans(nodes: Sequence[Config], gpus: int) -> list[range]:
     """Return the GPUs of each node, of ``gpus``."""
     taken: list[range] = []
     for config in nodes:
-        first, count = taken[-1].stop if taken else 0, _num_gpus(config)
+        first, count = taken[-1].stop if taken else 0, num_gpus_of(config)
         # A node that does not fit starts again at GPU 0; one that needs too many fails later.
         taken.append(range(first, first + count) if first + count <= gpus else range(count))
     return taken
@@ -58,7 +58,7 @@ def gpu_spans(nodes: Sequence[Config], gpus: int) -> list[range]:
 
 def free_gpus(config: Config, taken: Iterable[range], gpus: int) -> range | None:
     """Return consecutive GPUs that no node has, enough for a node of ``config``; None: there are none."""
-    used, count = {gpu for span in taken for gpu in span}, _num_gpus(config)
+    used, count = {gpu for span in taken for gpu in span}, num_gpus_of(config)
     spans = (range(first, first + count) for first in range(gpus - count + 1))
     return next((span for span in spans if not used.intersection(span)), None)
 
@@ -68,7 +68,8 @@ def alone_on(config: Config, span: range) -> tuple[str, ...]:
     return _gpu_options(config, span, 1)
 
 
-def _num_gpus(config: Config) -> int:
+def num_gpus_of(config: Config) -> int:
+    """Return the GPUs that a node takes, if it computes on GPUs."""
     return config.engine.parallel.ranks_per_host * config.engine.parallel.dp
 
 

@@ -27,7 +27,7 @@ class NodeNotSupplied(MoonpoolError):
 
 
 class OtherModel(MoonpoolError):
-    """A node of another model was asked for. Nothing was started."""
+    """A node of another model was asked for. Nothing was changed."""
 
     code = "FAILED_PRECONDITION"
     failure = FailureClass.REQUEST
@@ -55,6 +55,9 @@ class Supervised(Protocol):
 
     def stop_node(self, name: str) -> None:
         """Raises ``NodeNotSupplied``."""
+
+    def switch_node(self, name: str, role: str, model: str) -> None:
+        """Have a node serve another model. Raises ``NodeNotSupplied``, or why it cannot; nothing changed."""
 
     def supplied(self, model: str = "") -> Sequence[SuppliedNode]:
         """Those of all models, unless one is named."""
@@ -84,10 +87,7 @@ class Supervisor(fleet_pb2_grpc.SupervisorServicer):
 
     async def Start(self, request: fleet_pb2.StartNodeRequest, context: Context) -> fleet_pb2.StartNodeReply:
         self._check(planner=request.fence, rollout=request.rollout)
-        served = self._cluster.served_names
-        if request.model not in ("", *served):
-            names = ", ".join(served)
-            raise OtherModel(f"this cluster serves {names}, not {request.model[:128]}: nothing was started")
+        self._check_model(request.model)
         name = await self._cluster.start_node(request.role, list(request.settings), request.model)
         return fleet_pb2.StartNodeReply(node_id=name)
 
@@ -95,6 +95,14 @@ class Supervisor(fleet_pb2_grpc.SupervisorServicer):
         self._check(planner=request.fence, rollout=request.rollout)
         self._cluster.stop_node(request.node_id)
         return fleet_pb2.StopNodeReply()
+
+    async def Switch(
+        self, request: fleet_pb2.SwitchNodeRequest, context: Context
+    ) -> fleet_pb2.SwitchNodeReply:
+        self._check(planner=request.fence)
+        self._check_model(request.model)
+        self._cluster.switch_node(request.node_id, request.role, request.model)
+        return fleet_pb2.SwitchNodeReply()
 
     async def Settle(self, request: fleet_pb2.SettleRequest, context: Context) -> fleet_pb2.SettleReply:
         self._cluster.settle(list(request.settings), request.model)
@@ -109,10 +117,17 @@ class Supervisor(fleet_pb2_grpc.SupervisorServicer):
                     state=node.state,
                     reason=node.reason,
                     age_s=node.age_s,
+                    drain_s=node.drain_s,
                 )
                 for node in self._cluster.supplied(request.model)
             ]
         )
+
+    def _check_model(self, model: str) -> None:
+        served = self._cluster.served_names
+        if model not in ("", *served):
+            names = ", ".join(served)
+            raise OtherModel(f"this cluster serves {names}, not {model[:128]}: nothing was changed")
 
     def _check(self, **epochs: int) -> None:
         """Refuse a conductor that lost its lease and does not know it yet. 0: no epoch."""

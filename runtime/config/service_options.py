@@ -130,6 +130,13 @@ class ClusterOptions(Section, name="cluster"):
     decode: int = option(2, "nodes", "decode nodes `moonpool up` starts", least=0)
     both: int = option(0, "nodes", "nodes that prefill and decode `moonpool up` starts", least=0)
     store: int = option(0, "nodes", "store nodes `moonpool up` starts", least=0)
+    most: int = option(
+        0,
+        "nodes",
+        "most nodes that compute, of all models together, in `moonpool up`; 0: as many as there is memory or "
+        "GPUs for",
+        least=0,
+    )
     engine: str = option(
         "moonpool",
         "name",

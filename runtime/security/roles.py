@@ -100,6 +100,7 @@ PERMITTED: Final = {
     "DecodeNode/Yield": frozenset({NODE}),
     "Supervisor/Start": _SCHEDULING,
     "Supervisor/Stop": _SCHEDULING,
+    "Supervisor/Switch": _SCHEDULING,
     "Supervisor/Settle": _SCHEDULING,
     "Supervisor/List": _SCHEDULING,
     "Store/Begin": _OBJECTS,
@@ -142,6 +143,6 @@ def is_administrative(caller: Caller | None, method: str) -> bool:
     """Whether a call gets an audit line. caller: None where no proof is demanded."""
     if method in ("Node/Drain", "Roles/Switch", "Adapters/Load", "Adapters/Unload"):
         return True
-    if method in ("Supervisor/Start", "Supervisor/Stop", "Supervisor/Settle"):
+    if method in ("Supervisor/Start", "Supervisor/Stop", "Supervisor/Switch", "Supervisor/Settle"):
         return True
     return method in _ADMINISTRATIVE and (caller is None or caller.role not in (CONDUCTOR, NODE))

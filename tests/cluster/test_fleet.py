@@ -139,6 +139,7 @@ async def test_only_conductors_and_operators_reach_the_supervisor(cluster: Local
         for call, request in (
             (stub.Start, fleet_pb2.StartNodeRequest(role="decode")),
             (stub.Stop, fleet_pb2.StopNodeRequest(node_id="prefill-0")),
+            (stub.Switch, fleet_pb2.SwitchNodeRequest(node_id="prefill-0")),
             (stub.List, fleet_pb2.ListNodesRequest()),
         ):
             with pytest.raises(grpc.aio.AioRpcError) as refused:

@@ -86,6 +86,9 @@ class ScriptedFleet:
     async def switch_role(self, node_id: str, role: str) -> dict[str, Any]:
         return self._done({"node_id": node_id, "role": role}, "switch", node_id, role)
 
+    async def switch_model(self, node_id: str, target: ScriptedFleet) -> dict[str, Any]:
+        return self._done({"node_id": node_id}, "switch model", node_id, target is self)
+
     async def drain(self, node_id: str) -> dict[str, Any]:
         return self._done({"node_id": node_id, "by": "scripted"}, "drain", node_id)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -155,6 +155,54 @@ async def test_a_share_of_conversations_goes_to_the_candidate_and_stays_there(on
     counted = 100 - share + sum(side == "old" for side in list(sides.values())[:20])
     await one.counted(counted, 120 - counted)
     assert {await one.ask(f"{number}", model="gpt") for number in range(40)} == {"old", "new"}
+
+
+async def test_a_share_that_changes_moves_only_who_must_and_the_counts_begin_anew(
+    checkpoint: Path, url: str, namespace: str
+) -> None:
+    async with pair(checkpoint, url, namespace) as one, pair(checkpoint, url, namespace, "c2") as other:
+        share = "/v1/fleet/canary/old/share"
+        assert "no canary of old runs" in (await one.post(f"{share}/20", 409))["error"]["message"]
+        await one.post(f"{START}/20")
+        talks = [f"talk {number}" for number in range(60)]
+        sides = [await one.side_of(talk) for talk in talks]
+        few = sides.count("new")
+        await one.counted(60 - few, few)
+        # A request that begins with the former share and ends with the next one counts for neither.
+        release = asyncio.Event()
+        one.old.script = lambda request: [release, *one.old.says("Hello")]
+        one.new.script = lambda request: [release, *one.new.says("Hello")]
+        late = asyncio.create_task(one.side_of("late"))
+        await eventually(_begun(one, 61))
+        await one.post(f"{share}/60")
+        await other.until(lambda found: found["share"] == 60)
+        release.set()
+        await late
+        after = [await other.side_of(talk) for talk in talks]
+        many = after.count("new")
+        assert many > few, "more of them"
+        assert all(now == "new" for before, now in zip(sides, after, strict=True) if before == "new")
+        await one.counted(60 - many, many)
+        found = await one.status()
+        (former,) = found["former"]
+        assert (former["share"], former["sides"]["candidate"]["requests"]) == (20, few)
+        back = await one.post(f"{share}/20")
+        assert [each["share"] for each in back["former"]] == [20, 60]
+        assert [await one.side_of(talk) for talk in talks] == sides, "the same ones as before"
+        assert (await one.post(f"{share}/20"))["former"] == back["former"], "nothing changed"
+        for wrong, status in (("0", 409), ("100", 409), ("nan", 409), ("many", 400)):
+            await one.post(f"{share}/{wrong}", status)
+        await one.post("/v1/fleet/canary/old/rollback")
+        await one.post(f"{share}/30", 409)
+        told = [text for _, _, text in one.events]
+        assert told[1] == "new gets 60 % of the conversations, before 20"
+
+
+def _begun(one: Pair, requests: int) -> Callable[[], Awaitable[bool]]:
+    async def begun() -> bool:
+        return len(one.old.requests) + len(one.new.requests) == requests
+
+    return begun
 
 
 async def test_promotion_and_rollback_change_what_the_name_means(one: Pair) -> None:

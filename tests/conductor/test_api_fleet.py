@@ -19,6 +19,8 @@ from tests.conductor.conftest import Api
 KEY = "the key of this cluster, long enough"
 SCALE, DRAIN = "/v1/fleet/scale/decode/3", "/v1/fleet/drain/decode-1"
 SWITCH = "/v1/fleet/switch/decode-1/prefill"
+SWITCH_MODEL = "/v1/fleet/switch/decode-1/model/tiny"
+SWITCH_MODEL = "/v1/fleet/switch/decode-1/model/tiny"
 
 
 @pytest.fixture
@@ -56,10 +58,15 @@ async def test_without_api_keys_the_fleet_is_changed_with_the_clusters_key_alone
         assert (await api.post(SCALE, {}, headers=signed(SCALE)))[0] == 200
         assert (await api.post(DRAIN, {}, headers=signed(DRAIN)))[0] == 200
         assert (await api.post(SWITCH, {}, headers=signed(SWITCH)))[0] == 200
+        assert (await api.post(SWITCH_MODEL, {}, headers=signed(SWITCH_MODEL)))[0] == 200
+        unknown = SWITCH_MODEL.replace("tiny", "tin")
+        status, answer = await api.post(unknown, {}, headers=signed(unknown))
+        assert (status, "the nearest is 'tiny'" in answer["error"]["message"]) == (404, True)
     assert api.core.fleet.calls == [
         ("scale", "decode", 3),
         ("drain", "decode-1"),
         ("switch", "decode-1", "prefill"),
+        ("switch model", "decode-1", True),
     ]
     lines = [json.loads(line) for file in tmp_path.iterdir() for line in file.read_text().splitlines()]
     changes = [line for line in lines if line["event"] == "administrative"]
@@ -67,6 +74,8 @@ async def test_without_api_keys_the_fleet_is_changed_with_the_clusters_key_alone
         (f"POST {SCALE}", "ok", "admin"),
         (f"POST {DRAIN}", "ok", "admin"),
         (f"POST {SWITCH}", "ok", "admin"),
+        (f"POST {SWITCH_MODEL}", "ok", "admin"),
+        (f"POST {unknown}", "404", "admin"),
     ]
     assert sum(line["event"] == "refused" for line in lines) == len(strangers)
 

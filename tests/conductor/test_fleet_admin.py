@@ -235,3 +235,69 @@ def test_old_reuse_counts_less() -> None:
     assert reuse.total(300.0) == pytest.approx(32.0)
     reuse.add(1.0, 600.0)
     assert reuse.total(600.0) == pytest.approx(17.0)
+
+
+@dataclass
+class Switching(FakeProvider):
+    """``switched``: what it was asked."""
+
+    switched: list[tuple[str, str, str, int]] = field(default_factory=list)
+
+    async def switch(self, node_id: str, role: str, model: str, fence: int = 0) -> None:
+        self._count()
+        self.switched.append((node_id, role, model, fence))
+
+
+async def test_a_node_changes_its_model_where_its_provider_does_that() -> None:
+    provider = Switching(dict(running("decode-0", "decode-1").nodes))
+    fleet, changes = admin(
+        provider, member("decode-0", num_running=3), member("decode-1"), member("decode-7")
+    )
+    other, _ = admin(provider)
+    other.model = "other"
+    told: list[str] = []
+
+    async def hand_on(node_id: str) -> None:
+        told.append(node_id)
+
+    fleet.before_stop = hand_on
+    done = await fleet.switch_model("decode-0", other)
+    assert done == {
+        "node_id": "decode-0",
+        "model": "other",
+        "former": "tiny",
+        "num_requests": 3,
+        "num_left": 2,
+    }
+    assert provider.switched == [("decode-0", "decode", "other", 0)]
+    assert (changes, told) == ([("switches", "decode-0")], ["decode-0"])
+    with pytest.raises(FleetUnchanged, match="decode-1 serves tiny already"):
+        await fleet.switch_model("decode-1", fleet)
+    with pytest.raises(FleetUnchanged, match="started by others"):
+        await fleet.switch_model("decode-7", other)
+    with pytest.raises(NodeMissing):
+        await fleet.switch_model("decode-9", other)
+    provider.fails_at = 0
+    with pytest.raises(ProviderFailed):
+        await fleet.switch_model("decode-1", other)
+    assert len(changes) == 1
+
+
+@pytest.mark.parametrize("provider", [running("decode-0"), None])
+async def test_a_provider_that_cannot_switch_says_what_to_do_instead(provider: FakeProvider | None) -> None:
+    fleet, changes = admin(provider, member("decode-0"))
+    other, _ = admin(provider)
+    other.model = "other"
+    with pytest.raises(FleetUnchanged, match="start one of other, then drain decode-0"):
+        await fleet.switch_model("decode-0", other)
+    assert changes == []
+
+
+async def test_where_a_planner_of_either_model_acts_operators_switch_no_node() -> None:
+    provider = Switching(dict(running("decode-0").nodes))
+    fleet, _ = admin(provider, member("decode-0"))
+    other, _ = admin(provider)
+    other.model, other._planned = "other", True
+    with pytest.raises(FleetUnchanged, match=r"planner\.mode=act"):
+        await fleet.switch_model("decode-0", other)
+    assert provider.switched == []

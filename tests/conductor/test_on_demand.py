@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 from uuid import uuid4
 
 import pytest
@@ -178,3 +180,36 @@ async def test_a_planner_starts_nothing_before_a_request_does(url: str) -> None:
         assert not machines.started
         assert await cluster.generate(request()) == continuation(PROMPT, 8)
         await cluster.until(lambda: "plans" in cluster.conductor.planner()["state"])
+
+
+async def test_a_node_that_comes_from_another_model_has_its_time() -> None:
+    """The model sleeps, and nothing was asked of it for long."""
+    times, stopped, members = [0.0], list[str](), dict[str, Any]()
+
+    async def supplied() -> Sequence[SuppliedNode]:
+        return [SuppliedNode(name, "both", RUNNING) for name in members]
+
+    async def stop(node_id: str, why: str) -> None:
+        stopped.append(node_id)
+
+    admin = SimpleNamespace(provider="fake", supplied=supplied, stop=stop)
+    nodes = on_demand.OnDemand(
+        cast(Any, SimpleNamespace(members=members, available=lambda stage: len(members))),
+        cast(Any, admin),
+        roles=("both",),
+        min_warm=0,
+        idle_s=10.0,
+        activity=lambda: (0, 0),
+        clock=lambda: times[-1],
+    )
+    times.append(100.0)
+    await nodes.round()
+    load = SimpleNamespace(num_running=0, num_waiting=0)
+    members["n"] = SimpleNamespace(owner="n", record=SimpleNamespace(load=load))
+    for now_s in (101.0, 105.0, 110.0):
+        times.append(now_s)
+        await nodes.round()
+        assert stopped == []
+    times.append(112.0)
+    await nodes.round()
+    assert stopped == ["n"]

@@ -25,6 +25,11 @@ def large(now: dict[str, Any], num_nodes: int, second: int, seed: int = 7) -> di
     counts = {"candidate": {"requests": 200, "errors": 3}, "stable": {"requests": 1800, "errors": 9}}
     canary = {"name": "large", "candidate": "next", "share": 10, "state": "running", "verdict": "wait"}
     made["cluster"]["canaries"] = [canary | {"sides": counts}]
+    model = {"num_nodes": half, "num_requests": 3, "num_idle": 2, "queues": False, "stranded_node_s": 1234.5}
+    made["cluster"]["models"] = [
+        model | {"name": "large", "queues": True, "num_idle": 0, "loan": "lend decode-1 to large: it queues"},
+        model | {"name": "next"},
+    ]
     pairs = [
         (f"prefill-{i % half}", f"decode-{(i * 7 + i // half) % half}")
         for i in range(min(MAX_ROUTES, 8 * half))

@@ -73,6 +73,12 @@ async def test_a_large_cluster_is_fluid(browser: Browser, cluster: LocalCluster,
     assert max(middle for middle, _ in frames_ms.values()) <= FRAME_MS, frames_ms
     told = "Canary of large: next with 10 %, 1.5 % of 200 failed, before 0.5 % of 1,800 failed: wait"
     await expect(page.locator("#canaries")).to_have_text(told)
+    rows = page.locator("#models tbody tr")
+    lent = ["large", str(num_nodes // 2), "0", "3", "yes", "1,235", "lend decode-1 to large: it queues"]
+    assert await rows.nth(0).locator("th, td").all_text_contents() == lent
+    assert (await rows.nth(1).locator("th, td").all_text_contents())[:5] == [
+        *("next", str(num_nodes // 2), "2", "3", "no")
+    ]
     # The last of a thousand nodes is found, by scrolling and by name.
     await page.locator("#nodes .scroll").evaluate("(box) => { box.scrollTop = box.scrollHeight }")
     last = f"prefill-{num_nodes // 2 - 1}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from rich.console import Console
 from moonpool.client import Client
 from moonpool.commands.canary import canary_view
 from moonpool.conductor.canary.decision import Tally, decide
-from moonpool.conductor.canary.record import Canary
+from moonpool.conductor.canary.record import Canary, FormerShare
 
 
 def text_of(*found: dict[str, Any]) -> str:
@@ -38,6 +39,10 @@ def test_the_view_has_both_sides_and_what_the_counts_say() -> None:
     assert "the counts say: roll back" in running
     ended = text_of(found | {"state": "rolled back", "reason": "it failed"})
     assert "it failed" in ended and "the counts say" not in ended
+    former = json.loads(json.dumps(replace(canary, former=(FormerShare(1.0, sides),)).to_dict()))["former"]
+    assert "with 1 % before: large 9 errors of 900, next 6 errors of 6" in text_of(
+        found | {"former": former, "verdict": "wait"}
+    )
 
 
 @pytest.fixture
@@ -59,6 +64,7 @@ async def test_the_client_names_what_it_changes_in_the_path(asked: tuple[Client,
     client, seen = asked
     await client.start_canary("large", "next", 12.5, tenants=["a b", "c"], least=7, auto=True)
     await client.start_canary("large", "next", 10)
+    await client.share_canary("large", 25)
     await client.promote_canary("large")
     await client.roll_back_canary("large")
     assert await client.canaries() == []
@@ -66,6 +72,7 @@ async def test_the_client_names_what_it_changes_in_the_path(asked: tuple[Client,
     assert seen == [
         f"POST {path}/start/next/12.5?tenant=a%20b&tenant=c&auto=1&least=7",
         f"POST {path}/start/next/10",
+        f"POST {path}/share/25",
         f"POST {path}/promote",
         f"POST {path}/rollback",
         "GET /v1/fleet/canary",

@@ -35,8 +35,11 @@ class Cluster:
     def stop_node(self, name: str) -> None:
         self.nodes.remove(name)
 
+    def switch_node(self, name: str, role: str, model: str) -> None:
+        self.settings = [[name, role, model]]
+
     def supplied(self, model: str = "") -> Sequence[SuppliedNode]:
-        return [SuppliedNode(name, "decode", STARTING) for name in self.nodes]
+        return [SuppliedNode(name, "decode", STARTING, drain_s=0.5) for name in self.nodes]
 
 
 @pytest.fixture
@@ -77,3 +80,16 @@ async def test_an_older_epoch_is_refused(provider: LocalProvider, cluster: Clust
     with pytest.raises(ProviderFailed, match="epoch 3 asks"):
         await provider.start("decode", "tiny", fence=3)
     assert cluster.nodes == ["decode-1", "decode-2"]
+
+
+async def test_a_node_is_switched_to_a_model_of_the_cluster(
+    provider: LocalProvider, cluster: Cluster
+) -> None:
+    await provider.start("decode", "tiny")
+    await provider.switch("decode-0", "both", "tiny", fence=3)
+    assert cluster.settings == [["decode-0", "both", "tiny"]]
+    with pytest.raises(ProviderFailed, match="serves tiny, not huge: nothing was changed"):
+        await provider.switch("decode-0", "both", "huge")
+    with pytest.raises(ProviderFailed, match=r"decode-0 does not change its model: .*epoch 2 asks"):
+        await provider.switch("decode-0", "both", "tiny", fence=2)
+    assert [node.drain_s for node in await provider.list()] == [0.5]

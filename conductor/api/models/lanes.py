@@ -17,6 +17,7 @@ from moonpool.conductor.canary.canaries import Canaries
 from moonpool.conductor.core import Conductor
 from moonpool.conductor.observing.request_metrics import ClusterCounts
 from moonpool.conductor.observing.timelines.timeline import RequestTimeline
+from moonpool.conductor.planning.arbiter import Arbiter
 from moonpool.protos import node_pb2
 from moonpool.runtime.config.routes import Route
 
@@ -46,11 +47,16 @@ class Lanes:
     """The first lane answers requests that name no model, and its context is that of all handlers."""
 
     def __init__(
-        self, lanes: Sequence[Lane], routes: Sequence[Route] = (), canaries: Canaries | None = None
+        self,
+        lanes: Sequence[Lane],
+        routes: Sequence[Route] = (),
+        canaries: Canaries | None = None,
+        arbiter: Arbiter | None = None,
     ) -> None:
         """Raises ConfigError: a route's classifier cannot be used."""
         assert lanes and lanes[0].loaded is not None
         self.canaries = canaries
+        self._arbiter = arbiter
         self.routes = {route.name: route for route in routes}
         self.classifiers = {
             route.name: Classifier.load(route.classifier.path)
@@ -149,6 +155,7 @@ class Lanes:
                 "num_nodes": len(each[lane.name]["nodes"]),
                 "num_requests": each[lane.name]["num_requests"],
                 "num_index_blocks": each[lane.name]["index"]["num_blocks"],
+                **(self._arbiter.status[lane.name] if self._arbiter is not None else {}),
             }
             for lane in self
         ]

@@ -53,13 +53,19 @@ class LocalProvider:
         with self._failures(f"{request.node_id} was not stopped"):
             await self._supervisor.Stop(request, timeout=_TIMEOUT_S)
 
+    async def switch(self, node_id: str, role: str, model: str, fence: int = 0) -> None:
+        request = fleet_pb2.SwitchNodeRequest(node_id=node_id, role=role, model=model, fence=fence)
+        with self._failures(f"{node_id} does not change its model"):
+            await self._supervisor.Switch(request, timeout=_TIMEOUT_S)
+
     async def list(self) -> Sequence[SuppliedNode]:
         with self._failures("the supplied nodes are unknown"):
             reply = await self._supervisor.List(
                 fleet_pb2.ListNodesRequest(model=self._model), timeout=_TIMEOUT_S
             )
         return [
-            SuppliedNode(node.node_id, node.role, node.state, node.reason, node.age_s) for node in reply.nodes
+            SuppliedNode(node.node_id, node.role, node.state, node.reason, node.age_s, drain_s=node.drain_s)
+            for node in reply.nodes
         ]
 
     async def close(self) -> None:

@@ -13,6 +13,8 @@ STOPPING: Final = "stopping"
 """It drains, or ends."""
 FAILED: Final = "failed"
 """It ended and is not started again. Kept for a while, with the reason."""
+REFUSED: Final = "refused"
+"""It did not start with this model, and serves the one before it again. Kept for a while, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class SuppliedNode:
     reason: str = ""  # why it failed, or does not start, as a sentence
     age_s: float = 0.0  # since it was started
     can_stop: bool = True
+    drain_s: float = 0.0  # that it took to leave the model before this one; 0: it had no other
 
     @property
     def counts(self) -> bool:
@@ -75,3 +78,13 @@ class VersionedProvider(Provider, Protocol):
 
     async def settle(self, settings: Sequence[str]) -> None:
         """Have all nodes that are started from now on have these settings."""
+
+
+@runtime_checkable
+class SwitchingProvider(Provider, Protocol):
+    """A provider whose nodes can serve another model than before, where they are."""
+
+    async def switch(self, node_id: str, role: str, model: str, fence: int = 0) -> None:
+        """Have a node drain, and serve ``model`` with this role from then on. Returns at once. Where it
+        does not start with it, it serves the former model again, and is ``REFUSED`` for the other one.
+        """

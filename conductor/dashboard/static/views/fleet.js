@@ -3,6 +3,7 @@ import { bytes, cell, element, fill, format, patch, percent, pill, row, say, scr
 import { List } from "../list.js";
 import { heldBy, stateClass, stateOf } from "../nodes.js";
 import { canariesOf } from "../panels/canaries.js";
+import { drawModels } from "../panels/models.js";
 import { drawPlan } from "../panels/plan.js";
 import { TIER_COLUMNS, tierRows } from "../panels/tiers.js";
 import { Detail } from "./detail.js";
@@ -118,6 +119,7 @@ export function mount(root, page) {
     list.sortBy(page.param("sort"));
     list.draw(shown, page.param("node"));
     drawPlan(frame.now.planner);
+    drawModels(frame.now.cluster.models);
     say(root.querySelector("#canaries"), canariesOf(frame.now.cluster));
   }
 

@@ -1,0 +1,107 @@
+"""A node of one model as a node of another one: what it is started with, and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from moonpool.errors import TooLittleMemory
+from moonpool.local import children as children_module
+from moonpool.local.children import Children, NoRoom
+from moonpool.runtime.config.engine_options import shipped
+from moonpool.runtime.config.models_file import served_models
+from moonpool.runtime.config.options import Config
+from moonpool.runtime.errors import ConfigError
+from moonpool.runtime.service.child import Child
+
+MIB = 1 << 20
+
+
+def two(directory: Path, *settings: str, first: tuple[str, ...] = ()) -> tuple[Children, Children]:
+    """The children of two models, one node of both roles of each. ``settings``: of the second one."""
+    small = directory / "small"
+    shutil.copytree(shipped("small"), small)
+    given = "".join(
+        f'[[model]]\nname = "{name}"\npath = "{path}"\nset = {list(own)}\n'
+        for name, path, own in (("a", "", first), ("b", small, settings))
+    )
+    (directory / "models.toml").write_text(given.replace("'", '"'))
+    config = Config()
+    config = replace(
+        config,
+        cluster=replace(config.cluster, prefill=0, decode=0, both=1),
+        models=replace(config.models, path=str(directory / "models.toml")),
+    )
+    a, b = (
+        Children(one.config, directory, lambda name, done, total: None, one.name)
+        for one in served_models(config).models
+    )
+    return a, b
+
+
+def options(child: Child) -> list[str]:
+    """What it is started with beyond its file."""
+    words = child._command
+    return [value for word, value in pairwise(words) if word == "--set"]
+
+
+def test_it_keeps_its_name_and_its_gpus_and_has_the_other_models_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(children_module, "computes_on_gpus", lambda config: 4)
+    a, b = two(tmp_path, "engine.parallel.tp=2", first=("engine.parallel.tp=2", "cluster.both=2"))
+    nodes = a.first_nodes()
+    (other,) = b.first_nodes()
+    b.settle(["engine.max_batch_tokens=99"])
+    moved = b.moved("both-a-1", "decode", a)
+    assert moved.name == nodes[1].name == "both-a-1"
+    assert moved._command[:5] == [*nodes[1]._command[:4], "decode"]
+    assert moved._command[moved._command.index("--config") + 1] == str(tmp_path / "cluster-b.toml")
+    (gpu,) = [one for one in options(moved) if one.startswith("model.device")]
+    assert gpu in options(nodes[1]) and gpu == "model.device=cuda:2"
+    assert "engine.max_batch_tokens=99" in options(moved)
+    # And back again.
+    assert options(a.moved("both-a-1", "both", b)) == options(nodes[1])
+    assert gpu not in options(other)
+
+
+def test_one_that_needs_other_gpus_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children_module, "computes_on_gpus", lambda config: 4)
+    a, b = two(tmp_path, "engine.parallel.tp=2")
+    a.first_nodes()
+    with pytest.raises(NoRoom, match="both-a-0 has 1 GPUs, and this model takes 2"):
+        b.moved("both-a-0", "both", a)
+
+
+def test_the_memory_that_it_gives_up_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = two(tmp_path, "engine.pool_nbytes=300MiB", first=("engine.pool_nbytes=200MiB",))
+    a.first_nodes()
+    monkeypatch.setattr(children_module, "available_nbytes", lambda: 100 * MIB)
+    b.moved("both-a-0", "both", a)  # the small model's weights are the smaller ones
+    monkeypatch.setattr(children_module, "available_nbytes", lambda: 50 * MIB)
+    with pytest.raises(TooLittleMemory):
+        b.moved("both-a-0", "both", a)
+
+
+def test_blocks_on_disk_are_those_of_one_model(tmp_path: Path) -> None:
+    a, b = two(tmp_path, "store.ssd.path=/kv", "engine.pool_nbytes=1MiB", first=("store.ssd.path=/kv",))
+    (node,) = a.first_nodes()
+    b.first_nodes()
+    assert "store.ssd.path=/kv/b" in options(b.moved("both-a-0", "both", a))
+    assert options(a.moved("both-a-0", "both", b)) == options(node), "its own folder, again"
+    assert "store.ssd.path=/kv/a" in options(a.moved("both-b-0", "both", b))
+
+
+def test_a_checkpoint_that_is_gone_and_another_engine_are_refused(tmp_path: Path) -> None:
+    a, b = two(tmp_path)
+    a.first_nodes()
+    shutil.rmtree(tmp_path / "small")
+    with pytest.raises(ConfigError, match="is not a directory"):
+        b.moved("both-a-0", "both", a)
+    a._config = replace(a._config, cluster=replace(a._config.cluster, engine="vllm"))
+    with pytest.raises(ConfigError, match="vLLM engines do not change their model"):
+        b.moved("both-a-0", "both", a)
