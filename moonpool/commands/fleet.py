@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import click
@@ -74,15 +75,18 @@ def scale_command(role: str, count: int, url: str) -> None:
 @click.argument("node")
 @click.argument("role", required=False, type=click.Choice(("prefill", "decode", "both")))
 @click.option("--model", "name", metavar="NAME", help="Serve this model of the cluster; the role stays.")
+@click.option(
+    "--wait", "wait_s", default=600.0, show_default=True, metavar="SECONDS", help="For it to serve the model."
+)
 @url_option
-def switch_command(node: str, role: str | None, name: str | None, url: str) -> None:
+def switch_command(node: str, role: str | None, name: str | None, wait_s: float, url: str) -> None:
     """Have NODE become a node of ROLE: its cache stays. Or have it serve another model.
 
     No request is lost. For another model the node drains and starts again, on the same machine and GPUs. Exit
-    code 1: it did not start with that model, and serves the one before again.
+    code 1: it did not start with that model, and serves the one before again; or it does not serve it yet.
     """
     if name is not None and role is None:
-        _switch_model(node, name, url)
+        _switch_model(node, name, wait_s, url)
         return
     if role is None or name is not None:
         raise click.UsageError("give a ROLE, or --model NAME")
@@ -93,9 +97,10 @@ def switch_command(node: str, role: str | None, name: str | None, url: str) -> N
     console.print(f"{node} becomes a {role} node{left}")
 
 
-def _switch_model(node: str, name: str, url: str) -> None:
+def _switch_model(node: str, name: str, wait_s: float, url: str) -> None:
     async def switched(client: Client) -> tuple[dict[str, Any], dict[str, Any], dict[str, float]]:
         done, ended = await client.switch_model(node, name), {"state": "failed", "reason": "it has ended"}
+        until_s = time.monotonic() + wait_s
         while True:
             nodes = {one["node_id"]: one for one in (await client.fleet(name))["nodes"]}
             found = nodes.get(done["node_id"], {"supplied": ended, "states": (), "join": {}})
@@ -104,6 +109,12 @@ def _switch_model(node: str, name: str, url: str) -> None:
             serves = supplied["state"] == "running" and "ready" in found["states"]
             if serves or supplied["state"] in ("failed", "refused"):
                 return done, supplied, found.get("join", {})
+            if time.monotonic() > until_s:
+                states = ", ".join(found["states"]) or "not registered"
+                raise click.ClickException(
+                    f"{node} does not serve {name} after {wait_s:g} s (its process: {supplied['state']}; as "
+                    f"a node: {states}). The switch goes on: see its log, and {url}/v1/fleet?model={name}"
+                )
             await asyncio.sleep(0.1)
 
     done, supplied, join = run_with_client(url, switched)

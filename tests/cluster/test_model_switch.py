@@ -132,7 +132,9 @@ async def test_a_node_changes_its_model_under_load_and_no_token_is_lost_or_wrong
 async def _switches_back(
     cluster: LocalCluster, client: Client, ask: Ask, expected: dict[tuple[str, int], str]
 ) -> None:
-    await client.switch_model("both-large-1", "large")
+    impatient = await command(cluster, "switch", "both-large-1", "--model", "large", "--wait", "0")
+    assert impatient.exit_code == 1
+    assert "both-large-1 does not serve large after 0 s" in impatient.output.replace("\n", " ")
 
     async def back() -> bool:
         return list((await served(client)).values()).count("large") == 2
