@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from moonpool.conductor.costs.model import CostModel
@@ -24,6 +25,7 @@ from moonpool.conductor.replication.copy_plan import (
     plan_warming,
 )
 from moonpool.conductor.replication.heat import Heat
+from moonpool.conductor.replication.prefix_tree import CHAINS, prefix_tree, told
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.runtime.errors import MoonpoolError
 from moonpool.runtime.service.vital import cancel_and_wait, restarted
@@ -78,22 +80,16 @@ class Replicator:
         """A request with these keys was placed; ``prefixes``: leading blocks of it on each node."""
         self._heat.touch(keys[: longest_blocks(prefixes)], self._clock(), compute_s)
 
-    def hottest(self, count: int) -> list[dict[str, Any]]:
-        """The hottest prefixes, for the dashboard: plain JSON types."""
-        now_s = self._clock()
-        return [
-            {
-                "key": chain.keys[-1].hex(),
-                "blocks": len(chain.keys),
-                "uses_per_s": self._heat.uses_per_s(chain, now_s),
-                "holders": sorted(
-                    node
-                    for node, held in self._registry.holders(chain.keys).items()
-                    if held >= len(chain.keys)
-                ),
-            }
-            for chain in self._heat.hottest(count, now_s)
-        ]
+    def count(self, keys: Sequence[BlockKey], num_used: int, tenant: str) -> None:
+        """See ``Heat.count``: once for each request, before ``note``."""
+        self._heat.count(keys, num_used, tenant)
+
+    def tree(self) -> list[dict[str, Any]]:
+        """The hottest prefixes, for the dashboard: see ``prefix_tree.told``."""
+        now_s, heat, registry = self._clock(), self._heat, self._registry
+        root = prefix_tree(heat.hottest(CHAINS, now_s))
+        uses_per_s = partial(heat.uses_per_s, now_s=now_s)
+        return told(root, uses_per_s, registry.holders, registry.mirror.tier_of)
 
     async def round(self) -> None:
         """Plan and carry out one round. A failed copy is repeated by a later round if it is still wanted."""

@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 MAX_ROUTES = 512  # as many as a conductor counts
-_EVENTS, _REQUESTS = 200, 40  # as many as a snapshot has
+_EVENTS, _REQUESTS, _PREFIXES = 200, 40, 49  # as many as a snapshot has
 
 
 def large(now: dict[str, Any], num_nodes: int, second: int, seed: int = 7) -> dict[str, Any]:
@@ -41,6 +41,21 @@ def large(now: dict[str, Any], num_nodes: int, second: int, seed: int = 7) -> di
             "last_s": made["unix_s"],
         }
         for number, (source, target) in enumerate(pairs)
+    ]
+    made["prefixes"] = [
+        {
+            "key": f"{number:032x}",
+            "depth": number % 4,
+            "blocks": 16 * (number % 4 + 1),
+            "uses_per_s": 3.0 / (number + 1),
+            "hits": 100 * (50 - number),
+            "misses": number,
+            "tenant": f"tenant-{number % 5}",
+            "copies": half,
+            "holders": [f"prefill-{name}" for name in range(min(half, 8))],
+            "tiers": {"pool": half // 2, "ssd": half - half // 2},
+        }
+        for number in range(_PREFIXES)
     ]
     event = {"kind": "joined", "text": "a node joined"}
     made["events"] = [
