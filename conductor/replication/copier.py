@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -33,6 +34,8 @@ from moonpool.runtime.service.vital import cancel_and_wait, restarted
 log = logging.getLogger(__name__)
 
 _PERIOD_S = 1.0
+# A tree takes some milliseconds, and snapshots for the dashboard are made every second.
+_TREE_S = 4.5
 _DEADLINE_S = 10.0
 # For the copies from a node that is about to end, and the prefixes that are considered.
 _HAND_ON_S = 5.0
@@ -65,6 +68,8 @@ class Replicator:
         self._on_copied = on_copied
         self._heat = Heat()
         self._made: list[Copy] = []
+        self._tree: list[dict[str, Any]] = []
+        self._tree_until_s = -math.inf
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -85,11 +90,14 @@ class Replicator:
         self._heat.count(keys, num_used, tenant)
 
     def tree(self) -> list[dict[str, Any]]:
-        """The hottest prefixes, for the dashboard: see ``prefix_tree.told``."""
-        now_s, heat, registry = self._clock(), self._heat, self._registry
-        root = prefix_tree(heat.hottest(CHAINS, now_s))
-        uses_per_s = partial(heat.uses_per_s, now_s=now_s)
-        return told(root, uses_per_s, registry.holders, registry.mirror.tier_of)
+        """The hottest prefixes, for the dashboard: see ``prefix_tree.told``. Up to ``_TREE_S`` old."""
+        now_s, heat, mirror = self._clock(), self._heat, self._registry.mirror
+        if now_s >= self._tree_until_s:
+            root = prefix_tree(heat.hottest(CHAINS, now_s))
+            rate = partial(heat.uses_per_s, now_s=now_s)
+            self._tree = told(root, rate, mirror.longest_prefix, mirror.tiers_of)
+            self._tree_until_s = now_s + _TREE_S
+        return self._tree
 
     async def round(self) -> None:
         """Plan and carry out one round. A failed copy is repeated by a later round if it is still wanted."""

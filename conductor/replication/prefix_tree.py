@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from moonpool.conductor.replication.heat import HotChain
@@ -12,8 +12,8 @@ from moonpool.kvstore.blocks.tier import Tier
 
 # Prefixes that a tree is made of; branches between them come to fewer than that again.
 CHAINS = 25
-# Copies whose tier is looked up, and names of nodes that are told, of each prefix.
-_MOST_COPIES, _MOST_NAMES = 64, 8
+# Names of nodes that are told of each prefix.
+_MOST_NAMES = 8
 
 
 class PrefixNode:
@@ -52,24 +52,23 @@ def prefix_tree(chains: Iterable[HotChain]) -> PrefixNode:
 def told(
     root: PrefixNode,
     uses_per_s: Callable[[HotChain], float],
-    holders: Callable[[Sequence[BlockKey]], Mapping[str, int]],
-    tier_of: Callable[[str, BlockKey], Tier | None],
+    holders: Callable[[Sequence[BlockKey]], Iterable[str]],
+    tiers_of: Callable[[BlockKey], Mapping[Tier, int]],
 ) -> list[dict[str, Any]]:
     """The nodes from the root down, those used most first, as plain JSON types. No prompt's text is known.
 
     ``blocks``: of the whole prefix; ``uses_per_s``: of it and all that go on from it. ``hits`` and
     ``misses``: requests that began with it, by whether all of it came from a cache; of a node where only
-    others part, those of its branches. ``tiers``: copies by the tier of their last block.
+    others part, those of its branches. ``copies`` and ``tiers``: of the last block, since a node that has it
+    has those before. ``holders``: some of these nodes, of many.
     """
     found: list[dict[str, Any]] = []
 
     def visit(node: PrefixNode, depth: int) -> None:
         rows = [(sum(map(uses_per_s, one.chains())), one) for one in node.branches.values()]
         for uses, branch in sorted(rows, key=lambda row: (-row[0], row[1].keys[row[1].num_blocks - 1])):
-            keys, last = branch.keys[: branch.num_blocks], branch.keys[branch.num_blocks - 1]
-            names = sorted(name for name, held in holders(keys).items() if held >= branch.num_blocks)
-            tiers = Counter(tier_of(name, last) for name in names[:_MOST_COPIES])
-            own = branch.counted()
+            last, own = branch.keys[branch.num_blocks - 1], branch.counted()
+            tiers = tiers_of(last)
             found.append(
                 {
                     "key": last.hex(),
@@ -79,9 +78,9 @@ def told(
                     "hits": sum(chain.hits for chain in own),
                     "misses": sum(chain.misses for chain in own),
                     "tenant": own[0].tenant,
-                    "copies": len(names),
-                    "holders": names[:_MOST_NAMES],
-                    "tiers": {tier.name.lower(): count for tier, count in tiers.items() if tier is not None},
+                    "copies": sum(tiers.values()),
+                    "holders": list(islice(holders((last,)), _MOST_NAMES)),
+                    "tiers": {tier.name.lower(): count for tier, count in tiers.items()},
                 }
             )
             visit(branch, depth + 1)
