@@ -57,6 +57,10 @@ def large(now: dict[str, Any], num_nodes: int, second: int, seed: int = 7) -> di
         }
         for number in range(_PREFIXES)
     ]
+    role = {"ready": half, "starting": 0, "needed": half, "target": half, "attained": 1.0, "why": "enough"}
+    made["planner"] = {"mode": "act", "state": "steady", "steps": []}
+    made["planner"]["roles"] = {name: {**role, "held": "", "join": {}} for name in ("prefill", "decode")}
+    made["degraded"] = []
     event = {"kind": "joined", "text": "a node joined"}
     made["events"] = [
         {**event, "number": i, "unix_s": made["unix_s"] - i, "node": f"decode-{i % half}"}

@@ -1,4 +1,4 @@
-"""Whose prompts a request waited behind: the tenant with most of the tokens that were queued before it."""
+"""The tenant with most of the tokens that were queued before a request."""
 
 from __future__ import annotations
 
