@@ -36,8 +36,8 @@ _PAGE_HEADERS = {
 }
 
 EVERY_S = 1.0
-# Snapshots take at most this part of a core, for all viewers together: of large clusters they come less often,
-# but not less than that.
+# Snapshots take at most this part of a core, for all viewers together: of large clusters they come less
+# often, but not less than that.
 _SHARE, _SLOWEST_S = 0.02, 5.0
 _REQUESTS_SHOWN = 40
 
