@@ -71,8 +71,6 @@ log = logging.getLogger(__name__)
 # Timelines kept; a few kilobytes each.
 _TIMELINES_KEPT = 2048
 
-# Hot prefixes shown on the dashboard.
-_PREFIXES_SHOWN = 12
 
 # Blocks of the index that are read and encoded in one turn of the loop.
 _PART_BLOCKS = 4096
@@ -404,7 +402,7 @@ class Conductor:
         slo = asdict(self._deps.slo).items()
         members = self._deps.registry.members.values()
         return self._deps.activity.to_dict() | {
-            "prefixes": self._deps.replicator.hottest(_PREFIXES_SHOWN),
+            "prefixes": self._deps.replicator.tree(),
             "paths": paths_of(member.record for member in members),
             "predictions": {name: errors.latest() for name, errors in self._deps.cost_model.errors.items()},
             "planner": self._planner.status,

@@ -242,8 +242,11 @@ class Client:
         """
         return self._stream("/v1/chat/completions", {"messages": list(messages), **parameters}, reply)
 
-    def complete(self, prompt: str, reply: Reply, **parameters: Any) -> AsyncGenerator[str, None]:
-        """Stream the continuation of ``prompt``, for checkpoints without a chat template."""
+    def complete(
+        self, prompt: str | Sequence[int], reply: Reply, **parameters: Any
+    ) -> AsyncGenerator[str, None]:
+        """Stream the continuation of ``prompt``, a text or token ids, for checkpoints without a chat
+        template."""
         return self._stream("/v1/completions", {"prompt": prompt, **parameters}, reply)
 
     async def _stream(self, path: str, parameters: dict[str, Any], reply: Reply) -> AsyncGenerator[str, None]:

@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections import Counter
+from copy import copy
 from dataclasses import dataclass, field, replace
 
 import orjson
@@ -69,6 +70,12 @@ class KnownLoad:
                 sampled = {"temperature": 0.9, "seed": rng.randrange(1 << 31)}
                 self._bodies.append(orjson.dumps(fields | (sampled if number % 2 else {"temperature": 0})))
         self._expected: list[tuple[int, ...]] = []
+
+    def at(self, server: Server) -> KnownLoad:
+        """The same load at another conductor of the cluster: the answers that are known are its own, too."""
+        other = copy(self)
+        other.server = server
+        return other
 
     async def learn(self) -> None:
         """Ask each prompt twice, without faults. Raises ``RequestFailed``: an error, or two answers."""

@@ -32,7 +32,7 @@ _OWN = ("scale", "http", "sse", "dashboard")
 @click.option("--policy", type=click.Choice(sorted(POLICIES)), default="goodput", show_default=True)
 @click.option("--decisions", default=3000, show_default=True, help="Measured for each size.")
 @click.option("--requests", default=1600, show_default=True, help="Measured over HTTP.")
-@click.option("--full", is_flag=True, help="More sizes, up to ten million blocks.")
+@click.option("--full", is_flag=True, help="More sizes: ten million blocks, 1,024 nodes on the dashboard.")
 def conductor(run: Run, policy: str, decisions: int, requests: int, full: bool) -> Settings:
     """Measure decisions in clusters of many sizes, and the conductor's cost of a request.
 

@@ -27,6 +27,8 @@ new_event_loop = uvloop.new_event_loop
 _FIRST_TOKEN, _NUM_TOKENS = 300, 1500
 # Steps that may wait for the conductor, as a real node's batch does.
 _AHEAD = 4
+# Their heartbeats may come all at once, and a client has a limit of connections.
+_NODES_A_CLIENT = 64
 # As many figures of transfers and evictions as real nodes publish.
 _PATH = {"nbytes": 1 << 40, "seconds": 1234.567891, "batches": 123456}
 _PATH |= {"failures": 7, "retries": 7, "in_flight": 1}
@@ -165,11 +167,12 @@ class FakeNodes:
             tiers={"host": TierFill(1 << 20, 1 << 19), "ssd": TierFill(1 << 22, 1 << 21)},
             extra={"versions": versions_of(("moonpool", "torch")), "paths": _PATHS, "evicted": _EVICTED},
         )
-        index = KVIndex(connect(self._options.redis_url), self._options.namespace)
         self._nodes = [
             FakeNode(role, number, self._delay_s, record)  # type: ignore[abstract]
             for role, count in self._counts.items()
             for number in range(count)
         ]
-        for node in self._nodes:
+        for number, node in enumerate(self._nodes):
+            if number % _NODES_A_CLIENT == 0:
+                index = KVIndex(connect(self._options.redis_url), self._options.namespace)
             await node.start(index, self._options)

@@ -6,14 +6,16 @@ import asyncio
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from moonpool.bench.serve.client.answer import Answer, AnswerInvalid, read_text
+from moonpool.bench.serve.client.answer import Answer, AnswerInvalid, read_json, read_text
 from moonpool.bench.serve.client.http_client import HttpClient, ServerUnreachable
 from moonpool.runtime.observing.metrics_server import own_metrics_key
+from moonpool.runtime.service.vital import cancel_and_wait
 
 # How often the counters of all processes are read.
 READ_EVERY_S = 0.25
@@ -22,6 +24,63 @@ _ANSWER_S = 5.0
 _COUNTED = re.compile(r'^moonpool_failures_total\{cause="(\w+)",class="(\w+)"\} (\S+)$', re.MULTILINE)
 _CONNECTED = re.compile(r"^moonpool_index_(mirror|publisher)_connected (\S+)$", re.MULTILINE)
 _REJECTED = "status 429"
+
+
+class CapacityWatch:
+    """Asks ``/v1/cluster`` which nodes take requests. ``missing_s``: node-seconds in which they did not, to
+    the interval of the asking: a node is away, not ready, or behind an open breaker."""
+
+    def __init__(self, http: HttpClient) -> None:
+        self.missing_s = 0.0
+        self._http = http
+        self._nodes: set[str] = set()
+        self._asked_s = 0.0
+
+    async def read(self) -> None:
+        """The nodes of the first call are those that there should be."""
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                _, state = read_json(await self._http.get("/v1/cluster"))
+        except (ServerUnreachable, AnswerInvalid, TimeoutError):
+            return
+        self.see(state["nodes"], time.monotonic())
+
+    def see(self, nodes: Sequence[Mapping[str, Any]], now_s: float) -> None:
+        self._nodes = self._nodes or {node["node_id"] for node in nodes}
+        serving = {
+            node["node_id"] for node in nodes if node["state"] == "ready" and not node["breaker_closes_in_s"]
+        }
+        if self._asked_s:
+            self.missing_s += len(self._nodes - serving) * (now_s - self._asked_s)
+        self._asked_s = now_s
+
+    def forget(self) -> None:
+        """What was missing so far is not of the fault."""
+        self.missing_s = 0.0
+
+    @classmethod
+    @asynccontextmanager
+    async def running(cls, http: HttpClient) -> AsyncIterator[CapacityWatch]:
+        watch = cls(http)
+        await watch.read()
+        async with _again(watch.read):
+            yield watch
+
+
+@asynccontextmanager
+async def _again(*reads: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    """Each of them every ``READ_EVERY_S``."""
+
+    async def run(read: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            await asyncio.sleep(READ_EVERY_S)
+            await read()
+
+    tasks = [asyncio.create_task(run(read)) for read in reads]
+    try:
+        yield
+    finally:
+        await cancel_and_wait(*tasks)
 
 
 class FailureWatch:
@@ -70,19 +129,8 @@ class FailureWatch:
     async def running(cls, urls: Sequence[str]) -> AsyncIterator[FailureWatch]:
         watch = cls(urls)
         await watch.read()
-
-        async def run(url: str) -> None:
-            while True:
-                await asyncio.sleep(READ_EVERY_S)
-                await watch._read(url)
-
-        tasks = [asyncio.create_task(run(url)) for url in urls]
-        try:
+        async with _again(*(partial(watch._read, url) for url in urls)):
             yield watch
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @dataclass(slots=True)
@@ -95,10 +143,13 @@ class Course:
     contain_s: list[float] = field(default_factory=list)
     recover_s: list[float] = field(default_factory=list)
     num_failed_attempts: int = 0
+    num_recovered: int = 0  # retries that were followed by a token
     recomputed_tokens: int = 0
+    missing_s: float = 0.0  # node-seconds without service
+    ttft_s: list[float] = field(default_factory=list)
+    e2e_s: list[float] = field(default_factory=list)
     lost: int = 0  # requests that ended in an error
     late: int = 0
-    slowest_s: float = 0.0
     rejected: int = 0
     preempted: int = 0
     total: int = 0
@@ -118,6 +169,7 @@ class Course:
             elif event["event"] == "preempted":
                 self.preempted += 1
             elif event["event"] == "recovered":
+                self.num_recovered += 1
                 self.contain_s.append(event["contain_s"])
                 self.recover_s.append(event["recover_s"])
                 self.recomputed_tokens += event["recomputed_tokens"]
@@ -133,5 +185,7 @@ class Course:
             elif answer.error:
                 self.lost += 1
             else:
-                self.slowest_s = max(self.slowest_s, answer.e2e_s)
+                self.e2e_s.append(answer.e2e_s)
+                if answer.token_s:
+                    self.ttft_s.append(answer.ttft_s)
                 self.late += answer.e2e_s > late_s

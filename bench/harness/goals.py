@@ -94,7 +94,7 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         most(3.0, "growth", "cost at 4,096 nodes over 256"),
         most(5.0, r"HTTP, .*", "added latency"),
         least(50_000.0, r"SSE, .*", "tokens"),
-        most(2.0, r"dashboard, .*", "a viewer's share of a core"),
+        most(2.0, r"dashboard, .*", r"(a viewer|each of \d+ viewers)'s? share of a core"),
     ),
     "migrate": (
         most(5.0, r"2,048 .*", "downtime p99 beyond 3 steps, client"),

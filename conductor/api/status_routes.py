@@ -158,7 +158,9 @@ async def timeline(http: web.Request) -> web.Response:
     record = context.recent.find(asked, principal.scope)
     names = record.sequences if record is not None else [asked]
     timelines = map(http.app[LANES].timeline, names)
-    found = [one.to_dict() for one in timelines if one is not None and principal.sees(one.tenant)]
+    found = [
+        one.to_dict(principal.scope) for one in timelines if one is not None and principal.sees(one.tenant)
+    ]
     if record is None and not found:
         raise ApiError(
             404,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,11 +36,15 @@ _PAGE_HEADERS = {
 }
 
 EVERY_S = 1.0
+# Snapshots take at most this part of a core, for all viewers together: of large clusters they come less
+# often, but not less than that.
+_SHARE, _SLOWEST_S = 0.02, 5.0
 _REQUESTS_SHOWN = 40
 
 
 class LiveFeed:
-    """One snapshot a second, encoded once for all viewers of one scope (``Principal.scope``)."""
+    """One snapshot a second, or less often (``pause_s``), encoded once for all viewers of one scope
+    (``Principal.scope``)."""
 
     def __init__(self, context: ApiContext, lanes: Lanes) -> None:
         self._context = context
@@ -95,8 +100,10 @@ class LiveFeed:
         }
 
     async def _run(self) -> None:
+        spent_s = 0.0
         while self._viewers:
-            await asyncio.sleep(EVERY_S)
+            await asyncio.sleep(pause_s(spent_s))
+            began_s = time.thread_time()
             waiting, self._latest = self._latest, {}
             for scope, latest in waiting.items():
                 try:
@@ -105,7 +112,13 @@ class LiveFeed:
                     # Tells the viewers that their connections end: without it they would wait for ever.
                     latest.set_exception(error)
                     latest.exception()  # retrieved, should all have left
+            spent_s = time.thread_time() - began_s
         self._task = None
+
+
+def pause_s(spent_s: float) -> float:
+    """Seconds until the next snapshots, after some that took ``spent_s`` of a core."""
+    return min(max(EVERY_S, spent_s / _SHARE), _SLOWEST_S)
 
 
 FEED = web.AppKey("feed", LiveFeed)
@@ -139,7 +152,7 @@ async def benchmark(http: web.Request) -> web.Response:
 
 
 async def live(http: web.Request) -> web.StreamResponse:
-    """``GET /v1/live``: server-sent events, the first at once, then one a second."""
+    """``GET /v1/live``: server-sent events, the first at once, then one a second, of large clusters fewer."""
     feed, scope = http.app[FEED], http[PRINCIPAL].scope
     response = web.StreamResponse(headers=SSE_HEADERS)
     context = http.app[CONTEXT]

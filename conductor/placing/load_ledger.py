@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable
+from typing import Any
 
 from moonpool.conductor.placing.decode_schedule import DecodeSchedule
 from moonpool.conductor.placing.node_view import Load, NodeView
@@ -24,6 +26,8 @@ class LoadLedger:
         self._clock = clock
         self._on_change = on_change
         self._latest: Hashable = None  # the request placed last
+        self._prefills: dict[Hashable, tuple[str, int]] = {}  # tenant, tokens to compute
+        self._tenant_tokens: Counter[str] = Counter()  # of those
         self._alone: Hashable = None  # the prefill that has shared no step with another or with decodes
         self._decodes: dict[Hashable, tuple[int, int]] = {}  # tokens at placement, blocks in the end
         self._num_blocks = 0  # of KV in the end, of those
@@ -50,18 +54,35 @@ class LoadLedger:
 
     # ------------------------------------------------------------------ requests placed here
 
-    def begin_prefill(self, key: Hashable, compute_s: float, patience_s: float) -> None:
-        """``patience_s``: prefills that arrive within this time may overtake it."""
+    def begin_prefill(
+        self, key: Hashable, compute_s: float, patience_s: float, tenant: str = "", num_tokens: int = 0
+    ) -> None:
+        """``patience_s``: prefills that arrive within this time may overtake it. ``num_tokens``: that it
+        computes, for ``tenant``."""
         queue, now_s = self.view.queue, self._clock()
         self._alone = None if len(queue) or self._decoding else key
         queue.add(key, order_s=now_s + patience_s, compute_s=compute_s, now_s=now_s)
+        self._prefills[key] = tenant, num_tokens
+        self._tenant_tokens[tenant] += num_tokens
         self._count(key)
         self._on_change(self.view)
 
     def end_prefill(self, key: Hashable) -> None:
         """Idempotent."""
         if self.view.queue.remove(key, self._clock()):
+            tenant, num_tokens = self._prefills.pop(key)
+            self._tenant_tokens[tenant] -= num_tokens
+            if not self._tenant_tokens[tenant]:
+                del self._tenant_tokens[tenant]
             self._on_change(self.view)
+
+    def queued(self) -> dict[str, Any]:
+        """Tokens of the prompts placed here that are not computed, and the tenant with most of them, as a
+        timeline's fact; empty: there are none."""
+        if not self._tenant_tokens:
+            return {}
+        ((tenant, num_tokens),) = self._tenant_tokens.most_common(1)
+        return {"tokens": self._tenant_tokens.total(), "tenant": tenant, "tenant_tokens": num_tokens}
 
     def prefilled_alone(self, key: Hashable) -> bool:
         """Whether it shared no step with another request of ours, so that its compute time is its own."""

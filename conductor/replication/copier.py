@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from moonpool.conductor.costs.model import CostModel
@@ -24,6 +26,7 @@ from moonpool.conductor.replication.copy_plan import (
     plan_warming,
 )
 from moonpool.conductor.replication.heat import Heat
+from moonpool.conductor.replication.prefix_tree import CHAINS, prefix_tree, told
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.runtime.errors import MoonpoolError
 from moonpool.runtime.service.vital import cancel_and_wait, restarted
@@ -31,6 +34,8 @@ from moonpool.runtime.service.vital import cancel_and_wait, restarted
 log = logging.getLogger(__name__)
 
 _PERIOD_S = 1.0
+# A tree takes some milliseconds, and snapshots for the dashboard are made every second.
+_TREE_S = 4.5
 _DEADLINE_S = 10.0
 # For the copies from a node that is about to end, and the prefixes that are considered.
 _HAND_ON_S = 5.0
@@ -63,6 +68,8 @@ class Replicator:
         self._on_copied = on_copied
         self._heat = Heat()
         self._made: list[Copy] = []
+        self._tree: list[dict[str, Any]] = []
+        self._tree_until_s = -math.inf
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -78,22 +85,19 @@ class Replicator:
         """A request with these keys was placed; ``prefixes``: leading blocks of it on each node."""
         self._heat.touch(keys[: longest_blocks(prefixes)], self._clock(), compute_s)
 
-    def hottest(self, count: int) -> list[dict[str, Any]]:
-        """The hottest prefixes, for the dashboard: plain JSON types."""
-        now_s = self._clock()
-        return [
-            {
-                "key": chain.keys[-1].hex(),
-                "blocks": len(chain.keys),
-                "uses_per_s": self._heat.uses_per_s(chain, now_s),
-                "holders": sorted(
-                    node
-                    for node, held in self._registry.holders(chain.keys).items()
-                    if held >= len(chain.keys)
-                ),
-            }
-            for chain in self._heat.hottest(count, now_s)
-        ]
+    def count(self, keys: Sequence[BlockKey], num_used: int, tenant: str) -> None:
+        """See ``Heat.count``: once for each request, before ``note``."""
+        self._heat.count(keys, num_used, tenant)
+
+    def tree(self) -> list[dict[str, Any]]:
+        """The hottest prefixes, for the dashboard: see ``prefix_tree.told``. Up to ``_TREE_S`` old."""
+        now_s, heat, mirror = self._clock(), self._heat, self._registry.mirror
+        if now_s >= self._tree_until_s:
+            root = prefix_tree(heat.hottest(CHAINS, now_s))
+            rate = partial(heat.uses_per_s, now_s=now_s)
+            self._tree = told(root, rate, mirror.longest_prefix, mirror.tiers_of)
+            self._tree_until_s = now_s + _TREE_S
+        return self._tree
 
     async def round(self) -> None:
         """Plan and carry out one round. A failed copy is repeated by a later round if it is still wanted."""

@@ -22,6 +22,9 @@ class HotChain:
     work_s: float = 0.0  # decayed compute time of those uses
     since_s: float = 0.0  # when it was first used
     at_s: float = 0.0  # when it was last used
+    hits: int = 0  # requests that began with all of it, and had it from a cache
+    misses: int = 0  # and computed some of it
+    tenant: str = ""  # of the latest of those: keys are of one tenant
 
 
 class Heat:
@@ -51,6 +54,15 @@ class Heat:
         chain.heat = chain.heat * fade + 1.0
         chain.work_s = chain.work_s * fade + compute_s
         chain.at_s = now_s
+
+    def count(self, keys: Sequence[BlockKey], num_used: int, tenant: str) -> None:
+        """A request was placed whose first ``num_used`` blocks are not computed. A look-up for each block."""
+        for chain in filter(None, map(self._chains.get, keys)):
+            if len(chain.keys) <= num_used:
+                chain.hits += 1
+            else:
+                chain.misses += 1
+            chain.tenant = tenant
 
     def hottest(self, count: int, now_s: float) -> list[HotChain]:
         """The hottest first, by uses, then by key."""

@@ -88,7 +88,14 @@ class Attempt:
         plan = self.plan
         placement = plan.placement
         self._heard()
-        plan.prefill.load.begin_prefill(plan.key, placement.prefill.compute_s, placement.patience_s)
+        work = plan.prefill_request.work
+        plan.prefill.load.begin_prefill(
+            plan.key,
+            placement.prefill.compute_s,
+            placement.patience_s,
+            work.tenant,
+            len(work.token_ids) // 4 - placement.prefill.prefix_tokens,
+        )
         if plan.decode is not None:
             estimate = placement.decode
             assert estimate is not None

@@ -238,7 +238,7 @@ class RequestRun:
             self._set_timer()
         attempt = placer.start(placement)
         number = placer.num_attempts - 1
-        self._recorder.placed(placement, number, placer.hash_s, placer.place_s, placer.prefix)
+        self._recorder.placed(placement, number, placer.hash_s, placer.place_s, placer.prefix, placer.queued)
         return attempt
 
     async def _decide(self) -> Placement:

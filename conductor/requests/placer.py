@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from moonpool.conductor.accounts.spent import Spent
 from moonpool.conductor.admission.fair_share import Work
@@ -59,6 +60,7 @@ class RequestPlacer:
         self._prefixes: Mapping[str, int] = {}  # leading blocks on each node at the latest decision
         self.prefix = PrefixOutcome()  # what came of it at the first attempt
         self.spent = Spent()  # by the nodes, of all attempts
+        self.queued: dict[str, Any] = {}  # before the latest attempt on its prefill node
         self.hash_s = 0.0  # spent on block keys by the latest decision
         self.place_s = 0.0  # spent on look-up and placement
         self._request = request
@@ -174,6 +176,7 @@ class RequestPlacer:
                 # Until its next heartbeat tells: others with this adapter follow.
                 member.view.resident_adapters |= {self._request.adapter.digest}
         attempt = self._attempt(plan)
+        self.queued = prefill.load.queued()
         attempt.start()
         self._begin_fetch(estimate)
         if number == self.first_attempt:
@@ -190,6 +193,9 @@ class RequestPlacer:
                 elsewhere=lambda after: deps.registry.in_other_layout(self._request.tenant, token_ids, after),
             )
             self.spent.known_tokens = self.prefix.known_tokens
+            deps.replicator.count(
+                self._lineage.keys, estimate.prefix_tokens // deps.model.block_size, client.name
+            )
         deps.replicator.note(self._lineage.keys, self._prefixes, estimate.compute_s)
         return attempt
 

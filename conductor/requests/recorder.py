@@ -78,10 +78,16 @@ class Recorder:
             )
 
     def placed(
-        self, placement: Placement, attempt: int, hash_s: float, place_s: float, prefix: PrefixOutcome
+        self,
+        placement: Placement,
+        attempt: int,
+        hash_s: float,
+        place_s: float,
+        prefix: PrefixOutcome,
+        queued: dict[str, Any],
     ) -> None:
         """``hash_s``: spent on block keys; ``place_s``: on look-up and placement. ``prefix``: what came of it
-        at the first placement."""
+        at the first placement. ``queued``: before it, see ``LoadLedger.queued``."""
         now_s = self._placed_s = self._clock()
         self._recovery.placed(now_s)
         summary = self._summary
@@ -94,7 +100,13 @@ class Recorder:
         if not self._first_s:
             self._predicted_ttft_s = now_s - self._started_s + placement.prefill.ttft_s
         self.timeline.add(
-            "placed", now_s, attempt=attempt, hash_s=hash_s, place_s=place_s, placement=placement
+            "placed",
+            now_s,
+            attempt=attempt,
+            hash_s=hash_s,
+            place_s=place_s,
+            placement=placement,
+            queued=queued,
         )
         log.debug(
             "placed on %s, then %s: %s: %s",

@@ -137,6 +137,9 @@ class CudaDevice:
             free, total = torch.cuda.mem_get_info(self.torch)
             return DeviceMemory(total, free, torch.cuda.memory_reserved(self.torch))
 
+    def reserved_nbytes(self) -> int | None:
+        return torch.cuda.memory_reserved(self.torch)
+
     def peak_nbytes(self, step: Callable[[], object]) -> int:
         with torch.cuda.device(self.torch):
             torch.cuda.synchronize(self.torch)

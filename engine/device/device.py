@@ -73,6 +73,10 @@ class Device(Protocol):
     def memory(self) -> DeviceMemory | None:
         """Return the device's memory; None for host memory."""
 
+    def reserved_nbytes(self) -> int | None:
+        """Return the bytes that this process has reserved, without a call of the device, which may hang; None
+        for host memory."""
+
     def peak_nbytes(self, step: Callable[[], object]) -> int:
         """Run ``step`` and return the peak of its additional memory; 0 for host memory."""
 
@@ -119,6 +123,9 @@ class CpuDevice:
         return np.empty(shape, np.uint8)
 
     def memory(self) -> DeviceMemory | None:
+        return None
+
+    def reserved_nbytes(self) -> int | None:
         return None
 
     def peak_nbytes(self, step: Callable[[], object]) -> int:

@@ -285,8 +285,12 @@ class EngineNode(ABC):
         for name, path in config.lora.paths.items():
             await self.adapters.register(name, path)
         listed = config.lora.listed()
-        gpus = gpu_uuids(engine.device.torch)
-        self.health = HealthMonitor(config.health, gpus=gpus, disk=config.store.ssd.path)
+        self.health = HealthMonitor(
+            config.health,
+            gpus=gpu_uuids(engine.device.torch),
+            disk=config.store.ssd.path,
+            reserved=engine.device.reserved_nbytes,
+        )
         stack.callback(self.health.close)
         self.health.start()
         redis = connect(config.index.redis_url)

@@ -209,6 +209,17 @@ class Lookup:
         slot = self._by_node.get(node_id)
         return None if slot is None else tier_in(self._mask(key), slot.flag)
 
+    def tiers_of(self, key: bytes) -> dict[Tier, int]:
+        """The nodes that hold the block, by the fastest tier of their copy; it looks at none alone."""
+        mask, counts = self._mask(key), {}
+        rest = mask & self._table.alive
+        for tier in (tier for tier in Tier if tier):
+            those = mask >> tier & rest
+            counts[tier] = those.bit_count()
+            rest ^= those
+        counts[Tier.POOL] = rest.bit_count()
+        return {tier: counts[tier] for tier in Tier if counts[tier]}
+
     def _mask(self, key: bytes) -> int:
         holders = self._holders.get(key)
         return holders.mask if holders is not None else 0

@@ -71,6 +71,7 @@ class IndexMirror:
         self.slot_of = blocks.slot_of
         self.flag_of = blocks.flag_of
         self.tier_of = blocks.tier_of
+        self.tiers_of = blocks.tiers_of
         self._tasks: list[asyncio.Task[None]] = []
 
     @property

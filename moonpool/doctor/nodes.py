@@ -60,9 +60,20 @@ def check_ranks(evidence: Evidence) -> Iterator[Finding]:
             )
 
 
+def _gpus(node: Mapping[str, Any]) -> str:
+    """What is free on its GPUs, and what its pool does not know of."""
+    told = ""
+    for gpu in node.get("health", {}).get("gpus", ()):
+        if (free := gpu.get("memory_free_nbytes")) is not None:
+            told += f"; GPU {gpu['gpu']}: {free / 2**30:.1f} GiB free"
+        if taken := gpu.get("memory_taken_nbytes"):
+            told += f", {taken / 2**30:.1f} GiB less than its pool believes"
+    return told
+
+
 def _node(node: Mapping[str, Any]) -> Finding:
     name, state = node["node_id"], node["state"]
-    fact = f"{node['role']} on {node['host']}, {state_of(dict(node))}"
+    fact = f"{node['role']} on {node['host']}, {state_of(dict(node))}{_gpus(node)}"
     if state == "ready":
         return Finding(name, "ok", fact)
     if state == "unhealthy":

@@ -179,6 +179,12 @@ class HealthOptions(Section, name="health"):
     gpu_xid: bool = option(
         True, "flag", "drain and end the node when the driver reports an Xid that is no error of a program"
     )
+    gpu_memory_taken: float = option(
+        0.05,
+        "fraction",
+        "most of a GPU's memory that others may take after the node has sized its pool; 0: no limit",
+        least=0,
+    )
     gpu_temperature_margin: float = option(
         2.0, "celsius", "least distance to the temperature where a GPU slows down; 0: no limit", least=0
     )
@@ -214,7 +220,7 @@ class HealthOptions(Section, name="health"):
     )
 
     def _check(self) -> None:
-        for name in ("host_memory_free", "memory_pressure", "open_files_free"):
+        for name in ("gpu_memory_taken", "host_memory_free", "memory_pressure", "open_files_free"):
             value = getattr(self, name)
             require(value < 1, f"health.{name}", "less than 1", value)
 

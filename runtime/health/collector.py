@@ -87,6 +87,11 @@ def _gpus(gpus: tuple[GpuReading, ...]) -> Iterator[Metric]:
             memory.append(((gpu.gpu, "used"), gpu.memory_used_nbytes))
             memory.append(((gpu.gpu, "free"), gpu.memory_nbytes - gpu.memory_used_nbytes))
     yield _gauge("moonpool_gpu_memory_bytes", "Memory of a GPU", memory, ["gpu", "state"])
+    taken = [((gpu.gpu,), gpu.memory_taken_nbytes) for gpu in gpus]
+    text = (
+        "Memory of a GPU that others took since the node sized its pool: less is free than the pool believes"
+    )
+    yield _gauge("moonpool_gpu_memory_taken_bytes", text, taken, ["gpu"])
     errors: list[Sample] = [((gpu.gpu, "corrected"), gpu.corrected_errors) for gpu in gpus]
     errors += [((gpu.gpu, "uncorrected"), gpu.uncorrected_errors) for gpu in gpus]
     text = "ECC errors since the driver started"

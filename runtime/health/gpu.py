@@ -32,8 +32,11 @@ class GpuWatch:
     NVML is opened once a process and stays open.
     """
 
-    def __init__(self, uuids: Sequence[str]) -> None:
+    def __init__(self, uuids: Sequence[str], reserved: Callable[[], int | None] = lambda: None) -> None:
+        """``reserved``: bytes of a GPU's memory that this process has reserved; None: not known."""
         self.missing = ""
+        self._reserved = reserved
+        self._first_others: dict[str, int] = {}  # bytes of others at the first reading
         self._gpus: list[tuple[str, Any]] = []  # number, NVML's handle
         self._events: Any = None  # NVML's set of events, where the driver has events
         self._xids: dict[str, list[int]] = {}
@@ -70,8 +73,15 @@ class GpuWatch:
             if (joules := reading.energy_joules) is not None:
                 first = self._first_joules.setdefault(number, joules)
                 reading = replace(reading, energy_joules=joules - first)
-            readings.append(reading)
+            readings.append(self._with_taken(reading))
         return tuple(readings)
+
+    def _with_taken(self, reading: GpuReading) -> GpuReading:
+        used, own = reading.memory_used_nbytes, self._reserved()
+        if used is None or own is None:
+            return reading
+        first = self._first_others.setdefault(reading.gpu, used - own)
+        return replace(reading, memory_taken_nbytes=max(used - own - first, 0))
 
     def _take_xids(self) -> None:
         while self._events is not None:

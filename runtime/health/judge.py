@@ -12,6 +12,7 @@ CHECKS = (
     "gpu_lost",
     "gpu_memory_errors",
     "gpu_xid",
+    "gpu_memory_taken",
     "gpu_temperature",
     "gpu_throttled",
     "host_memory",
@@ -132,6 +133,13 @@ def _gpu(
     xids = [xid for xid in gpu.xids if xid not in XIDS_OF_PROGRAMS]
     if limits.gpu_xid and xids:
         yield "gpu_xid", f"{name}: the driver reports Xid {', '.join(map(str, xids))} since the node started"
+    taken, total = gpu.memory_taken_nbytes, gpu.memory_nbytes
+    if limits.gpu_memory_taken and taken is not None and total and taken > limits.gpu_memory_taken * total:
+        yield (
+            "gpu_memory_taken",
+            f"{name}: others took {_gib(taken)} of its {_gib(total)} since the pool was sized (more than "
+            f"{limits.gpu_memory_taken:.0%}), and a large step may find no memory",
+        )
     temperature, slowdown = gpu.temperature_celsius, gpu.slowdown_celsius
     if limits.gpu_temperature_margin and temperature is not None and slowdown is not None:
         most = slowdown - limits.gpu_temperature_margin

@@ -52,12 +52,14 @@ class HealthMonitor:
         *,
         gpus: Sequence[str] = (),
         disk: str = "",
+        reserved: Callable[[], int | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``gpus``: UUIDs of the node's GPUs; ``disk``: its directory for blocks, if any."""
+        """``gpus``: UUIDs of the node's GPUs; ``disk``: its directory for blocks, if any. ``reserved``: see
+        ``GpuWatch``."""
         self.judgement = Judgement()
         self._options = options
-        self._gpus = GpuWatch(gpus if options.interval_s else ())
+        self._gpus = GpuWatch(gpus if options.interval_s else (), reserved)
         self._disk = DiskWatch(Path(disk)) if disk else None
         self._host = HostWatch()
         self._clock = clock
@@ -120,6 +122,8 @@ class HealthMonitor:
                 {
                     "gpu": gpu.gpu,
                     "utilization": gpu.utilization,
+                    "memory_free_nbytes": gpu.memory_free_nbytes,
+                    "memory_taken_nbytes": gpu.memory_taken_nbytes,
                     "temperature_celsius": gpu.temperature_celsius,
                     "power_watts": gpu.power_watts,
                     "energy_joules": gpu.energy_joules,

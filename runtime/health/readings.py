@@ -17,6 +17,8 @@ class GpuReading:
     utilization: float | None = None  # 0 to 1
     memory_used_nbytes: int | None = None
     memory_nbytes: int | None = None
+    # In use beyond what this process has reserved, and grown since its first reading: its pool does not know.
+    memory_taken_nbytes: int | None = None
     temperature_celsius: float | None = None
     slowdown_celsius: float | None = None  # the temperature where the hardware slows down
     power_watts: float | None = None
@@ -26,6 +28,12 @@ class GpuReading:
     throttles: tuple[str, ...] = ()  # those of THROTTLES that are active
     xids: tuple[int, ...] = ()  # numbers of the driver's error reports since the node started, each once
     energy_joules: float | None = None  # since the first reading of this process
+
+    @property
+    def memory_free_nbytes(self) -> int | None:
+        if self.memory_nbytes is None or self.memory_used_nbytes is None:
+            return None
+        return self.memory_nbytes - self.memory_used_nbytes
 
 
 @dataclass(frozen=True, slots=True)

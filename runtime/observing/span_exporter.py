@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Mapping
 
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -13,6 +14,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, Tracer
 
 _SCOPE = InstrumentationScope("moonpool")
+_LAST_S = 2.0
 
 
 class SpanExport:
@@ -54,5 +56,8 @@ class SpanExport:
         )
 
     def shutdown(self) -> None:
-        """Send the spans that are still queued."""
-        self._provider.shutdown()
+        """Send the spans that are still queued. Those that a collector does not take within ``_LAST_S`` are
+        lost: its silence must not keep the process from ending, by default for half a minute."""
+        thread = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
+        thread.start()
+        thread.join(_LAST_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,16 @@ from aiohttp.test_utils import TestServer
 from click.testing import CliRunner
 
 from moonpool.bench.cli import bench
-from moonpool.bench.drill.course import Course, FailureWatch
+from moonpool.bench.drill import gpu_stand_in
+from moonpool.bench.drill.beside import Link
+from moonpool.bench.drill.course import CapacityWatch, Course, FailureWatch
 from moonpool.bench.drill.drills import DRILLS
 from moonpool.bench.serve.client.answer import Answer
+from moonpool.engine.device import selection
+from moonpool.engine.node import node
 from moonpool.runtime.config.loading import load_config
+from moonpool.runtime.health import gpu
+from moonpool.runtime.health.gpu import GpuWatch
 from moonpool.runtime.reports import report
 
 
@@ -36,6 +43,7 @@ def test_a_course_is_what_timelines_say_since_the_fault() -> None:
     course.add({"started_unix_s": 80.0, "events": events}, 100.0)
     assert (course.detect_s, course.contain_s, course.recover_s) == ([3.0], [0.5], [1.5])
     assert (course.num_failed_attempts, course.recomputed_tokens, course.preempted) == (2, 7, 1)
+    assert course.num_recovered == 1
     assert course.classes == {"node": 1, "rank": 1}
     # A request that began after the fault has noticed it since it began.
     course.add({"started_unix_s": 109.0, "events": [event("retry", 111.0, **lost)]}, 100.0)
@@ -58,7 +66,7 @@ def test_answers_are_lost_late_or_rejected() -> None:
         late_s=10.0,
     )
     assert (course.total, course.late, course.rejected, course.lost) == (4, 1, 1, 1)
-    assert course.slowest_s == 10.5
+    assert course.e2e_s == [7.0, 10.5]
 
 
 async def test_the_index_is_away_of_processes_that_had_it() -> None:
@@ -103,6 +111,60 @@ async def test_counters_that_grow_tell_class_and_time() -> None:
         counts["store"] = 2.0
         await watch.read()
         assert watch.first_s.keys() == {("store", "late")}
+
+
+def test_capacity_is_missing_while_a_node_takes_no_requests() -> None:
+    def node(name: str, state: str = "ready", closes_in_s: float = 0.0) -> dict[str, Any]:
+        return {"node_id": name, "state": state, "breaker_closes_in_s": closes_in_s}
+
+    watch = CapacityWatch(None)  # type: ignore[arg-type]
+    watch.see([node("a"), node("b"), node("c")], 10.0)
+    watch.see([node("a"), node("b"), node("c")], 11.0)
+    assert watch.missing_s == 0
+    watch.see([node("a"), node("b", "unhealthy"), node("c", closes_in_s=0.2)], 11.5)
+    watch.see([node("a"), node("d")], 12.0)  # two are gone, and another one is no replacement of them
+    assert watch.missing_s == 2.0
+    watch.see([node("a"), node("b"), node("c")], 13.0)
+    assert watch.missing_s == 2.0
+
+
+async def test_a_cut_link_is_silent_and_loses_nothing(tmp_path: Path) -> None:
+    async def upper(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(100):
+            writer.write(data.upper())
+        writer.close()
+
+    path = tmp_path / "socket"
+    async with await asyncio.start_unix_server(upper, str(path)), Link.to(path) as link:
+        reader, writer = await asyncio.open_connection("127.0.0.1", link.port)
+        writer.write(b"one")
+        assert await reader.readexactly(3) == b"ONE"
+        link.cut()
+        writer.write(b"two")
+        answer = asyncio.ensure_future(reader.readexactly(3))
+        _, late = await asyncio.open_connection("127.0.0.1", link.port)  # not refused
+        done, _ = await asyncio.wait((answer,), timeout=0.05)
+        assert not done
+        link.join()
+        assert await answer == b"TWO"
+        late.close()
+        writer.close()
+
+
+def test_the_stand_in_of_a_gpu_is_lost_for_nvml_and_for_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((gpu, "pynvml"), (node, "gpu_uuids"), (selection, "CpuDevice")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # so that they come back
+    nvml = gpu_stand_in.install()
+    device = selection.CpuDevice()
+    uuids = node.gpu_uuids(device.torch)
+    watch = GpuWatch(uuids)
+    assert not watch.read()[0].lost
+    assert device.run(lambda: 3).wait() == 3
+    nvml.lost = True
+    assert watch.read()[0].lost == "GPU is lost"
+    for use in (device.check, lambda: device.run(lambda: 3)):
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            use()
 
 
 @pytest.mark.parametrize("drill", DRILLS, ids=lambda drill: drill.name)

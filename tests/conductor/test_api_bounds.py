@@ -14,7 +14,7 @@ import orjson
 import pytest
 
 from moonpool.conductor.api import request_body
-from moonpool.conductor.dashboard.routes import FEED, LiveFeed
+from moonpool.conductor.dashboard.routes import FEED, LiveFeed, pause_s
 from moonpool.runtime.config.options import ConductorOptions
 from moonpool.runtime.network import http_connections
 from moonpool.runtime.network.quota import ConnectionQuota, origin
@@ -184,6 +184,12 @@ async def test_a_page_that_stops_reading_is_disconnected(
             while feed._viewers:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         writer.close()
+
+
+def test_snapshots_that_cost_much_come_less_often() -> None:
+    assert pause_s(0.0) == pause_s(0.02) == 1.0
+    assert pause_s(0.06) == 3.0  # 2 % of a core
+    assert pause_s(10.0) == 5.0
 
 
 def test_connections_count_by_address() -> None:

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
+from types import SimpleNamespace
 
+import pytest
+
+from moonpool.conductor.observing.timelines.parts import parts_of
 from moonpool.conductor.request import SamplingParams
+from moonpool.conductor.requests import lifecycle
 from moonpool.kvstore.blocks.keys import chain
 from moonpool.protos import node_pb2
 from tests.conductor.core_nodes import (
@@ -44,6 +51,32 @@ async def test_tokens_come_in_order_from_both_nodes(url: str) -> None:
         assert summary.tpot_s > 0
         times = [event.unix_s for event in timeline.events]
         assert times == sorted(times)
+
+
+@pytest.mark.parametrize("jump_s", [3600.0, -3600.0])
+async def test_a_wall_clock_that_jumps_moves_no_time_of_a_request(
+    url: str, monkeypatch: pytest.MonkeyPatch, jump_s: float
+) -> None:
+    # Not the module's own: gRPC adds its timeouts to that.
+    jumped = SimpleNamespace(time=lambda: time.time() + jump_s)
+    async with running(url, "p0", "d0", namespace="jump") as cluster:
+        tokens, began_s = [], time.monotonic()
+        async with contextlib.aclosing(cluster.conductor.generate(request())) as stream:
+            async for event in stream:
+                tokens.append(event.token_id)
+                if len(tokens) == 3:
+                    monkeypatch.setattr(lifecycle, "time", jumped)
+        took_s = time.monotonic() - began_s
+        assert tokens == continuation(PROMPT, 8)
+        timeline = cluster.conductor.timeline("r")
+        assert timeline is not None
+        told = timeline.to_dict()
+        # Beside a Unix time a float has no more digits.
+        assert told["events"][-1]["at_s"] == pytest.approx(timeline.summary.e2e_s, abs=1e-5)
+        assert 0 < timeline.summary.e2e_s <= took_s
+        assert sum(part.seconds for part in parts_of(told)) == pytest.approx(timeline.summary.e2e_s, rel=0.02)
+        # The next one does not care either: bookings, queues and breakers go by the monotonic clock.
+        assert await cluster.generate(request("next")) == continuation(PROMPT, 8)
 
 
 async def test_one_token_needs_no_decode_node(url: str) -> None:

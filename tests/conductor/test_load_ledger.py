@@ -81,6 +81,19 @@ def test_foreign_load_is_the_report_less_what_was_placed_here(ledger: LoadLedger
     assert ledger.view.foreign_queue_s == 1.0, "bookings are newer than heartbeats"
 
 
+def test_queued_tokens_are_known_by_tenant(ledger: LoadLedger) -> None:
+    assert ledger.queued() == {}
+    for key, tenant, num_tokens in (("1", "a", 100), ("2", "b", 900), ("3", "a", 200)):
+        ledger.begin_prefill(key, 1.0, 0.0, tenant, num_tokens)
+    assert ledger.queued() == {"tokens": 1200, "tenant": "b", "tenant_tokens": 900}
+    ledger.end_prefill("2")
+    ledger.end_prefill("2")
+    assert ledger.queued() == {"tokens": 300, "tenant": "a", "tenant_tokens": 300}
+    ledger.end_prefill("1")
+    ledger.end_prefill("3")
+    assert ledger.queued() == {}
+
+
 def test_every_change_is_told(ledger: LoadLedger, changes: list[str]) -> None:
     ledger.begin_prefill("a", 1.0, 0.0)
     ledger.end_prefill("a")

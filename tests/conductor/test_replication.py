@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from random import Random
@@ -24,6 +25,9 @@ from moonpool.conductor.replication.copy_plan import (
     plan_store_copies,
 )
 from moonpool.conductor.replication.heat import Heat
+from moonpool.conductor.replication.prefix_tree import prefix_tree, told
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.blocks.tier import Tier
 from tests.conductor.views import PROFILE, node
 
 SHAPE = Shape(block_size=16, block_nbytes=65536)
@@ -59,6 +63,59 @@ def test_heat_is_the_rate_of_late_and_fades() -> None:
     assert heat.uses_per_s(chain, 30.0) == pytest.approx(10 / 8, rel=0.05)
     assert heat.of(HOT[-1]) is chain
     assert heat.of(HOT[0]) is None
+
+
+def chain_of(name: str) -> list[BlockKey]:
+    """Keys of a prompt of one letter a block: chained, as those of blocks are."""
+    return [BlockKey(name[: i + 1].encode()) for i in range(len(name))]
+
+
+def test_hot_prefixes_are_a_tree_with_their_counts() -> None:
+    heat = Heat(half_life_s=10.0)
+    for name in ("system", "systole", "sys", "other"):
+        heat.touch(chain_of(name), 0.0)
+    heat.touch(chain_of("other"), 0.0)
+    heat.count(chain_of("systemic"), 6, "a")  # has all of system, and sys
+    heat.count(chain_of("systole"), 4, "a")  # computes its end
+    heat.count(chain_of("nothing"), 0, "b")
+    copies = {"p0": Tier.POOL, "p1": Tier.SSD}
+    root = prefix_tree(heat.hottest(9, 0.0))
+    tree = told(
+        root,
+        lambda chain: chain.heat,
+        lambda keys: copies,
+        lambda key: Counter(copies.values()),
+    )
+    shown = [
+        (bytes.fromhex(one["key"]).decode(), one["depth"], one["hits"], one["misses"], one["tenant"])
+        for one in tree
+    ]
+    assert shown == [
+        ("sys", 0, 2, 0, "a"),
+        ("syst", 1, 1, 1, "a"),  # where the two part
+        ("system", 2, 1, 0, "a"),
+        ("systole", 2, 0, 1, "a"),
+        ("other", 0, 0, 0, ""),
+    ]
+    assert [one["uses_per_s"] for one in tree] == [3, 2, 1, 1, 2]
+    assert all((one["copies"], one["holders"]) == (2, ["p0", "p1"]) for one in tree)
+    assert all(one["tiers"] == {"pool": 1, "ssd": 1} for one in tree)
+
+
+@given(st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=30, unique=True))
+def test_a_tree_has_every_prefix_once_below_what_it_begins_with(names: list[str]) -> None:
+    heat = Heat(half_life_s=10.0)
+    for name in names:
+        heat.touch(chain_of(name), 0.0)
+    root = prefix_tree(heat.hottest(len(names), 0.0))
+    tree = told(root, lambda chain: chain.heat, lambda keys: {}, lambda key: {})
+    shown = [bytes.fromhex(one["key"]).decode() for one in tree]
+    assert set(names) <= set(shown) and len(set(shown)) == len(shown) < 2 * len(names)
+    above: list[str] = []
+    for name, one in zip(shown, tree, strict=True):
+        del above[one["depth"] :]
+        assert name.startswith(above[-1] if above else "") and one["blocks"] == len(name)
+        above.append(name)
 
 
 @given(st.lists(st.integers(0, 40), max_size=300))

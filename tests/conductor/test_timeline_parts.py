@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.conductor.observing.timelines.parts import SENTENCES, TimePart, explanation_of, parts_of
+from moonpool.conductor.observing.timelines.timeline import RequestTimeline
 
 PLACED = {"placement": {"prefill": "p0", "decode": "d0"}}
 PREFILLED = {"node": "p0", "queued_s": 0.0, "compute_s": 0.0, "chunks": ()}
@@ -61,6 +62,34 @@ def test_each_stretch_has_its_cause() -> None:
     }
     sentence = "2 of 10 s: it waited for a node that takes requests"
     assert explanation_of(parts_of(timeline(*events))) == sentence
+
+
+CROWD = {"tokens": 10_000, "tenant": "a", "tenant_tokens": 9000}
+
+
+@pytest.mark.parametrize(
+    ("queued", "scope", "end"),
+    [
+        (CROWD, None, ", which grew by tenant a's burst: 9,000 of 10,000 tokens were queued before it"),
+        (CROWD, "a", ", which grew by tenant a's burst: 9,000 tokens were queued before it"),
+        (CROWD, "b", ", which grew by another tenant's burst"),
+        (CROWD | {"tenant_tokens": 4000}, None, ""),  # nobody's alone
+        (CROWD | {"tenant_tokens": 4000}, "b", ""),
+        (CROWD | {"tenant": ""}, None, ""),  # there are no tenants
+        ({}, "b", ""),
+    ],
+)
+def test_a_queue_names_the_tenant_it_grew_by_to_those_who_may_know(
+    queued: dict[str, Any], scope: str | None, end: str
+) -> None:
+    told = RequestTimeline("r", 0.0, 0.0)
+    told.add("placed", 0.5, queued=queued, **PLACED)
+    told.add("prefilled", 2.0, **PREFILLED | {"queued_s": 1.2})
+    seen = told.to_dict(scope)
+    assert explanation_of(parts_of(seen)) == f"1.2 of 2 s: its prompt waited in the queue of p0{end}"
+    if scope == "b":
+        assert "'a'" not in str(seen) and "000" not in str(seen["events"][0]["queued"])
+    assert "queued" not in told.placements()["placements"][0]  # which goes to the client
 
 
 def test_an_attempt_that_failed_and_an_engine_that_says_little() -> None:

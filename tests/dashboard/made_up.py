@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 MAX_ROUTES = 512  # as many as a conductor counts
-_EVENTS, _REQUESTS = 200, 40  # as many as a snapshot has
+_EVENTS, _REQUESTS, _PREFIXES = 200, 40, 49  # as many as a snapshot has
 
 
 def large(now: dict[str, Any], num_nodes: int, second: int, seed: int = 7) -> dict[str, Any]:
@@ -47,6 +47,25 @@ def large(now: dict[str, Any], num_nodes: int, second: int, seed: int = 7) -> di
         }
         for number, (source, target) in enumerate(pairs)
     ]
+    made["prefixes"] = [
+        {
+            "key": f"{number:032x}",
+            "depth": number % 4,
+            "blocks": 16 * (number % 4 + 1),
+            "uses_per_s": 3.0 / (number + 1),
+            "hits": 100 * (50 - number),
+            "misses": number,
+            "tenant": f"tenant-{number % 5}",
+            "copies": half,
+            "holders": [f"prefill-{name}" for name in range(min(half, 8))],
+            "tiers": {"pool": half // 2, "ssd": half - half // 2},
+        }
+        for number in range(_PREFIXES)
+    ]
+    role = {"ready": half, "starting": 0, "needed": half, "target": half, "attained": 1.0, "why": "enough"}
+    made["planner"] = {"mode": "act", "state": "steady", "steps": []}
+    made["planner"]["roles"] = {name: {**role, "held": "", "join": {}} for name in ("prefill", "decode")}
+    made["degraded"] = []
     event = {"kind": "joined", "text": "a node joined"}
     made["events"] = [
         {**event, "number": i, "unix_s": made["unix_s"] - i, "node": f"decode-{i % half}"}

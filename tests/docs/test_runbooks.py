@@ -36,7 +36,8 @@ def test_every_drill_has_a_runbook(drill: object) -> None:
 def test_metrics_alerts_and_panels_that_are_named_exist() -> None:
     known = {row.name for row in metrics()}
     # Declared by a function, and made at a scrape.
-    known |= {"moonpool_kv_pool_usage_ratio", "moonpool_node_health"}
+    known |= {"moonpool_kv_pool_usage_ratio", "moonpool_node_health", "moonpool_gpu_xid"}
+    known |= {"moonpool_time_to_first_token_seconds", "moonpool_waiting_requests"}
     named = set(re.findall(r"`(moonpool_\w+)", PAGE))
     assert named <= known, named - known
     alerts = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text())

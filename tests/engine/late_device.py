@@ -119,6 +119,9 @@ class LateDevice:
     def memory(self) -> DeviceMemory:
         return self.free
 
+    def reserved_nbytes(self) -> int:
+        return self.free.reserved_nbytes
+
     def peak_nbytes(self, step: Callable[[], object]) -> int:
         self.run(step).wait()
         return 1 << 20

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -154,6 +156,9 @@ class MapAgainstSets(RuleBasedStateMachine):
             assert self.blocks.held_by(node) == {key(number) for number in held}
             assert all(self.blocks.tier_of(node, key(number)) is tier for number, tier in held.items())
             assert self.blocks.num_held(node) == len(held)
+        for number in {number for held in self.held.values() for number in held}:
+            tiers = Counter(held[number] for held in self.held.values() if number in held)
+            assert self.blocks.tiers_of(key(number)) == tiers
 
 
 @pytest.mark.slow

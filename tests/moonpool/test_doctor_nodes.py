@@ -40,3 +40,10 @@ def test_a_stage_with_unhealthy_nodes_alone_is_reported() -> None:
     found = states(node("both-0", "both", "unhealthy"), node("prefill-0", "prefill"))
     assert found["decode nodes"] == "wrong"
     assert "prefill nodes" not in found
+
+
+def test_less_free_memory_of_a_gpu_than_the_pool_believes_is_said() -> None:
+    gpu = {"gpu": "3", "memory_free_nbytes": 2 << 30, "memory_taken_nbytes": 5 << 30}
+    decode = node("decode-0", "decode") | {"health": {"gpus": [gpu]}}
+    found = {one.what: one.fact for one in check_nodes(Evidence({"nodes": [decode]}))}
+    assert found["decode-0"].endswith("ready; GPU 3: 2.0 GiB free, 5.0 GiB less than its pool believes")

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from moonpool.conductor.observing.timelines.crowding import burst_of
+
 # Names of parts, with their sentences.
 SENTENCES = {
     "api": "the API parsed and tokenized the request, and wrote its answer",
@@ -32,16 +34,19 @@ SENTENCES = {
 
 @dataclass(frozen=True, slots=True)
 class TimePart:
-    """``name``: one of ``SENTENCES``. ``node``: where; ``other``: the node that blocks came from."""
+    """``name``: one of ``SENTENCES``. ``node``: where; ``other``: the node that blocks came from. ``cause``:
+    of a queue, see ``burst_of``."""
 
     name: str
     seconds: float
     node: str = ""
     other: str = ""
+    cause: str = ""
 
     @property
     def sentence(self) -> str:
-        return SENTENCES[self.name].format(node=self.node or "a node", other=self.other or "another node")
+        said = SENTENCES[self.name].format(node=self.node or "a node", other=self.other or "another node")
+        return f"{said}, which grew by {self.cause}" if self.cause else said
 
 
 def parts_of(timeline: Mapping[str, Any]) -> list[TimePart]:
@@ -51,12 +56,12 @@ def parts_of(timeline: Mapping[str, Any]) -> list[TimePart]:
     They sum to the time of its last event, since each stretch between two events is divided and nothing is
     counted twice. What nodes say of a stretch may be longer than it, by their clocks: it is cut then.
     """
-    whole: dict[tuple[str, str, str], float] = {}
+    whole: dict[tuple[str, str, str, str], float] = {}
     for part in _parts(timeline["events"]):
         if part.seconds > 0:
-            key = part.name, part.node, part.other
+            key = part.name, part.node, part.other, part.cause
             whole[key] = whole.get(key, 0.0) + part.seconds
-    return [TimePart(name, seconds, node, other) for (name, node, other), seconds in whole.items()]
+    return [TimePart(name, seconds, *rest) for (name, *rest), seconds in whole.items()]
 
 
 def api_part(whole_s: float, parts: list[TimePart]) -> list[TimePart]:
@@ -75,7 +80,8 @@ def explanation_of(parts: list[TimePart]) -> str:
 
 def _parts(events: list[Mapping[str, Any]]) -> Iterator[TimePart]:
     since_s = 0.0
-    last, loaded = "", {}  # the event before; what the prefill node said of the prefix
+    # The event before; what the prefill node said of the prefix; why its queue was long.
+    last, loaded, burst = "", {}, ""
     prefill, decode, is_decoding, is_again = "", "", False, False
     for event in events:
         name, seconds = event["event"], max(event["at_s"] - since_s, 0.0)
@@ -89,8 +95,9 @@ def _parts(events: list[Mapping[str, Any]]) -> Iterator[TimePart]:
                 yield TimePart("no node" if last == "waits_for_node" else "conductor", seconds)
                 prefill, decode = event["placement"]["prefill"], event["placement"]["decode"] or ""
                 loaded, is_decoding, is_again = {}, False, False
+                burst = burst_of(event.get("queued", {}))
             case "prefilled":
-                yield from _prefill(event, loaded, seconds)
+                yield from _prefill(event, loaded, seconds, burst)
             case "transferred":
                 decode, is_decoding = event["node"] or decode, True
                 read_s = min(event["transfer_s"], seconds)
@@ -133,7 +140,9 @@ def _until(name: str, seconds: float, prefill: str, decode: str, last: str) -> T
     return TimePart("no node" if last == "waits_for_node" else "conductor", seconds)
 
 
-def _prefill(event: Mapping[str, Any], loaded: Mapping[str, Any], seconds: float) -> Iterator[TimePart]:
+def _prefill(
+    event: Mapping[str, Any], loaded: Mapping[str, Any], seconds: float, burst: str
+) -> Iterator[TimePart]:
     node, compute_s = event["node"], event["compute_s"]
     chunks_s = sum(chunk["seconds"] for chunk in event["chunks"])
     own_s = min(chunks_s, compute_s) if event["chunks"] else compute_s
@@ -146,5 +155,5 @@ def _prefill(event: Mapping[str, Any], loaded: Mapping[str, Any], seconds: float
     ):
         part_s = min(part_s, seconds)
         seconds -= part_s
-        yield TimePart(name, part_s, node, other)
+        yield TimePart(name, part_s, node, other, burst if name == "queue" else "")
     yield TimePart("messages", seconds, node)

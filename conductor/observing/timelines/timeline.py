@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from moonpool.conductor.observing.timelines.crowding import seen
+
 
 @dataclass(frozen=True, slots=True)
 class TimelineEvent:
@@ -73,7 +75,8 @@ class RequestTimeline:
         self.events.append(TimelineEvent(name, self.started_unix_s + now_s - self.started_s, facts))
 
     def placements(self) -> dict[str, Any]:
-        """The placement of each attempt and its reason, and what came of the prefix: plain JSON types."""
+        """The placement of each attempt and its reason, and what came of the prefix: plain JSON types.
+        Nothing of other requests: it goes to the request's client."""
         placed = [event for event in self.events if event.name == "placed"]
         return {
             "request_id": self.request_id,
@@ -86,13 +89,14 @@ class RequestTimeline:
             },
             "placements": [
                 {"at_s": event.unix_s - self.started_unix_s}
-                | {name: _plain(value) for name, value in event.facts.items()}
+                | {name: _plain(value) for name, value in event.facts.items() if name != "queued"}
                 for event in placed
             ],
         }
 
-    def to_dict(self) -> dict[str, Any]:
-        """For ``GET /v1/requests/{id}/timeline``: plain JSON types only."""
+    def to_dict(self, scope: str | None = None) -> dict[str, Any]:
+        """For ``GET /v1/requests/{id}/timeline``: plain JSON types only. ``scope``: of the viewer, see
+        ``Principal``."""
         summary = {name: getattr(self.summary, name) for name in RequestSummary.__slots__}
         return {
             "request_id": self.request_id,
@@ -100,7 +104,10 @@ class RequestTimeline:
             "summary": summary,
             "events": [
                 {"event": event.name, "unix_s": event.unix_s, "at_s": event.unix_s - self.started_unix_s}
-                | {name: _plain(value) for name, value in event.facts.items()}
+                | {
+                    name: seen(value, scope) if name == "queued" else _plain(value)
+                    for name, value in event.facts.items()
+                }
                 for event in self.events
             ],
         }

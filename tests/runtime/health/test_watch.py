@@ -165,6 +165,34 @@ def test_the_doctor_says_a_line_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     assert gpu_health(GpuReading("3", lost="GPU is lost")).state == "wrong"
 
 
+def test_memory_that_others_take_is_what_the_pool_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, own = gpu_stand_in(monkeypatch), [6 << 30]
+    monitor = HealthMonitor(fast(), gpus=[UUID], reserved=lambda: own[0])
+
+    def taken() -> tuple[float | None, bool]:
+        monitor.read()
+        (gpu,) = monitor.readings()["gpus"]
+        return gpu["memory_taken_nbytes"], monitor.judgement.healthy
+
+    assert taken() == (0, True), "what others had before the pool was sized is known"
+    own[0], state.used = 10 << 30, 12 << 30
+    assert taken() == (0, True), "its own growth"
+    state.used = 15 << 30
+    assert taken() == (3 << 30, True)
+    state.used = 17 << 30
+    assert taken() == (5 << 30, False)
+    assert monitor.judgement.reasons == (
+        "GPU 3: others took 5.00 GiB of its 80.00 GiB since the pool was sized (more than 5%), and a large "
+        "step may find no memory",
+    )
+    monitor.start()
+    try:
+        assert REGISTRY.get_sample_value("moonpool_gpu_memory_taken_bytes", {"gpu": "3"}) == 5 << 30
+    finally:
+        monitor.close()
+    assert not GpuWatch([UUID]).read()[0].memory_taken_nbytes, "without the allocator nothing is said"
+
+
 def test_xids_end_a_node_that_no_program_caused(monkeypatch: pytest.MonkeyPatch) -> None:
     state = gpu_stand_in(monkeypatch)
     monitor = HealthMonitor(fast(), gpus=[UUID])

@@ -24,10 +24,24 @@ function tenantRow(name, counts) {
   return row(within("th", "cut", name), counts.prompt ?? 0, share(local + remote), ...LOCAL.map((tier) => share(counts[tier] ?? 0)), share(remote));
 }
 
-function holders(prefix) {
-  const made = cell(prefix.holders.join(", ") || "none now", "cut");
-  made.title = made.textContent;
+// A prefix below the one that it goes on from.
+function prefixName(prefix) {
+  const made = element("th", `${prefix.depth ? "└ " : ""}${prefix.key.slice(0, 12)}`, "id");
+  made.style.paddingLeft = `${0.6 + Math.min(prefix.depth, 8)}rem`;
   return made;
+}
+
+function shortened(text) {
+  const made = cell(text, "cut");
+  made.title = text;
+  return made;
+}
+
+// Copies by tier, and where they are.
+function holders({ copies, holders: names, tiers }) {
+  const more = copies > names.length ? ` and ${copies - names.length} more` : "";
+  const told = Object.entries(tiers).map(([tier, count]) => `${count} ${tier}`).join(", ");
+  return shortened(copies ? `${told || copies}: ${names.join(", ")}${more}` : "none now");
 }
 
 // Interpolate between two sampled sizes, logarithmically.
@@ -80,8 +94,8 @@ export function mount(root, page) {
     plots.draw(page.range(), now.unix_s);
     drawTokens(now.tokens, prefixesOf(now), frame.isWhole ? now.tenants : { [now.tenant]: now.tokens });
     if (!frame.isWhole) return;
-    fill(byId("prefixes"), now.prefixes.map((prefix) => row(element("th", prefix.key.slice(0, 12), "id"), prefix.blocks,
-      cell((60 * prefix.uses_per_s).toFixed(1), "number"), prefix.holders.length, holders(prefix))));
+    fill(byId("prefixes"), now.prefixes.map((prefix) => row(prefixName(prefix), prefix.blocks,
+      cell((60 * prefix.uses_per_s).toFixed(1), "number"), prefix.hits, prefix.misses, shortened(prefix.tenant), holders(prefix))));
     fill(byId("tiers"), tierRows(now.cluster.nodes));
     drawReuse(now);
   }

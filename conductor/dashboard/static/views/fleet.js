@@ -16,8 +16,9 @@ const filled = (node) => {
 
 // Readings of a node's GPUs.
 function gpus(node) {
-  return (node.health?.gpus ?? []).map(({ gpu, utilization, temperature_celsius: heat, power_watts: power, throttles }) => {
-    const told = [[utilization, percent(utilization)], [heat, `${heat} °C`], [power, `${Math.round(power)} W`], ...throttles.map((why) => [why, why])];
+  return (node.health?.gpus ?? []).map(({ gpu, utilization, temperature_celsius: heat, power_watts: power, memory_free_nbytes: free, memory_taken_nbytes: taken, throttles }) => {
+    const told = [[utilization, percent(utilization)], [heat, `${heat} °C`], [power, `${Math.round(power)} W`], [free, `${bytes(free)} free`],
+      [taken || null, `${bytes(taken)} less than its pool believes`], ...throttles.map((why) => [why, why])];
     return [`GPU ${gpu}`, told.filter(([value]) => value != null).map(([, text]) => text).join(" ") || "lost"];
   });
 }

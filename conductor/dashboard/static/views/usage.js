@@ -13,15 +13,17 @@ const joules = (value) => cell(typeof value === "number" ? `${rounded.format(val
 // The causes of waste, the largest first, as a text.
 function causes(wasted) {
   const told = Object.entries(wasted).sort((a, b) => b[1] - a[1]).map(([cause, value]) => `${cause} ${rounded.format(value)} s`);
-  return cell(told.join(", ") || "none", "soft");
+  const made = cell(told.join(", ") || "none", "soft cut");
+  made.title = made.textContent;
+  return made;
 }
 
 const tenantRow = (one) => row(
-  one.day, one.model, one.tenant || "–", one.requests, one.prompt_tokens, one.output_tokens, duration(one.seconds.useful),
+  one.day, cell(one.model, "cut"), cell(one.tenant || "–", "cut"), one.requests, one.prompt_tokens, one.output_tokens, duration(one.seconds.useful),
   duration(sum(one.seconds.wasted)), causes(one.seconds.wasted), amount(one.cost), amount(one.tokens_per_unit));
 
 const nodesRow = ({ day, model, seconds: spent, cost, tokens_per_unit: each, joules: energy }) => row(
-  day, model, duration(spent.wall), cell(percent(spent.useful / spent.wall), "number"), cell(percent(sum(spent.wasted) / spent.wall), "number"),
+  day, cell(model, "cut"), duration(spent.wall), cell(percent(spent.useful / spent.wall), "number"), cell(percent(sum(spent.wasted) / spent.wall), "number"),
   cell(percent(spent.idle / spent.wall), "number"), causes(spent.wasted), amount(cost), amount(each), joules(energy.gpus), joules(energy.processors));
 
 const TENANTS = ["day", "model", "tenant", "requests", "prompt tokens", "output tokens", "useful", "wasted", "for", "cost", "tokens per unit"];

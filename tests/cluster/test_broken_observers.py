@@ -1,0 +1,109 @@
+"""Observers that are broken or slow: requests do not notice a collector that hangs, a full disk under the
+lines of usage, or pages that do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from urllib.parse import urlsplit
+
+import aiohttp
+import pytest
+
+from moonpool.local.cluster import LocalCluster
+from tests.cluster.conftest import small_config
+from tests.small_disk import mounted
+
+pytestmark = pytest.mark.slow
+
+NUM_REQUESTS, NUM_VIEWERS, AT_A_TIME = 48, 16, 4
+PROMPTS = [f"{number} In the beginning God created the heaven " * 4 for number in range(4)]
+
+
+@asynccontextmanager
+async def silent_collector() -> AsyncIterator[str]:
+    """It takes connections, and never answers on them."""
+    writers = []
+    server = await asyncio.start_server(lambda _, writer: writers.append(writer), "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        assert writers, "nobody sent it a span"
+    finally:
+        server.close()
+        for writer in writers:
+            writer.transport.abort()
+
+
+@asynccontextmanager
+async def viewers(url: str) -> AsyncIterator[None]:
+    """Pages of the dashboard that read nothing of what they asked for."""
+    at, writers = urlsplit(url), []
+    for _ in range(NUM_VIEWERS):
+        _, writer = await asyncio.open_connection(at.hostname, at.port, limit=1)
+        writer.write(f"GET /v1/live HTTP/1.1\r\nHost: {at.netloc}\r\n\r\n".encode())
+        writers.append(writer)
+    try:
+        yield
+    finally:
+        for writer in writers:
+            writer.transport.abort()
+
+
+def fill(disk: Path) -> None:
+    with contextlib.suppress(OSError), (disk / "other").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 16))
+
+
+async def answers(url: str) -> tuple[list[str], float]:
+    """The texts of all prompts, several times and traced, and the median seconds of a request."""
+    taken: list[float] = []
+    turns = asyncio.Semaphore(AT_A_TIME)
+
+    async def ask(session: aiohttp.ClientSession, number: int) -> str:
+        body = {"prompt": PROMPTS[number % len(PROMPTS)], "max_tokens": 16, "temperature": 0}
+        headers = {"traceparent": f"00-{number + 1:032x}-{1:016x}-01"}
+        async with turns:
+            began_s = perf_counter()
+            async with session.post(f"{url}/v1/completions", json=body, headers=headers) as answer:
+                assert answer.status == 200, await answer.text()
+                text = json.loads(await answer.read())["choices"][0]["text"]
+            taken.append(perf_counter() - began_s)
+        return str(text)
+
+    async with aiohttp.ClientSession() as session:
+        texts = await asyncio.gather(*(ask(session, number) for number in range(NUM_REQUESTS)))
+    return list(texts), median(taken)
+
+
+async def test_requests_do_not_notice_observers_that_are_broken(tmp_path: Path) -> None:
+    config = small_config()
+    config = replace(config, cluster=replace(config.cluster, prefill=1, decode=1))
+    async with LocalCluster(config) as cluster:
+        await answers(cluster.url)
+        expected, plain_s = await answers(cluster.url)
+    with mounted(tmp_path, "1m") as disk:
+        async with silent_collector() as collector:
+            config = replace(
+                config,
+                audit=replace(config.audit, path=str(disk)),
+                tracing=replace(config.tracing, otlp_endpoint=collector),
+            )
+            async with LocalCluster(config) as cluster:
+                await answers(cluster.url)
+                fill(disk)
+                async with viewers(cluster.url):
+                    texts, broken_s = await answers(cluster.url)
+                children = list(cluster.children.values())
+            # They end by themselves, although spans and lines are left that nobody takes.
+            codes = {child.name: child.returncode for child in children if child.name != "redis"}
+    print(f"median request: {1e3 * plain_s:.1f} ms, with these observers {1e3 * broken_s:.1f} ms")
+    assert texts == expected
+    assert set(codes.values()) == {0}, codes
