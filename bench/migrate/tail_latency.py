@@ -35,8 +35,8 @@ class Shape:
     loaded alike are not alike for long. Pools have room for 2,700 tokens: with half of the streams on either
     node a long prompt often has no room on one, and has on both together."""
 
-    streams: int = 7
-    answers: int = 4
+    streams: int = 6
+    answers: int = 6
     stream_prompt: int = 192
     stream_output: tuple[int, int] = (256, 1024)
     long_prompt: int = 1250
