@@ -112,6 +112,7 @@ BY_FIELD: Mapping[str, Range] = {
     "moonpool.RenewReply.granted_s": DURATION_S,
     "moonpool.ReplicateReply.seconds": MEASURED_S,
     "moonpool.SuppliedNode.age_s": MEASURED_S,
+    "moonpool.SuppliedNode.drain_s": MEASURED_S,
     "moonpool.PrefillReply.queued_s": MEASURED_S,
     "moonpool.PrefillReply.fetch_s": MEASURED_S,
     "moonpool.PrefillReply.compute_s": MEASURED_S,
