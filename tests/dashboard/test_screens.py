@@ -62,6 +62,27 @@ CLIPPED = """() => {
     return found;
 }"""
 
+# As of /v1/usage: what the session's cluster has differs with the tests before.
+_WASTED = {"retried": 1234.5, "rejected": 61.27, "cancelled": 12.43, "speculation": 3.321}
+_SPENT = {
+    "day": "2026-11-25",
+    "model": "a-model-with-a-long-name",
+    "cost": 1234.5,
+    "tokens_per_unit": 123456.7,
+}
+USAGE = {
+    "data": [
+        _SPENT
+        | {"tenant": tenant, "requests": 12345, "prompt_tokens": 123456789, "output_tokens": 12345678}
+        | {"seconds": {"useful": 12345.6, "wasted": _WASTED}}
+        for tenant in ("acme", "a-tenant-with-a-long-name")
+    ],
+    "nodes": [
+        _SPENT
+        | {"seconds": {"wall": 98765.4, "useful": 54321.0, "wasted": _WASTED, "idle": 43132.9}}
+        | {"joules": {"gpus": 123456.7, "processors": "not measured"}}
+    ],
+}
 # Lists that one would have to scroll to the side.
 SIDEWAYS = """() => [...document.querySelectorAll('.view .scroll')]
     .filter((box) => box.checkVisibility() && box.scrollWidth > box.clientWidth + 1)
@@ -76,6 +97,7 @@ async def test_the_panels_of_every_view_are_where_the_reference_has_them(
         now = await anext(live)
     page = await browser.new_page(viewport={"width": 1440, "height": 900}, color_scheme="light")
     await page.route("**/v1/live", lambda route: route.abort())  # the cluster's own would come in between
+    await page.route("**/v1/usage?*", lambda route: route.fulfill(json=USAGE))
     await signed_in(page, cluster.url)
     await page.evaluate("(texts) => { window.snapshots = texts }", [json.dumps(large(now, 64, 3))])
     seen = {}
