@@ -310,7 +310,7 @@ class StoreNode(node_pb2_grpc.NodeServicer):
                     name=f"{shelf.name} {tier.name}",
                     num_blocks=tier.capacity_blocks,
                     num_used_blocks=tier.num_pinned,
-                    num_cached_blocks=tier.num_blocks - tier.num_pinned,
+                    num_cached_blocks=tier.num_blocks,
                 )
                 for shelf in self._shelves()
                 for tier in shelf.store.stats.tiers

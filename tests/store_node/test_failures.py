@@ -16,9 +16,10 @@ from moonpool.kvstore.client.errors import (
     PutFailed,
     StoreClientError,
 )
-from moonpool.protos import store_pb2
+from moonpool.protos import node_pb2, node_pb2_grpc, store_pb2
 from moonpool.runtime.config.options import TransferOptions
 from moonpool.transfer import GrantLapsed, Span
+from tests.cluster.conftest import eventually
 from tests.forked_command import forked_command
 from tests.processes import stop
 from tests.store_node.conftest import StoreCluster
@@ -241,3 +242,28 @@ def flip(pid: int, marker: bytes) -> int:
                 found += 1
                 at = data.find(marker, at + 1)
     return found
+
+
+async def test_a_node_tells_its_status_while_a_reader_holds_what_was_removed(cluster: StoreCluster) -> None:
+    await cluster.start("a")
+    async with cluster.client() as store:
+        await store.put("read", np.arange(40_000), node="a")
+        node = (await store.nodes())["a"]
+        (opened,), _, _ = await node.open(
+            store.tenant.owner, [store_pb2.OpenObject(key=store.tenant.key("read"))]
+        )
+        assert opened.lease_id
+        assert await store.remove("read")
+        stub = node_pb2_grpc.NodeStub(node._channel)
+
+        async def host() -> node_pb2.TierStatus:
+            tiers = (await stub.Status(node_pb2.StatusRequest())).tiers
+            return next(tier for tier in tiers if tier.name == "objects host")
+
+        async def only_read() -> bool:
+            tier = await host()
+            return tier.num_used_blocks > tier.num_cached_blocks
+
+        # Its slots stay the reader's, although no block is in them any more.
+        await eventually(only_read)
+        node.release([opened])
