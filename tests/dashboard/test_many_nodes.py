@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from contextlib import aclosing
 from statistics import median
 
@@ -15,7 +16,8 @@ from tests.dashboard.made_up import large
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), NEEDS_BROWSER, pytest.mark.slow]
 
-FRAME_MS = 50
+# What a snapshot may take on a machine that lays out a table of 5,000 cells in so much time.
+FRAME_MS, TABLE_MS = 50, 90.0
 SECONDS = 6
 VIEWS = ("Cluster", "Cache", "Transfers", "Requests", "Latency", "Fleet")
 # Take in one snapshot as it comes from the conductor, and wait until it is painted.
@@ -28,8 +30,26 @@ TAKE = """async (second) => {
 }"""
 
 
+# Lay out a table that is made anew.
+TABLE = """() => {
+    const table = document.createElement('table');
+    for (let row = 0; row < 1000; row += 1) {
+        const made = table.insertRow();
+        for (let cell = 0; cell < 5; cell += 1) made.insertCell().textContent = `${row} of ${cell}`;
+    }
+    document.body.append(table);
+    const { height } = table.getBoundingClientRect();
+    table.remove();
+    return height;
+}"""
+
+
 async def busy_s(page: Page, numbers: range) -> list[float]:
     """Seconds of the page's main thread for each snapshot, of its own time: other processes do not count."""
+    return await _busy_s(page, TAKE, numbers)
+
+
+async def _busy_s(page: Page, script: str, numbers: Iterable[int]) -> list[float]:
     session = await page.context.new_cdp_session(page)
     await session.send("Performance.enable", {"timeDomain": "threadTicks"})
 
@@ -40,7 +60,7 @@ async def busy_s(page: Page, numbers: range) -> list[float]:
     found = []
     for number in numbers:
         before_s = await thread_s()
-        await page.evaluate(TAKE, number)
+        await page.evaluate(script, number)
         found.append(await thread_s() - before_s)
     await session.detach()
     return found
@@ -70,8 +90,11 @@ async def test_a_large_cluster_is_fluid(browser: Browser, cluster: LocalCluster,
         assert await page.evaluate(fits), view
         await page.screenshot(path=SCREENSHOTS / f"{view.lower()}-{num_nodes}-nodes.png")
     print(f"{num_nodes} nodes, ms of the main thread a snapshot, least, median and most: {frames_ms}")
-    # The least of them: what else runs takes the caches of a processor from the others.
-    assert max(least for least, _, _ in frames_ms.values()) <= FRAME_MS, frames_ms
+    # Machines differ, and each from hour to hour. The least of them: what else runs slows the others.
+    table_ms = 1000 * min(await _busy_s(page, TABLE, range(5)))
+    print(f"a table of 5,000 cells: {table_ms:.1f} ms")
+    allowed_ms = FRAME_MS * max(table_ms / TABLE_MS, 1.0)
+    assert max(least for least, _, _ in frames_ms.values()) <= allowed_ms, (frames_ms, table_ms)
     told = "Canary of large: next with 10 %, 1.5 % of 200 failed, before 0.5 % of 1,800 failed: wait"
     await expect(page.locator("#canaries")).to_have_text(told)
     rows = page.locator("#models tbody tr")
