@@ -304,9 +304,13 @@ async def test_nothing_leaks_over_many_killed_peers(
             await Cycle(agent, transport, turn).run()
             if turn == 99:
                 before = resources()
-            if turn % 100 == 99:
-                gc.collect()
+            # The region of the peer that was just lost may still be mapped, or not: the least of eight cycles,
+            # which end in every way, is without it.
+            if turn % 100 == 92:
                 resident.append(resident_nbytes())
+            elif turn % 100 > 92:
+                gc.collect()
+                resident[-1] = min(resident[-1], resident_nbytes())
         async with asyncio.timeout(60):
             # The last lost peers are closed in the background.
             while any(now > then for now, then in zip(resources(), before, strict=True)):  # noqa: ASYNC110
