@@ -1284,6 +1284,8 @@ class PrefillReply(_message.Message):
     LOAD_S_FIELD_NUMBER: _builtins.int
     NUM_STALE_BLOCKS_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
+    DISK_S_FIELD_NUMBER: _builtins.int
+    STALE_S_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
     """prompt tokens not computed"""
     num_pool_tokens: _builtins.int
@@ -1304,6 +1306,10 @@ class PrefillReply(_message.Message):
     """spent loading from host memory and disk"""
     num_stale_blocks: _builtins.int
     """in the index for this node or fetch_from, but missing there"""
+    disk_s: _builtins.float
+    """of load_s, until the blocks on disk were in host memory"""
+    stale_s: _builtins.float
+    """of compute_s, for blocks that the index named and that were missing"""
     @_builtins.property
     def token(self) -> Global___TokenOut: ...
     @_builtins.property
@@ -1332,10 +1338,12 @@ class PrefillReply(_message.Message):
         load_s: _builtins.float = ...,
         num_stale_blocks: _builtins.int = ...,
         chunks: _abc.Iterable[Global___Stretch] | None = ...,
+        disk_s: _builtins.float = ...,
+        stale_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "compute_s", b"compute_s", "fetch_error", b"fetch_error", "fetch_s", b"fetch_s", "fetched_nbytes", b"fetched_nbytes", "load_s", b"load_s", "num_cached_tokens", b"num_cached_tokens", "num_fetched_tokens", b"num_fetched_tokens", "num_host_tokens", b"num_host_tokens", "num_pool_tokens", b"num_pool_tokens", "num_ssd_tokens", b"num_ssd_tokens", "num_stale_blocks", b"num_stale_blocks", "prompt_logprobs", b"prompt_logprobs", "queued_s", b"queued_s", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "compute_s", b"compute_s", "disk_s", b"disk_s", "fetch_error", b"fetch_error", "fetch_s", b"fetch_s", "fetched_nbytes", b"fetched_nbytes", "load_s", b"load_s", "num_cached_tokens", b"num_cached_tokens", "num_fetched_tokens", b"num_fetched_tokens", "num_host_tokens", b"num_host_tokens", "num_pool_tokens", b"num_pool_tokens", "num_ssd_tokens", b"num_ssd_tokens", "num_stale_blocks", b"num_stale_blocks", "prompt_logprobs", b"prompt_logprobs", "queued_s", b"queued_s", "stale_s", b"stale_s", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

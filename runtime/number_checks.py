@@ -117,6 +117,8 @@ BY_FIELD: Mapping[str, Range] = {
     "moonpool.PrefillReply.fetch_s": MEASURED_S,
     "moonpool.PrefillReply.compute_s": MEASURED_S,
     "moonpool.PrefillReply.load_s": MEASURED_S,
+    "moonpool.PrefillReply.disk_s": MEASURED_S,
+    "moonpool.PrefillReply.stale_s": MEASURED_S,
     "moonpool.KvChunk.granted_s": DURATION_S,
     "moonpool.TokenOut.busy_s": _COST_S,
     "moonpool.TokenOut.rejected_s": _COST_S,

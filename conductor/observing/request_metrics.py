@@ -140,7 +140,7 @@ class RequestMetrics:
             return family(Counter, name, text, labels)  # type: ignore[no-any-return]
 
         self._finished = counter("requests", "Sequences by how they ended", "model_name", "finish_reason")
-        stages = "Time that the API itself spends on a request: parse, tokenize"
+        stages = "Time that the API itself spends on a request: parse, tokenize, compile, detokenize, stream"
         self.stage: Histogram = family(Histogram, "api_stage_seconds", stages, ["stage"], buckets=_STAGES)
         self.http = counter("http_requests", "Answers by route and status", "route", "method", "status")
         ended = "Requests of a configured tenant by how they ended"

@@ -53,7 +53,13 @@ class RequestRun:
     def __init__(self, request: GenerateRequest, deps: RequestDependencies) -> None:
         self._request = request
         self._started_s = deps.clock()
-        timeline = RequestTimeline(request.request_id, time.time(), self._started_s, request.client.name)
+        timeline = RequestTimeline(
+            request.request_id,
+            time.time(),
+            self._started_s,
+            request.client.name,
+            delivery=request.delivery,
+        )
         self._deps = deps
         self._recorder = Recorder(
             timeline,

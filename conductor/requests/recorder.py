@@ -132,11 +132,13 @@ class Recorder:
                 node=node_id,
                 **cached,
                 load_s=reply.load_s,
+                disk_s=reply.disk_s,
                 fetched_nbytes=reply.fetched_nbytes,
                 fetch_s=reply.fetch_s,
                 fetch_from=placed.fetch_from,
                 fetch_error=reply.fetch_error,
                 stale_blocks=reply.num_stale_blocks,
+                stale_s=reply.stale_s,
             )
         self.timeline.add(
             "prefilled",
