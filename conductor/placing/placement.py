@@ -58,6 +58,11 @@ class PrefillEstimate(NamedTuple):
     def prefix_tokens(self) -> int:
         return self.local_tokens + self.fetched_tokens
 
+    @property
+    def starts_in_s(self) -> float:
+        """Until it computes: the queue, and what is fetched and loaded beyond that."""
+        return self.ttft_s - self.compute_s
+
 
 class DecodeEstimate(NamedTuple):
     """The predicted cost of decoding on one node. ``total_s``: from the first token to the last, with the
