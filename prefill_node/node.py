@@ -12,7 +12,7 @@ from moonpool.engine.batching.sequence import FinishReason, Sequence
 from moonpool.engine.batching.step_plan import StepEvent
 from moonpool.engine.errors import DuplicateSequence
 from moonpool.engine.node.handover import Handover, HandoverFailed
-from moonpool.engine.node.messages import sequence_of, token_logprobs
+from moonpool.engine.node.messages import sequence_of, time_left_s, token_logprobs
 from moonpool.engine.node.metrics import PromptTokens
 from moonpool.engine.node.node import EngineNode, Key
 from moonpool.engine.node.service import RpcContext, node_servicers
@@ -137,7 +137,7 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
             self.engine.release(sequence)
         else:
             handover.finish(sequence, token)
-            self._keep_until_taken(sequence, handover, request.work.deadline_unix_s)
+            self._keep_until_taken(sequence, handover, request.work)
         named = max(request.num_hit_blocks, request.num_fetch_blocks)
         return self._reply(sequence, event, token, loaded, fetched, fetch_error, received_s, named)
 
@@ -291,14 +291,14 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
             )
         return handover
 
-    def _keep_until_taken(self, sequence: Sequence, handover: Handover, deadline_unix_s: float) -> None:
+    def _keep_until_taken(self, sequence: Sequence, handover: Handover, work: node_pb2.Work) -> None:
         """Release the sequence's blocks when they were taken, or at the request's deadline."""
 
         async def keep() -> None:
             try:
                 async with asyncio.timeout(self.config.store.lease_ttl_s):
                     await handover.followed.wait()
-                async with asyncio.timeout(deadline_unix_s - self.clock()):
+                async with asyncio.timeout(time_left_s(work, sequence.arrived_s)):
                     await handover.taken.wait()
             except TimeoutError:
                 log.warning("no decode node took the blocks of %s in time", sequence.request_id)

@@ -228,13 +228,13 @@ class Work(_message.Message):
     BLOCK_KEYS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
-    DEADLINE_UNIX_S_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     PATIENCE_S_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     TENANT_CACHED_NBYTES_FIELD_NUMBER: _builtins.int
     TBT_S_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    LEFT_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     token_ids: _builtins.bytes
     """int32 little-endian: the prompt, then the tokens already streamed"""
@@ -246,7 +246,6 @@ class Work(_message.Message):
     """16 bytes for each full block of token_ids"""
     priority: _builtins.int
     """lower runs first, among the requests of its tenant"""
-    deadline_unix_s: _builtins.float
     attempt: _builtins.int
     """0 at first, plus one for each new placement; it identifies late messages"""
     patience_s: _builtins.float
@@ -257,6 +256,10 @@ class Work(_message.Message):
     """the tenant's limit on one node; 0: none"""
     tbt_s: _builtins.float
     """longest time wanted between two tokens; 0: any"""
+    left_s: _builtins.float
+    """Until the request's deadline, when this was sent; relative, because clocks of hosts differ and jump. 0: it is not
+    told, and only its conductor ends the request.
+    """
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
     @_builtins.property
@@ -273,17 +276,17 @@ class Work(_message.Message):
         block_keys: _builtins.bytes = ...,
         sampling: Global___Sampling | None = ...,
         priority: _builtins.int = ...,
-        deadline_unix_s: _builtins.float = ...,
         attempt: _builtins.int = ...,
         patience_s: _builtins.float = ...,
         tenant: _builtins.str = ...,
         tenant_cached_nbytes: _builtins.int = ...,
         tbt_s: _builtins.float = ...,
         adapter: Global___Adapter | None = ...,
+        left_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "block_keys", b"block_keys", "deadline_unix_s", b"deadline_unix_s", "num_prompt_tokens", b"num_prompt_tokens", "patience_s", b"patience_s", "priority", b"priority", "request_id", b"request_id", "root_key", b"root_key", "sampling", b"sampling", "tbt_s", b"tbt_s", "tenant", b"tenant", "tenant_cached_nbytes", b"tenant_cached_nbytes", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "block_keys", b"block_keys", "left_s", b"left_s", "num_prompt_tokens", b"num_prompt_tokens", "patience_s", b"patience_s", "priority", b"priority", "request_id", b"request_id", "root_key", b"root_key", "sampling", b"sampling", "tbt_s", b"tbt_s", "tenant", b"tenant", "tenant_cached_nbytes", b"tenant_cached_nbytes", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -63,7 +63,7 @@ BY_FIELD: Mapping[str, Range] = {
     "moonpool.Sampling.repetition_penalty": Range(0.0, 100.0),
     "moonpool.Sampling.logit_bias": Range(-100.0, 100.0),
     "moonpool.Sampling.num_logprobs": Range(-1, 1 << 20),
-    "moonpool.Work.deadline_unix_s": UNIX_S,
+    "moonpool.Work.left_s": DURATION_S,
     "moonpool.Work.patience_s": DURATION_S,
     "moonpool.Work.tbt_s": DURATION_S,
     "moonpool.Adapter.loaded_unix_s": UNIX_S,

@@ -84,8 +84,6 @@ class RequestRun:
             self._lineage,
             limit=self._limit,
             deadline=self._deadline,
-            started_s=self._started_s,
-            started_unix_s=timeline.started_unix_s,
         )
         self._suspicion = Suspicion(deps.suspects)
         self._attempt: Attempt | None = None

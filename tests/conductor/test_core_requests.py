@@ -79,6 +79,24 @@ async def test_a_wall_clock_that_jumps_moves_no_time_of_a_request(
         assert await cluster.generate(request("next")) == continuation(PROMPT, 8)
 
 
+async def test_nodes_are_told_the_seconds_that_a_request_has_left(url: str) -> None:
+    async with running(url, "p0", "d0", namespace="left", request_timeout_s=50.0) as cluster:
+        began_s = time.monotonic()
+        cluster.nodes["p0"].script = once(0, breaks)
+        await cluster.generate(request(deadline_s=30.0))
+        took_s = time.monotonic() - began_s
+        by_attempt = [
+            [w.left_s for n in cluster.nodes.values() for w in n.works if w.attempt == i] for i in (0, 1)
+        ]
+        for left in by_attempt:
+            assert left and all(30.0 - took_s <= left_s < 30.0 for left_s in left)
+            assert len(set(left)) == 1, "both stages end at once"
+        # Measured when it is sent: the second attempt has less.
+        assert max(by_attempt[1]) < min(by_attempt[0])
+        await cluster.generate(request("next"))
+        assert 49.0 < cluster.nodes["d0"].works[-1].left_s <= 50.0
+
+
 async def test_one_token_needs_no_decode_node(url: str) -> None:
     async with running(url, "p0", namespace="single") as cluster:
         assert await cluster.generate(request(max_tokens=1)) == continuation(PROMPT, 1)

@@ -40,14 +40,16 @@ def test_an_overdue_prefill_counts_as_waiting_for_as_long_again(
     due_s = max(started_s, ready_s) + compute_s
     assert queue.due_s == due_s >= queue.ends_s
     overdue = [queue.wait_s(due_s + overdue_s) for overdue_s in (0.0, after_s, 2 * after_s)]
-    expected = [pytest.approx(overdue_s + waiting_s) for overdue_s in (0.0, after_s, 2 * after_s)]
+    expected = [pytest.approx(overdue_s + waiting_s, abs=1e-9) for overdue_s in (0.0, after_s, 2 * after_s)]
     assert overdue == expected, "the longer it stands still, the longer it probably will"
-    assert [starts_s for _, starts_s, _ in queue.waiting(due_s + after_s)] == [pytest.approx(after_s)]
+    assert [starts_s for _, starts_s, _ in queue.waiting(due_s + after_s)] == [
+        pytest.approx(after_s, abs=1e-9)
+    ]
     # Before, it waits for what is predicted: nothing, while others would be computed first.
     assert queue.wait_s(queue.ends_s) == pytest.approx(waiting_s)
     # Neither is left over when it has ended, nor when nothing runs.
     assert queue.remove("a", due_s + after_s)
-    assert queue.wait_s(due_s + after_s) == pytest.approx(waiting_s)
+    assert queue.wait_s(due_s + after_s) == pytest.approx(waiting_s, abs=1e-9)
     assert queue.remove("b", due_s + after_s)
     assert queue.wait_s(due_s + 1e6) == 0.0
 

@@ -25,7 +25,7 @@ def prefill_of(name: str, *, num_hit_blocks: int = 0) -> node_pb2.PrefillRequest
         root_key=bytes(16),
         block_keys=pack([]),
         sampling=node_pb2.Sampling(max_tokens=4, ignore_eos=True),
-        deadline_unix_s=4e9,
+        left_s=60,
     )
     return node_pb2.PrefillRequest(work=work, num_hit_blocks=num_hit_blocks)
 
