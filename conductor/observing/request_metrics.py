@@ -54,6 +54,7 @@ class ClusterCounts:
     num_used_blocks: int = 0  # by sequences
     nodes: Counts[tuple[str, str]] = field(default_factory=Counts)
     num_missing_replicas: Counts[str] = field(default_factory=Counts)  # by role
+    clock_skew_s: float = 0.0  # the largest of a node's host to ours
 
     def add(self, other: ClusterCounts) -> None:
         """Add the counts of another model's nodes."""
@@ -61,6 +62,7 @@ class ClusterCounts:
         self.num_used_blocks += other.num_used_blocks
         self.nodes.update(other.nodes)
         self.num_missing_replicas.update(other.num_missing_replicas)
+        self.clock_skew_s = max(self.clock_skew_s, other.clock_skew_s)
 
 
 class _Exported(Collector):
@@ -191,6 +193,7 @@ class RequestMetrics:
         core_metrics.cluster_nodes.clear()
         for labels, count in counts.nodes.items():
             core_metrics.cluster_nodes.labels(*labels).set(count)
+        core_metrics.clock_skew_s.set(counts.clock_skew_s)
         for role in ROLES:
             core_metrics.missing_replicas.labels(role).set(counts.num_missing_replicas[role])
 

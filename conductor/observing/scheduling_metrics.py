@@ -70,6 +70,10 @@ cluster_nodes = Gauge(
     "starting, unreachable, incompatible)",
     ["role", "state"],
 )
+clock_skew_s = Gauge(
+    "moonpool_cluster_clock_skew_seconds",
+    "Largest difference of a node's wall clock to the conductor's; `moonpool doctor` names the node",
+)
 missing_replicas = Gauge(
     "moonpool_cluster_missing_replicas",
     "Replicas that nodes should have and that are not in the index, by role",

@@ -1,4 +1,4 @@
-"""A node whose wall clock is a day ahead or behind serves requests to their deadlines, which go by no such clock."""
+"""A node whose wall clock is a day ahead or behind: deadlines of requests do not go by it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_a_wall_clock_that_is_wrong_ends_no_request(by_s: float, left_s: f
 
 @pytest.mark.parametrize("by_s", [0.0, -DAY_S])
 async def test_a_deadline_passes_whatever_the_wall_clock_says(by_s: float) -> None:
-    async with jumped(by_s) as (node, prefill, decode):
+    async with jumped(by_s) as (node, _, decode):
         telling = asyncio.create_task(told(decode))
         work = work_of("late", 0.2)
         # Nobody computes its prompt.

@@ -10,7 +10,6 @@ from typing import Any, Protocol, runtime_checkable
 from moonpool.conductor.observing.timelines.crowding import seen
 from moonpool.conductor.observing.timelines.delivery import Delivery
 
-
 # Facts of the event "placed" that are not of the placement.
 _NOT_OF_PLACEMENT = ("queued", "delivered_s")
 
