@@ -171,7 +171,7 @@ class TieredStore(Residency):
     async def pinned(
         self, keys: Sequence[BlockKey], disk: DiskWait | None = None
     ) -> AsyncIterator[list[Pinned]]:
-        """``pin`` for this process itself: inside the block, however long it takes. ``disk``: as in ``get``."""
+        """``pin`` for this process itself: inside the block, however long it takes. ``disk``: see ``get``."""
         pinned, in_pool, slots = await self._reader.pin(keys, disk)
         try:
             yield pinned

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from moonpool.conductor.observing import scheduling_metrics as core_metrics
 from moonpool.conductor.observing.timelines.parts import parts_of
 from moonpool.conductor.request import SamplingParams
 from moonpool.conductor.requests import lifecycle
@@ -51,6 +52,39 @@ async def test_tokens_come_in_order_from_both_nodes(url: str) -> None:
         assert summary.tpot_s > 0
         times = [event.unix_s for event in timeline.events]
         assert times == sorted(times)
+
+
+async def test_parts_are_counted_and_what_its_reader_takes_is_not_the_nodes(url: str) -> None:
+    def counted() -> dict[str, float]:
+        (family,) = core_metrics.part_s.collect()
+        return {one.labels["part"]: one.value for one in family.samples if one.name.endswith("_total")}
+
+    async with running(url, "p0", "d0", namespace="parts") as cluster:
+        asked, node, before = request(), cluster.nodes["d0"], counted()
+        goes_on, held_s = asyncio.Event(), 0.0
+
+        async def waits(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
+            await goes_on.wait()
+
+        node.script = waits
+        async with contextlib.aclosing(cluster.conductor.generate(asked)) as stream:
+            async for event in stream:
+                came_s = time.monotonic()
+                if event.token_id >= 0 and not held_s:
+                    # Its reader takes the first token when the node has produced all others.
+                    goes_on.set()
+                    await cluster.until(lambda: node.works and not node._tasks)
+                    held_s = time.monotonic() - came_s
+                    asked.delivery.add(detokenize_s=0.0, stream_s=held_s)
+        timeline = cluster.conductor.timeline("r")
+        assert timeline is not None
+        parts = {part.name: part.seconds for part in parts_of(timeline.to_dict())}
+        assert parts == {part.name: part.seconds for part in parts_of(timeline.times())}
+        assert sum(parts.values()) == pytest.approx(timeline.summary.e2e_s, rel=0.02)
+        assert parts["stream"] == pytest.approx(held_s)
+        assert sum(parts.values()) - parts["stream"] < timeline.summary.e2e_s - 0.9 * held_s
+        grown = {name: seconds - before.get(name, 0.0) for name, seconds in counted().items()}
+        assert {name: pytest.approx(seconds) for name, seconds in grown.items() if seconds} == parts
 
 
 @pytest.mark.parametrize("jump_s", [3600.0, -3600.0])

@@ -104,6 +104,19 @@ class RequestTimeline:
             ],
         }
 
+    def times(self) -> dict[str, Any]:
+        """What ``parts_of`` needs of ``to_dict``; of placements the nodes alone, so it takes little time."""
+        return {
+            "events": [
+                {"event": event.name, "at_s": event.unix_s - self.started_unix_s}
+                | {
+                    name: value.nodes() if name == "placement" else value
+                    for name, value in event.facts.items()
+                }
+                for event in self.events
+            ]
+        }
+
     def to_dict(self, scope: str | None = None) -> dict[str, Any]:
         """For ``GET /v1/requests/{id}/timeline``: plain JSON types only. ``scope``: of the viewer, see
         ``Principal``."""
