@@ -58,6 +58,12 @@ class DraftModel:
         """Return the time in which one token is proposed for each of these sequences."""
         return self._costs.decode_s(decodes)
 
+    def missing_s(self, sequence: Sequence) -> float:
+        """Return the time in which the KV that a sequence lacks is computed; 0: only its newest token's."""
+        copy = self._copies.get(sequence)
+        start = 0 if copy is None else min(copy.num_computed_tokens, sequence.num_tokens - 1)
+        return self._costs.chunk_s(start, sequence.num_tokens - 1 - start)
+
     def check_integrity(self) -> None:
         """Assert that each used block belongs to a sequence, in time proportional to the pool."""
         self._pool.check_integrity()
