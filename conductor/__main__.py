@@ -67,6 +67,7 @@ async def main(config: Config, service: ServiceContext) -> None:
         url = f"{server.scheme}://{_reachable(config.conductor.host)}:{server.port}"
         for one, conductor in zip(served.models, conductors, strict=True):
             conductor.describe(url=url, version=own_version(), options=agreement_of(one.config))
+            conductor.describe(region=one.config.node.region, zone=one.config.node.zone)
             await conductor.start()
         if canaries is not None:
             await canaries.start()

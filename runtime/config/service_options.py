@@ -19,6 +19,10 @@ class NodeOptions(Section, name="node"):
         "what store nodes that fail together have in common: copies of an object go to different ones; "
         "empty: the machine",
     )
+    region: str = option(
+        "", "name", "region of this node or conductor, such as eu: what tenants may be confined to"
+    )
+    zone: str = option("", "name", "zone within node.region; shown only")
     orphan_s: float = option(
         5.0, "seconds", "how long a decode node keeps the requests of a conductor that reads no tokens"
     )
