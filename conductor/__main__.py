@@ -102,6 +102,7 @@ def conductor_of(config: Config, peer_port: int, leader: Conductor | None = None
         provider=provider_of(config),
         planner=config.planner,
         price=config.model.price,
+        region=config.node.region,
         first_roles=("both",) if config.cluster.both else STAGES,
         leader=leader,
     )

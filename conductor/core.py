@@ -93,6 +93,7 @@ class Conductor:
         provider: Provider | None = None,
         planner: PlannerOptions | None = None,
         price: float = 1.0,
+        region: str = "",
         first_roles: Sequence[str] = STAGES,
         leader: Conductor | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -100,7 +101,7 @@ class Conductor:
     ) -> None:
         """``clock`` must run with the event loop's time. Other conductors connect to ``peer_host`` and
         ``peer_port`` (0: a free one). ``provider``: starts and stops nodes; closed here.
-        ``price``: of a second of a node.
+        ``price``: of a second of a node. ``region``: of this conductor.
         ``first_roles``: of the nodes that it starts for a model without any. ``leader``: the conductor of the
         first model, if this is another one: who plans for that one plans for all.
 
@@ -213,6 +214,7 @@ class Conductor:
             prefixes=PrefixWatch(model.block_size, clock),
             ledger=self.ledger,
             price=price,
+            region=region,
             slo=Slo.of(options),
             max_attempts=options.max_attempts,
             timeout_s=options.request_timeout_s,

@@ -492,13 +492,14 @@ async def running(
     lease_ttl_s: float = LEASE_TTL_S,
     provider: Provider | None = None,
     planner: PlannerOptions | None = None,
+    region: str = "",
     **options: Any,
 ) -> AsyncIterator[Cluster]:
     """A cluster of these nodes on the Redis at ``url``; ``options`` are the conductor's."""
     client = connect(url)
     index_options = IndexOptions(redis_url=url, namespace=namespace, lease_ttl_s=lease_ttl_s)
     conductor = Conductor(
-        MODEL, ConductorOptions(**options), index_options, provider=provider, planner=planner
+        MODEL, ConductorOptions(**options), index_options, provider=provider, planner=planner, region=region
     )
     cluster = Cluster(KVIndex(client, namespace), conductor, lease_ttl_s)
     await conductor.start()
