@@ -24,6 +24,7 @@ from moonpool.conductor.canary.canaries import Canaries
 from moonpool.conductor.coordination.arbitration import Arbitration
 from moonpool.conductor.coordination.other_conductors import OtherConductors
 from moonpool.conductor.costs.model import CostModel
+from moonpool.conductor.costs.regions import RegionLinks
 from moonpool.conductor.engines.configured import ConfiguredEngines
 from moonpool.conductor.fleet.adapters import AdapterDirectory
 from moonpool.conductor.fleet.administration import FleetAdmin
@@ -105,13 +106,13 @@ class Conductor:
         ``first_roles``: of the nodes that it starts for a model without any. ``leader``: the conductor of the
         first model, if this is another one: who plans for that one plans for all.
 
-        Raises ``ConfigError`` without a Redis URL.
+        Raises ``ConfigError`` without a Redis URL, or with options that cannot be read.
         """
         if not index.redis_url:
             raise ConfigError("index.redis_url is empty: say where the index is", "index.redis_url")
         self.model, self.price = model, price
         rng = rng or random.Random()
-        cost_model = CostModel()
+        cost_model = CostModel(RegionLinks.parse(options.region_links, node_price=price))
         activity = Activity(time.time)
         conductor_id = f"conductor-{uuid.UUID(int=rng.getrandbits(128)).hex[:12]}"
         self._redis = connect(index.redis_url)

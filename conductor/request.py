@@ -77,6 +77,7 @@ class GenerateRequest:
     prompt_logprobs: bool = False  # turns the prefix cache off for this request
     adapter: node_pb2.Adapter | None = None  # LoRA; None: the model alone
     cache_hint: CacheHint | None = None
+    origin: str = ""  # the region that its tokens go to; empty: that of the conductor
 
     @property
     def adapter_name(self) -> str:

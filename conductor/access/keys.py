@@ -13,6 +13,7 @@ tokens_per_minute = 200000      # prompt and output
 cached_nbytes = "2GiB"          # of KV blocks kept on one node
 class = "batch"                 # of requests that do not say; otherwise "interactive"
 regions = ["eu"]                # its prompts and KV are in these only: docs/regions.md
+home_region = "eu"              # where its requests come from, without the header X-Moonpool-Region
 """
 
 from __future__ import annotations
@@ -118,6 +119,7 @@ class _Table(BaseModel):
     tokens_per_minute: int = Field(default=0, ge=0, le=COUNT.high)
     cached_nbytes: Annotated[int, BeforeValidator(_as_nbytes)] = Field(default=0, ge=0, le=NBYTES.high)
     service_class: Literal["interactive", "batch"] = Field(default=INTERACTIVE, alias="class")
+    home_region: str = ""
     # An empty list could mean everywhere or nowhere: it is refused.
     regions: list[_Name] = Field(default=[], min_length=1)
 

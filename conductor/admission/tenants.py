@@ -31,6 +31,7 @@ class Tenant:
     cached_nbytes: int = 0  # 0: as much as eviction leaves
     service_class: Literal["interactive", "batch"] = INTERACTIVE
     regions: Regions = EVERYWHERE  # that its prompts and KV are confined to
+    home_region: str = ""  # where its requests come from; empty: the conductor's
 
     @property
     def confinement(self) -> str:

@@ -408,6 +408,7 @@ class NodeRegistry:
         self._others.left(record.node_id)
         self._activity.event("left", record.node_id, reason)
         self._evictions.left(record.node_id)
+        self._cost_model.links.place(record.node_id, "")
         self._former.add(member)
         self._fleets.drop(member)
         if reason == "left":

@@ -28,6 +28,7 @@ class Running:
     expected_tokens: int
     priority: int = 0
     regions: Regions = EVERYWHERE
+    region: str = ""  # where it decodes
 
     def num_blocks(self, block_size: int) -> int:
         """Blocks of its KV in the end, probably."""
@@ -106,8 +107,8 @@ class DecodeLoad:
 def best_target(
     request: Running, loads: Iterable[DecodeLoad], *, block_size: int, now_s: float
 ) -> DecodeLoad | None:
-    """The node with room and the shortest step with the request; None: no other node that it may move
-    to has room."""
+    """The node with room and the shortest step with the request, in its region if there is one; None: no
+    other node that it may move to has room."""
     fits = [
         load
         for load in loads
@@ -117,7 +118,11 @@ def best_target(
     ]
     return min(
         fits,
-        key=lambda load: (load.with_one(request, block_size).step_s(now_s), load.view.node_id),
+        key=lambda load: (
+            load.view.region != request.region,
+            load.with_one(request, block_size).step_s(now_s),
+            load.view.node_id,
+        ),
         default=None,
     )
 

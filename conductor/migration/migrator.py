@@ -177,6 +177,7 @@ class Migrator:
             expected_tokens,
             run.priority,
             run.client.regions,
+            member.view.region,
         )
 
     async def _move(self, move: Move) -> None:

@@ -16,6 +16,7 @@ from moonpool.conductor.costs.model import CostModel
 from moonpool.conductor.fleet.registry import NodeRegistry
 from moonpool.conductor.observing import scheduling_metrics as core_metrics
 from moonpool.conductor.placing.estimates import longest_blocks
+from moonpool.conductor.placing.node_view import NodeView
 from moonpool.conductor.replication.copy_plan import (
     USED_AGAIN,
     Budget,
@@ -169,6 +170,7 @@ class Replicator:
             shape,
             budget_nbytes=budget_nbytes,
             now_s=now_s,
+            is_free=self._cost_model.links.is_free,
         )
         nbytes = sum(copy.nbytes for copy in [*copies, *stored])
         self._budget.spend(nbytes)
@@ -201,6 +203,7 @@ class Replicator:
                     shape,
                     budget_nbytes=left_nbytes,
                     now_s=self._clock(),
+                    is_free=self._cost_model.links.is_free,
                 )
                 left_nbytes -= sum(copy.nbytes for copy in copies)
                 planned += ((scope, copy) for copy in copies)
@@ -241,7 +244,7 @@ class Replicator:
                 continue
             fleet = registry.fleet("prefill", scope.regions)
             targets = [view for view in fleet if view.node_id not in names]
-            idle = min(targets, key=lambda view: (-held.get(view.node_id, 0), view.num_placed), default=None)
+            idle = min(targets, key=partial(self._cost_to_keep, min(have), held), default=None)
             num_blocks = length - (held.get(idle.node_id, 0) if idle is not None else 0)
             made = False
             if idle is not None and self._clock() < ends_s:
@@ -250,6 +253,11 @@ class Replicator:
                 made = await self._copy(scope, copy)
             if not made:
                 core_metrics.hot_lost_blocks.inc(num_blocks)
+
+    def _cost_to_keep(self, source: str, held: Mapping[str, int], view: NodeView) -> tuple[bool, int, int]:
+        """The order of nodes to take over a prefix: where bytes are free, and with most of it, first."""
+        is_free = self._cost_model.links.is_free(source, view.node_id)
+        return not is_free, -held.get(view.node_id, 0), view.num_placed
 
     async def _run(self) -> None:
         while True:

@@ -97,6 +97,7 @@ class RequestPlacer:
             reads_cache=not self._wants_prompt_logprobs,
             fairness_delay_s=self._fairness_delay_s(began_s),
             adapter=self._request.adapter.digest if self._request.adapter else "",
+            origin=(self._request.origin or deps.region) if deps.cost_model.links.regions else "",
         )
         lacking = self._lacking()
         view = deps.registry.view(

@@ -116,6 +116,12 @@ class ConductorOptions(Section, name="conductor"):
         "only when asked",
         choices=("drain", "defragment", "hot-spot", "priority", "queue"),
     )
+    region_links: tuple[str, ...] = option(
+        (),
+        "links",
+        "what lies between regions (node.region), each A:B [rtt_ms=MS] [gbit_s=RATE] [price_gb=MONEY], the "
+        "money in the currency of model.price",
+    )
     replicate_nbytes_per_s: int = option(
         256 << 20,
         "bytes/second",
