@@ -40,7 +40,8 @@ def longest_blocks(prefixes: Mapping[str, int]) -> int:
 def sources(view: ClusterView, usable: int) -> Sequence[Source]:
     """Where to fetch a prefix from: the longest one, from the holder with the least busy link.
 
-    When that link is busy, the longest prefix of a holder with an idle link comes second.
+    When that link is busy, the longest prefix of a holder with an idle link comes second. Where bytes between
+    regions have a cost, these are of each region.
     """
     holders: Mapping[str, int] = view.prefix_blocks
     if not usable or not holders:
@@ -48,6 +49,15 @@ def sources(view: ClusterView, usable: int) -> Sequence[Source]:
     if isinstance(holders, PrefixMap):
         holders = holders.longest(_SOURCES)
     busy = view.links.busy(view.now_s)
+    if not view.links.regions:
+        return _sources(holders, usable, busy)
+    by_region: dict[str, dict[str, int]] = {}
+    for node_id, num_blocks in holders.items():
+        by_region.setdefault(view.links.region_of(node_id), {})[node_id] = num_blocks
+    return [source for some in by_region.values() for source in _sources(some, usable, busy)]
+
+
+def _sources(holders: Mapping[str, int], usable: int, busy: Mapping[str, float]) -> Sequence[Source]:
     best = max(holders, key=lambda node_id: (min(holders[node_id], usable), -busy.get(node_id, 0), node_id))
     first = Source(best, min(holders[best], usable))
     if best not in busy:
@@ -80,8 +90,9 @@ def estimate_prefill(
     recompute_s = factor * cost.profile.prefill_s(num_tokens - local_tokens, local_tokens)
     load_s = _load_s(view, node, local_blocks) if local_blocks else 0.0
     load_s += _adapter_s(request, node)
+    rtt_s = view.links.regions.between(request.origin, node.region).rtt_s if request.origin else 0.0
 
-    def estimate(own_s: float, source: Source | None, transfer_s: float) -> PrefillEstimate:
+    def estimate(own_s: float, source: Source | None, transfer_s: float, nbytes: int = 0) -> PrefillEstimate:
         cached_tokens = source.num_blocks * block_size if source else local_tokens
         compute_s = own_s + _steps_between_s(view, node, own_s, num_tokens - cached_tokens, tbt_s)
         order_s = now_s + request.fairness_delay_s + policy.patience_s(compute_s)
@@ -93,7 +104,7 @@ def estimate_prefill(
             queue_s,
             fetch_s,
             compute_s,
-            queue_s + fetch_s + late_load_s + compute_s,
+            queue_s + fetch_s + late_load_s + compute_s + rtt_s,
             local_tokens,
             late_load_s,
             (source.num_blocks - local_blocks) * block_size if source else 0,
@@ -103,6 +114,8 @@ def estimate_prefill(
             queue.behind(order_s),
             node.num_placed,
             own_s * node.num_running,
+            rtt_s,
+            view.links.egress_s(source.node_id, node_id, nbytes) if source else 0.0,
         )
 
     unaided = best = estimate(recompute_s, None, 0.0)
@@ -110,14 +123,16 @@ def estimate_prefill(
         missing = source.num_blocks - local_blocks
         if missing <= 0 or source.node_id == node_id:
             continue
-        transfer_s = view.links.seconds(source.node_id, node_id, missing * view.block_nbytes, now_s)
+        nbytes = missing * view.block_nbytes
+        transfer_s = view.links.seconds(source.node_id, node_id, nbytes, now_s)
         transfer_s += _source_s(view, node, source, local_blocks)
         cached_tokens = source.num_blocks * block_size
         rest_s = factor * cost.profile.prefill_s(num_tokens - cached_tokens, cached_tokens)
-        fetching = estimate(rest_s, source, transfer_s)
-        if best.fetched_tokens and best.ttft_s <= fetching.ttft_s:
+        fetching = estimate(rest_s, source, transfer_s, nbytes)
+        fetching_s = fetching.ttft_s + fetching.egress_s
+        if best.fetched_tokens and best.ttft_s + best.egress_s <= fetching_s:
             continue
-        if policy.takes(local_blocks, source.num_blocks, fetching.ttft_s, unaided.ttft_s):
+        if policy.takes(local_blocks, source.num_blocks, fetching_s, unaided.ttft_s):
             best = fetching
     return best
 
@@ -159,6 +174,7 @@ def estimate_decode(
         longer_s * running * request.expected_tokens,
         running,
         node.num_placed,
+        0.0 if here else links.egress_s(prefill.node_id, node.node_id, nbytes),
     )
 
 

@@ -335,6 +335,8 @@ class EngineNode(ABC):
             kv_address=self.kv_address.SerializeToString(),
             replica=self.replica,
             stages=self.stages,
+            region=config.node.region,
+            zone=config.node.zone,
             extra={
                 "version": own_version(),
                 "options": agreement_of(config),
