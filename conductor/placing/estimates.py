@@ -37,8 +37,15 @@ def longest_blocks(prefixes: Mapping[str, int]) -> int:
     return max(prefixes.values(), default=0)
 
 
+def overdue_s(view: ClusterView, node_id: str) -> float:
+    """How long a node stands still: it answers neither for its prefills nor for what others read of it."""
+    node = view.prefill.get(node_id)
+    return 0.0 if node is None else node.queue.overdue_s(view.now_s)
+
+
 def sources(view: ClusterView, usable: int) -> Sequence[Source]:
-    """Where to fetch a prefix from: the longest one, from the holder with the least busy link.
+    """Where to fetch a prefix from: the longest one, from the holder with the least busy link that does not
+    stand still.
 
     When that link is busy, the longest prefix of a holder with an idle link comes second.
     """
@@ -48,7 +55,15 @@ def sources(view: ClusterView, usable: int) -> Sequence[Source]:
     if isinstance(holders, PrefixMap):
         holders = holders.longest(_SOURCES)
     busy = view.links.busy(view.now_s)
-    best = max(holders, key=lambda node_id: (min(holders[node_id], usable), -busy.get(node_id, 0), node_id))
+    best = max(
+        holders,
+        key=lambda node_id: (
+            min(holders[node_id], usable),
+            -overdue_s(view, node_id),
+            -busy.get(node_id, 0),
+            node_id,
+        ),
+    )
     first = Source(best, min(holders[best], usable))
     if best not in busy:
         return (first,)
@@ -111,7 +126,7 @@ def estimate_prefill(
         if missing <= 0 or source.node_id == node_id:
             continue
         transfer_s = view.links.seconds(source.node_id, node_id, missing * view.block_nbytes, now_s)
-        transfer_s += _source_s(view, node, source, local_blocks)
+        transfer_s += _source_s(view, node, source, local_blocks) + overdue_s(view, source.node_id)
         cached_tokens = source.num_blocks * block_size
         rest_s = factor * cost.profile.prefill_s(num_tokens - cached_tokens, cached_tokens)
         fetching = estimate(rest_s, source, transfer_s)
