@@ -37,8 +37,15 @@ def longest_blocks(prefixes: Mapping[str, int]) -> int:
     return max(prefixes.values(), default=0)
 
 
+def overdue_s(view: ClusterView, node_id: str) -> float:
+    """How long a node stands still: it answers neither for its prefills nor for what others read of it."""
+    node = view.prefill.get(node_id)
+    return 0.0 if node is None else node.queue.overdue_s(view.now_s)
+
+
 def sources(view: ClusterView, usable: int) -> Sequence[Source]:
-    """Where to fetch a prefix from: the longest one, from the holder with the least busy link.
+    """Where to fetch a prefix from: the longest one, from the holder with the least busy link that does not
+    stand still.
 
     When that link is busy, the longest prefix of a holder with an idle link comes second. Where bytes between
     regions have a cost, these are of each region.
@@ -50,15 +57,25 @@ def sources(view: ClusterView, usable: int) -> Sequence[Source]:
         holders = holders.longest(_SOURCES)
     busy = view.links.busy(view.now_s)
     if not view.links.regions:
-        return _sources(holders, usable, busy)
+        return _sources(view, holders, usable, busy)
     by_region: dict[str, dict[str, int]] = {}
     for node_id, num_blocks in holders.items():
         by_region.setdefault(view.links.region_of(node_id), {})[node_id] = num_blocks
-    return [source for some in by_region.values() for source in _sources(some, usable, busy)]
+    return [source for some in by_region.values() for source in _sources(view, some, usable, busy)]
 
 
-def _sources(holders: Mapping[str, int], usable: int, busy: Mapping[str, float]) -> Sequence[Source]:
-    best = max(holders, key=lambda node_id: (min(holders[node_id], usable), -busy.get(node_id, 0), node_id))
+def _sources(
+    view: ClusterView, holders: Mapping[str, int], usable: int, busy: Mapping[str, float]
+) -> Sequence[Source]:
+    best = max(
+        holders,
+        key=lambda node_id: (
+            min(holders[node_id], usable),
+            -overdue_s(view, node_id),
+            -busy.get(node_id, 0),
+            node_id,
+        ),
+    )
     first = Source(best, min(holders[best], usable))
     if best not in busy:
         return (first,)
@@ -125,7 +142,7 @@ def estimate_prefill(
             continue
         nbytes = missing * view.block_nbytes
         transfer_s = view.links.seconds(source.node_id, node_id, nbytes, now_s)
-        transfer_s += _source_s(view, node, source, local_blocks)
+        transfer_s += _source_s(view, node, source, local_blocks) + overdue_s(view, source.node_id)
         cached_tokens = source.num_blocks * block_size
         rest_s = factor * cost.profile.prefill_s(num_tokens - cached_tokens, cached_tokens)
         fetching = estimate(rest_s, source, transfer_s, nbytes)

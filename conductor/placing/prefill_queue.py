@@ -100,6 +100,10 @@ class PrefillQueue:
             ahead_s -= waiting.compute_s
         return left_s + max(ahead_s, 0.0)
 
+    def overdue_s(self, now_s: float) -> float:
+        """Seconds since the running prefill should have ended; 0 until then."""
+        return now_s - self._due_s if now_s > self._due_s else 0.0
+
     def behind(self, order_s: float) -> int:
         """Number of waiting prefills that a prefill with this order would overtake."""
         count = 0
@@ -113,7 +117,7 @@ class PrefillQueue:
         """Of the running prefill."""
         if now_s < self._ends_s:
             return self._ends_s - now_s
-        return now_s - self._due_s if now_s > self._due_s else 0.0
+        return self.overdue_s(now_s)
 
     def _next(self, now_s: float) -> None:
         if not self._waiting:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from moonpool.conductor.placing import node_table as rows
 from moonpool.conductor.placing.cluster_view import ClusterView, PlaceRequest
-from moonpool.conductor.placing.estimates import Source
+from moonpool.conductor.placing.estimates import Source, overdue_s
 from moonpool.conductor.placing.node_table import NodeTable
 from moonpool.conductor.placing.node_view import NodeView
 from moonpool.conductor.placing.placement import PrefillEstimate
@@ -143,7 +143,8 @@ def _prefill_s(request: PlaceRequest, view: ClusterView, usable: int, fetchable:
     if fetchable:
         cached = fetchable[0].num_blocks * view.block_size
         latency_s, byte_s = view.links.usual
-        fetch_s = (cached - local) * (view.block_nbytes / view.block_size * byte_s) + latency_s
+        fetch_s = (cached - local) * (view.block_nbytes / view.block_size * byte_s)
+        fetch_s += latency_s + overdue_s(view, fetchable[0].node_id)
         fetch_s += costs.prefill_s(request.num_tokens - cached, cached)
         np.minimum(compute_s, fetch_s, out=compute_s)
     return compute_s

@@ -44,6 +44,21 @@ def test_a_node_that_stands_still_is_left() -> None:
     assert placed(REQUEST, cluster([still, other], [node("d0")])).prefill.queue_s == 0.0
 
 
+def test_nothing_is_fetched_from_a_node_that_stands_still() -> None:
+    still, other, reader = node("p0"), node("p1", queue_s=9.0), node("p2")
+    still.queue.add("late", order_s=-9.0, compute_s=1.0, now_s=-1.5)
+    nodes = [still, other, reader]
+    # It computes the prefix instead, in 0.1 s.
+    placement = placed(REQUEST, cluster(nodes, [node("d0")], {"p0": 60}))
+    assert (placement.prefill.node_id, placement.prefill.fetched_tokens) == ("p2", 0)
+    # Or fetches it from another holder.
+    placement = placed(REQUEST, cluster(nodes, [node("d0")], {"p0": 60, "p1": 60}))
+    assert (placement.prefill.node_id, placement.prefill.fetch_from) == ("p2", "p1")
+    still.queue.remove("late", 0.0)
+    placement = placed(REQUEST, cluster([other, reader], [node("d0")], {"p1": 60}))
+    assert placement.prefill.fetch_from == "p1"
+
+
 def test_a_prefix_is_fetched_when_that_beats_computing_it() -> None:
     view = cluster([node("p0"), node("p1", queue_s=1.0)], [node("d0")], {"p0": 2, "p1": 50, "d0": 40})
     placement = placed(REQUEST, view)
