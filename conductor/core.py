@@ -396,6 +396,7 @@ class Conductor:
             counts.num_used_blocks += load.num_blocks - load.free_blocks
             state = "incompatible" if registry.incompatible(member.record) else member.state
             counts.nodes[member.record.role, state] += 1
+            counts.clock_skew_s = max(counts.clock_skew_s, abs(member.clock_offset.seconds or 0.0))
         for missing in missing_replicas(member.record for member in registry.members.values()):
             counts.num_missing_replicas[missing.role] += missing.count - missing.present
         return counts

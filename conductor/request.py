@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moonpool.conductor.admission.tenants import ANYONE, Tenant
+from moonpool.conductor.observing.timelines.delivery import Delivery
 from moonpool.protos import node_pb2
 from moonpool.runtime.structure.grammars import Structure
 
@@ -77,6 +78,7 @@ class GenerateRequest:
     prompt_logprobs: bool = False  # turns the prefix cache off for this request
     adapter: node_pb2.Adapter | None = None  # LoRA; None: the model alone
     cache_hint: CacheHint | None = None
+    delivery: Delivery = field(default_factory=Delivery)  # who takes its tokens tells how long that took
     origin: str = ""  # the region that its tokens go to; empty: that of the conductor
 
     @property

@@ -18,7 +18,7 @@ from moonpool.decode_node.takeover import HandoverBroken, Source, Taken, take_ov
 from moonpool.engine.batching.sequence import Sequence
 from moonpool.engine.batching.step_plan import StepEvent
 from moonpool.engine.node.handover import HandoverFailed
-from moonpool.engine.node.messages import sequence_of
+from moonpool.engine.node.messages import sequence_of, time_left_s
 from moonpool.engine.node.metrics import DECODE_TOKENS, RECEIVED_BLOCKS, RECEIVED_BYTES
 from moonpool.engine.node.node import EngineNode, Key
 from moonpool.engine.node.service import RpcContext, node_servicers
@@ -132,12 +132,13 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
         self.check_takes_work()
         self._check_owner(request.conductor_id)
         work = request.work
-        sequence = sequence_of(work, arrived_s=time.monotonic())
+        received_s = time.monotonic()
+        sequence = sequence_of(work, arrived_s=received_s)
         self.tenants.charge(work, sequence.keys, self.store.tiers)
         num_local = len(self.engine.pool.match(block_keys.unpack(work.block_keys)))
         takeover = asyncio.create_task(self._take_over(request, sequence))
         self._requests[sequence.key] = _Request(
-            request.conductor_id, sequence, takeover, time.monotonic(), tracing.current_context()
+            request.conductor_id, sequence, takeover, received_s, tracing.current_context()
         )
         return node_pb2.DecodeReply(
             num_cached_tokens=num_local * self.engine.pool.block_size, epoch=self.epoch
@@ -198,7 +199,7 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
         key, engine, taken = sequence.key, self.engine, Taken(False, node_pb2.KvReceived())
         try:
             async with (
-                asyncio.timeout(request.work.deadline_unix_s - self.clock()),
+                asyncio.timeout(time_left_s(request.work, sequence.arrived_s)),
                 self.with_adapter(request.work) as adapter,
             ):
                 await self.prepare(sequence)

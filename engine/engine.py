@@ -215,7 +215,7 @@ class Engine:
         def row_cost(decodes: list[Sequence]) -> float:
             return costs.draft_row_cost(decodes, draft.step_s(decodes) if draft is not None else 0.0)
 
-        return Speculator(self.options.speculative, row_cost, draft)
+        return Speculator(self.options.speculative, row_cost, costs.decode_s, draft)
 
     async def _open_group(self, progress: Progress) -> ModelRunner:
         """Load all ranks' parts at once: ours here, the others in their processes."""

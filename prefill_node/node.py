@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing
 
 from moonpool.engine.batching.sequence import FinishReason, Sequence
 from moonpool.engine.batching.step_plan import StepEvent
 from moonpool.engine.errors import DuplicateSequence
 from moonpool.engine.node.handover import Handover, HandoverFailed
-from moonpool.engine.node.messages import sequence_of, token_logprobs
+from moonpool.engine.node.messages import sequence_of, time_left_s, token_logprobs
 from moonpool.engine.node.metrics import PromptTokens
 from moonpool.engine.node.node import EngineNode, Key
 from moonpool.engine.node.service import RpcContext, node_servicers
@@ -47,6 +47,17 @@ def _failure(event: StepEvent) -> MoonpoolError:
     if automaton is not None and automaton.error:
         return StructureInvalid(automaton.error)
     return PrefillFailed(event.error or "the prefill was cancelled")
+
+
+def stale_seconds(chunks: Iterable[tuple[float, float, int]], num_stale_tokens: int) -> float:
+    """Seconds of a prompt's steps that computed its first ``num_stale_tokens`` uncached tokens, by the share
+    of their rows. ``chunks``: ``Sequence.chunks``."""
+    seconds = 0.0
+    for began_s, ended_s, num_tokens in chunks:
+        num_stale = min(num_stale_tokens, num_tokens)
+        seconds += (ended_s - began_s) * num_stale / max(num_tokens, 1)
+        num_stale_tokens -= num_stale
+    return seconds
 
 
 class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
@@ -126,8 +137,9 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
             self.engine.release(sequence)
         else:
             handover.finish(sequence, token)
-            self._keep_until_taken(sequence, handover, request.work.deadline_unix_s)
-        return self._reply(sequence, event, token, loaded, fetched, fetch_error, received_s)
+            self._keep_until_taken(sequence, handover, request.work)
+        named = max(request.num_hit_blocks, request.num_fetch_blocks)
+        return self._reply(sequence, event, token, loaded, fetched, fetch_error, received_s, named)
 
     async def Follow(
         self, request: node_pb2.FollowRequest, context: RpcContext
@@ -279,14 +291,14 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
             )
         return handover
 
-    def _keep_until_taken(self, sequence: Sequence, handover: Handover, deadline_unix_s: float) -> None:
+    def _keep_until_taken(self, sequence: Sequence, handover: Handover, work: node_pb2.Work) -> None:
         """Release the sequence's blocks when they were taken, or at the request's deadline."""
 
         async def keep() -> None:
             try:
                 async with asyncio.timeout(self.config.store.lease_ttl_s):
                     await handover.followed.wait()
-                async with asyncio.timeout(deadline_unix_s - self.clock()):
+                async with asyncio.timeout(time_left_s(work, sequence.arrived_s)):
                     await handover.taken.wait()
             except TimeoutError:
                 log.warning("no decode node took the blocks of %s in time", sequence.request_id)
@@ -308,13 +320,18 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         fetched: Fetched,
         fetch_error: str,
         received_s: float,
+        num_named: int,
     ) -> node_pb2.PrefillReply:
+        """``num_named``: leading blocks that the index named, here or on the peer."""
         now_s = time.monotonic()
         num_cached, block_size = sequence.num_cached_tokens, self.engine.pool.block_size
         num_fetched = min(fetched.num_read * block_size, num_cached)
         num_ssd = min(loaded.num_ssd * block_size, num_cached - num_fetched)
         num_host = min(loaded.num_host * block_size, num_cached - num_fetched - num_ssd)
         num_pool = num_cached - num_fetched - num_ssd - num_host
+        num_stale = loaded.num_stale + fetched.num_missing
+        # Some of those that one node lacked came from the other one.
+        num_stale_tokens = min(num_stale * block_size, max(num_named * block_size - num_cached, 0))
         chunks = []
         for began_s, ended_s, num_tokens in sequence.chunks:
             ago_s, took_s = now_s - began_s, ended_s - began_s
@@ -342,6 +359,8 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
             fetched_nbytes=fetched.nbytes,
             prompt_logprobs=[token_logprobs(entry) for entry in event.prompt_logprobs or ()],
             fetch_error=fetch_error,
-            num_stale_blocks=loaded.num_stale + fetched.num_missing,
+            num_stale_blocks=num_stale,
+            disk_s=loaded.disk_s,
+            stale_s=stale_seconds(sequence.chunks, num_stale_tokens),
             chunks=chunks,
         )

@@ -228,13 +228,13 @@ class Work(_message.Message):
     BLOCK_KEYS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
-    DEADLINE_UNIX_S_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     PATIENCE_S_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     TENANT_CACHED_NBYTES_FIELD_NUMBER: _builtins.int
     TBT_S_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    LEFT_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     token_ids: _builtins.bytes
     """int32 little-endian: the prompt, then the tokens already streamed"""
@@ -246,7 +246,6 @@ class Work(_message.Message):
     """16 bytes for each full block of token_ids"""
     priority: _builtins.int
     """lower runs first, among the requests of its tenant"""
-    deadline_unix_s: _builtins.float
     attempt: _builtins.int
     """0 at first, plus one for each new placement; it identifies late messages"""
     patience_s: _builtins.float
@@ -257,6 +256,10 @@ class Work(_message.Message):
     """the tenant's limit on one node; 0: none"""
     tbt_s: _builtins.float
     """longest time wanted between two tokens; 0: any"""
+    left_s: _builtins.float
+    """Until the request's deadline, when this was sent; relative, because clocks of hosts differ and jump. 0: it is not
+    told, and only its conductor ends the request.
+    """
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
     @_builtins.property
@@ -273,17 +276,17 @@ class Work(_message.Message):
         block_keys: _builtins.bytes = ...,
         sampling: Global___Sampling | None = ...,
         priority: _builtins.int = ...,
-        deadline_unix_s: _builtins.float = ...,
         attempt: _builtins.int = ...,
         patience_s: _builtins.float = ...,
         tenant: _builtins.str = ...,
         tenant_cached_nbytes: _builtins.int = ...,
         tbt_s: _builtins.float = ...,
         adapter: Global___Adapter | None = ...,
+        left_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "block_keys", b"block_keys", "deadline_unix_s", b"deadline_unix_s", "num_prompt_tokens", b"num_prompt_tokens", "patience_s", b"patience_s", "priority", b"priority", "request_id", b"request_id", "root_key", b"root_key", "sampling", b"sampling", "tbt_s", b"tbt_s", "tenant", b"tenant", "tenant_cached_nbytes", b"tenant_cached_nbytes", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "block_keys", b"block_keys", "left_s", b"left_s", "num_prompt_tokens", b"num_prompt_tokens", "patience_s", b"patience_s", "priority", b"priority", "request_id", b"request_id", "root_key", b"root_key", "sampling", b"sampling", "tbt_s", b"tbt_s", "tenant", b"tenant", "tenant_cached_nbytes", b"tenant_cached_nbytes", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1284,6 +1287,8 @@ class PrefillReply(_message.Message):
     LOAD_S_FIELD_NUMBER: _builtins.int
     NUM_STALE_BLOCKS_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
+    DISK_S_FIELD_NUMBER: _builtins.int
+    STALE_S_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
     """prompt tokens not computed"""
     num_pool_tokens: _builtins.int
@@ -1304,6 +1309,10 @@ class PrefillReply(_message.Message):
     """spent loading from host memory and disk"""
     num_stale_blocks: _builtins.int
     """in the index for this node or fetch_from, but missing there"""
+    disk_s: _builtins.float
+    """of load_s, until the blocks on disk were in host memory"""
+    stale_s: _builtins.float
+    """of compute_s, for blocks that the index named and that were missing"""
     @_builtins.property
     def token(self) -> Global___TokenOut: ...
     @_builtins.property
@@ -1332,10 +1341,12 @@ class PrefillReply(_message.Message):
         load_s: _builtins.float = ...,
         num_stale_blocks: _builtins.int = ...,
         chunks: _abc.Iterable[Global___Stretch] | None = ...,
+        disk_s: _builtins.float = ...,
+        stale_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "compute_s", b"compute_s", "fetch_error", b"fetch_error", "fetch_s", b"fetch_s", "fetched_nbytes", b"fetched_nbytes", "load_s", b"load_s", "num_cached_tokens", b"num_cached_tokens", "num_fetched_tokens", b"num_fetched_tokens", "num_host_tokens", b"num_host_tokens", "num_pool_tokens", b"num_pool_tokens", "num_ssd_tokens", b"num_ssd_tokens", "num_stale_blocks", b"num_stale_blocks", "prompt_logprobs", b"prompt_logprobs", "queued_s", b"queued_s", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "compute_s", b"compute_s", "disk_s", b"disk_s", "fetch_error", b"fetch_error", "fetch_s", b"fetch_s", "fetched_nbytes", b"fetched_nbytes", "load_s", b"load_s", "num_cached_tokens", b"num_cached_tokens", "num_fetched_tokens", b"num_fetched_tokens", "num_host_tokens", b"num_host_tokens", "num_pool_tokens", b"num_pool_tokens", "num_ssd_tokens", b"num_ssd_tokens", "num_stale_blocks", b"num_stale_blocks", "prompt_logprobs", b"prompt_logprobs", "queued_s", b"queued_s", "stale_s", b"stale_s", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -203,7 +203,9 @@ class Simulation:
         self.copies.note(job.keys, placement)
         job.computing = True
         prefill.jobs[job] = None
-        prefill.load.begin_prefill(job, estimate.compute_s, placement.patience_s)
+        prefill.load.begin_prefill(
+            job, estimate.compute_s, placement.patience_s, starts_in_s=estimate.starts_in_s
+        )
         if decode is not None and job.remaining > 1:
             decode.jobs[job] = None
             decode.add_incoming(job, estimate.ttft_s, expected)

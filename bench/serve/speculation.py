@@ -120,8 +120,8 @@ async def _rates(
         prompts[:] = [tokenizer.encode(each).ids[:PROMPT_TOKENS] for each in texts]
 
     async def rate(contestant: ServerContestant) -> float:
-        if concurrent == 1:
-            return 1 / await contestant.alone(prompts[0], OUTPUT_TOKENS)
+        # Of one stream, too, from sending to the end: a peer that keeps both cores busy may send its tokens
+        # late, all in one packet.
         return await contestant.together(prompts, OUTPUT_TOKENS)
 
     calls = {name: partial(rate, contestant) for name, contestant in contestants.items()}

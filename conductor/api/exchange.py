@@ -102,6 +102,11 @@ class GenerationExchange:
             usage.cached_tokens,
             max(usage.completion_tokens - before, 0),
         )
+        for run in self._runs:
+            for part, seconds in run.request.delivery.total_s.items():
+                record.delivered_s[part] = record.delivered_s.get(part, 0.0) + seconds
+        for part, seconds in record.delivered_s.items():
+            self._context.metrics.stage.labels(part).observe(seconds)
         record.see(self._context.conductor.timeline)
         audit.usage(
             request_id=record.id,

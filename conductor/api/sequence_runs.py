@@ -74,8 +74,14 @@ async def _run(
                     if event.token_id >= 0:
                         clock.token(context.clock(), event.num_cached_tokens, accepted=event.accepted)
                     run.has_token.set()
+                    came_s = context.clock()
                     delta = run.choice.push(event)
-                    await sink(run, delta)
+                    read_s = context.clock()
+                    try:
+                        await sink(run, delta)
+                    finally:
+                        taken_s = context.clock()
+                        request.delivery.add(detokenize_s=read_s - came_s, stream_s=taken_s - read_s)
                     if delta.finish_reason is not None:
                         reason = delta.finish_reason
                         return

@@ -19,7 +19,7 @@ from moonpool.conductor.api.errors import ApiError
 from moonpool.conductor.api.models.lanes import LANES, Lane
 from moonpool.conductor.observing.cluster_report import Served, cluster_report
 from moonpool.conductor.observing.timelines.chrome import chrome_trace
-from moonpool.conductor.observing.timelines.parts import api_part, explanation_of, parts_of
+from moonpool.conductor.observing.timelines.parts import explanation_of, parts_of, with_api
 from moonpool.conductor.observing.timelines.spans import spans_of
 from moonpool.protos import node_pb2
 
@@ -173,7 +173,7 @@ async def timeline(http: web.Request) -> web.Response:
         one["spans"] = [asdict(span) for span in spans_of(one)]
         parts = parts_of(one)
         if record is not None and len(names) == 1:
-            parts = api_part(record.e2e_s, parts) + parts
+            parts = with_api(parts, record.e2e_s, record.delivered_s)
         one["parts"] = [asdict(part) | {"sentence": part.sentence} for part in parts]
         one["explanation"] = explanation_of(parts)
     alone = len(names) == 1 and found

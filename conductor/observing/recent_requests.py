@@ -24,6 +24,7 @@ class RequestRecord:
     parse_s: float = 0.0  # body to checked request
     tokenize_s: float = 0.0  # chat template included
     write_s: float = 0.0  # encoding and writing events
+    delivered_s: dict[str, float] = field(default_factory=dict)  # by part, in all: see ``Delivery``
     ttft_s: float = 0.0
     e2e_s: float = 0.0
     tpot_s: float = 0.0  # mean over its choices

@@ -54,6 +54,7 @@ class ClusterCounts:
     num_used_blocks: int = 0  # by sequences
     nodes: Counts[tuple[str, str]] = field(default_factory=Counts)
     num_missing_replicas: Counts[str] = field(default_factory=Counts)  # by role
+    clock_skew_s: float = 0.0  # the largest of a node's host to ours
 
     def add(self, other: ClusterCounts) -> None:
         """Add the counts of another model's nodes."""
@@ -61,6 +62,7 @@ class ClusterCounts:
         self.num_used_blocks += other.num_used_blocks
         self.nodes.update(other.nodes)
         self.num_missing_replicas.update(other.num_missing_replicas)
+        self.clock_skew_s = max(self.clock_skew_s, other.clock_skew_s)
 
 
 class _Exported(Collector):
@@ -140,7 +142,7 @@ class RequestMetrics:
             return family(Counter, name, text, labels)  # type: ignore[no-any-return]
 
         self._finished = counter("requests", "Sequences by how they ended", "model_name", "finish_reason")
-        stages = "Time that the API itself spends on a request: parse, tokenize"
+        stages = "Time that the API itself spends on a request: parse, tokenize, compile, detokenize, stream"
         self.stage: Histogram = family(Histogram, "api_stage_seconds", stages, ["stage"], buckets=_STAGES)
         self.http = counter("http_requests", "Answers by route and status", "route", "method", "status")
         ended = "Requests of a configured tenant by how they ended"
@@ -191,6 +193,7 @@ class RequestMetrics:
         core_metrics.cluster_nodes.clear()
         for labels, count in counts.nodes.items():
             core_metrics.cluster_nodes.labels(*labels).set(count)
+        core_metrics.clock_skew_s.set(counts.clock_skew_s)
         for role in ROLES:
             core_metrics.missing_replicas.labels(role).set(counts.num_missing_replicas[role])
 

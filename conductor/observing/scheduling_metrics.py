@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from prometheus_client import Counter, Gauge, Histogram
 
 placements = Counter("moonpool_placements_total", "Placements by reason, re-placements included", ["reason"])
@@ -43,6 +45,20 @@ first_token_moves = Histogram(
     ["path"],
     buckets=(0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
 )
+part_s = Counter(
+    "moonpool_request_part_seconds_total",
+    "Seconds of sequences that have ended, by part, as in their timelines: the parts sum to the seconds from "
+    "arrival at the conductor to the end. What the API took before and after: moonpool_api_stage_seconds",
+    ["part"],
+)
+
+
+@cache
+def seconds_of(part: str) -> Counter:
+    """``part_s`` of this label; cached, because every request adds to ten of them."""
+    return part_s.labels(part)
+
+
 migrations = Counter(
     "moonpool_migrations_total",
     "Running requests that were to move to another decode node, by cause (asked, drain, "
@@ -69,6 +85,10 @@ cluster_nodes = Gauge(
     "Nodes this conductor knows, each replica by itself, by role and state (ready, unhealthy, draining, "
     "starting, unreachable, incompatible)",
     ["role", "state"],
+)
+clock_skew_s = Gauge(
+    "moonpool_cluster_clock_skew_seconds",
+    "Largest difference of a node's wall clock to the conductor's; `moonpool doctor` names the node",
 )
 missing_replicas = Gauge(
     "moonpool_cluster_missing_replicas",

@@ -55,13 +55,20 @@ class LoadLedger:
     # ------------------------------------------------------------------ requests placed here
 
     def begin_prefill(
-        self, key: Hashable, compute_s: float, patience_s: float, tenant: str = "", num_tokens: int = 0
+        self,
+        key: Hashable,
+        compute_s: float,
+        patience_s: float,
+        tenant: str = "",
+        num_tokens: int = 0,
+        starts_in_s: float = 0.0,
     ) -> None:
         """``patience_s``: prefills that arrive within this time may overtake it. ``num_tokens``: that it
-        computes, for ``tenant``."""
+        computes, for ``tenant``. ``starts_in_s``: predicted."""
         queue, now_s = self.view.queue, self._clock()
         self._alone = None if len(queue) or self._decoding else key
-        queue.add(key, order_s=now_s + patience_s, compute_s=compute_s, now_s=now_s)
+        order_s, ready_s = now_s + patience_s, now_s + starts_in_s
+        queue.add(key, order_s=order_s, compute_s=compute_s, now_s=now_s, ready_s=ready_s)
         self._prefills[key] = tenant, num_tokens
         self._tenant_tokens[tenant] += num_tokens
         self._count(key)

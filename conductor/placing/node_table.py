@@ -18,6 +18,7 @@ SMALL = 24
 # Rows of the table: the inputs of all estimates.
 (
     ENDS_S,
+    DUE_S,
     WAITING_S,
     PREFILL_BASE_S,
     PREFILL_TOKEN_S,
@@ -32,8 +33,8 @@ SMALL = 24
     NUM_BLOCKS,
     NUM_PLACED,
     JITTER_S,
-) = range(15)
-_ROWS = 15
+) = range(16)
+_ROWS = 16
 
 # Breaks ties of equal nodes by their names, whatever their order.
 _JITTER_S = 1e-7
@@ -137,6 +138,7 @@ def _row(node: NodeView, now_s: float) -> tuple[float, ...]:
     costs = cost.profile.scaled(cost.prefill_correction.factor(now_s), cost.decode_correction.factor(now_s))
     return (
         queue.ends_s,
+        queue.due_s,
         queue.waiting_s + node.foreign_queue_s,
         costs.prefill_base_s,
         costs.prefill_token_s,

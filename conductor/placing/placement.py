@@ -60,6 +60,11 @@ class PrefillEstimate(NamedTuple):
     def prefix_tokens(self) -> int:
         return self.local_tokens + self.fetched_tokens
 
+    @property
+    def starts_in_s(self) -> float:
+        """Until it computes: the queue, and what is fetched and loaded beyond that."""
+        return self.ttft_s - self.compute_s
+
 
 class DecodeEstimate(NamedTuple):
     """The predicted cost of decoding on one node. ``total_s``: from the first token to the last, with the
@@ -92,6 +97,13 @@ class Placement:
     policy: str = ""
     path: Path = Path.SPLIT
 
+    def nodes(self) -> dict[str, str | None]:
+        """Their ids; no decode node where the prefill's token is the last one."""
+        return {
+            "prefill": self.prefill.node_id,
+            "decode": self.decode.node_id if self.decode else None,
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
         return {
@@ -99,8 +111,7 @@ class Placement:
             "path": self.path.value,
             "reason": self.reason.value,
             "detail": self.detail,
-            "prefill": self.prefill.node_id,
-            "decode": self.decode.node_id if self.decode else None,
+            **self.nodes(),
             "patience_s": self.patience_s,
             "prefill_candidates": [estimate._asdict() for estimate in self.prefill_candidates],
             "decode_candidates": [estimate._asdict() for estimate in self.decode_candidates],

@@ -49,7 +49,8 @@ def prefill_shortlist(
         nodes = _fitting(fleet.window(first, len(fleet)) if first else fleet, needed, view)
         return nodes if fleet.small else nodes[:_ESTIMATED]
     table = fleet.table(view.now_s)
-    score = np.maximum(table[rows.ENDS_S] - view.now_s, 0.0)
+    score = np.maximum(table[rows.ENDS_S] - view.now_s, view.now_s - table[rows.DUE_S])
+    np.maximum(score, 0.0, out=score)
     score += table[rows.WAITING_S]
     score += table[rows.JITTER_S]
     score += table[rows.NUM_PLACED] * _PLACED_S

@@ -95,6 +95,7 @@ class Attempt:
             placement.patience_s,
             work.tenant,
             len(work.token_ids) // 4 - placement.prefill.prefix_tokens,
+            placement.prefill.starts_in_s,
         )
         if plan.decode is not None:
             estimate = placement.decode

@@ -57,7 +57,13 @@ class RequestRun:
     def __init__(self, request: GenerateRequest, deps: RequestDependencies) -> None:
         self._request = request
         self._started_s = deps.clock()
-        timeline = RequestTimeline(request.request_id, time.time(), self._started_s, request.client.name)
+        timeline = RequestTimeline(
+            request.request_id,
+            time.time(),
+            self._started_s,
+            request.client.name,
+            delivery=request.delivery,
+        )
         self._deps = deps
         self._recorder = Recorder(
             timeline,
@@ -82,8 +88,6 @@ class RequestRun:
             self._lineage,
             limit=self._limit,
             deadline=self._deadline,
-            started_s=self._started_s,
-            started_unix_s=timeline.started_unix_s,
         )
         self._suspicion = Suspicion(deps.suspects)
         self._attempt: Attempt | None = None

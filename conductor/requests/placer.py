@@ -51,10 +51,8 @@ class RequestPlacer:
         *,
         limit: int,
         deadline: Deadline,
-        started_s: float,
-        started_unix_s: float,
     ) -> None:
-        """``limit``: most output tokens. ``started_s``, and all of ``deadline``: by ``deps.clock``."""
+        """``limit``: most output tokens. All times of ``deadline``: by ``deps.clock``."""
         self.avoid: set[str] = set()  # nodes that failed this request
         self.num_attempts = 0
         self.first_attempt = 0  # number of the first one in messages to nodes
@@ -69,7 +67,6 @@ class RequestPlacer:
         self._lineage = lineage
         self._limit = limit
         self._deadline = deadline
-        self._since_unix_s = started_unix_s - started_s  # of the clock's zero
         self._order_s: float | None = None  # its turn among the requests of all tenants
         self._charged, self._decode_token_s = Work(), 0.0
         # Drawn once, so that sampling does not depend on placements.
@@ -283,7 +280,7 @@ class RequestPlacer:
             priority=self.priority,
             tenant=self._request.client.name,
             tenant_cached_nbytes=self._request.client.cached_nbytes,
-            deadline_unix_s=self._since_unix_s + self._deadline.ends_s,
+            left_s=self._deadline.run_s(self._deps.clock()),
             attempt=number,
             patience_s=patience_s,
             tbt_s=0.0 if math.isinf(self._deps.slo.tbt_s) else self._deps.slo.tbt_s,

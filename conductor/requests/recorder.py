@@ -14,6 +14,7 @@ from moonpool.conductor.observing import scheduling_metrics as core_metrics
 from moonpool.conductor.observing.activity import Activity
 from moonpool.conductor.observing.prefix_outcomes import PrefixOutcome
 from moonpool.conductor.observing.slo import Slo
+from moonpool.conductor.observing.timelines.parts import parts_of
 from moonpool.conductor.observing.timelines.spans import CONDUCTOR, spans_of
 from moonpool.conductor.observing.timelines.timeline import RequestTimeline
 from moonpool.conductor.placing.placement import Placement
@@ -132,11 +133,13 @@ class Recorder:
                 node=node_id,
                 **cached,
                 load_s=reply.load_s,
+                disk_s=reply.disk_s,
                 fetched_nbytes=reply.fetched_nbytes,
                 fetch_s=reply.fetch_s,
                 fetch_from=placed.fetch_from,
                 fetch_error=reply.fetch_error,
                 stale_blocks=reply.num_stale_blocks,
+                stale_s=reply.stale_s,
             )
         self.timeline.add(
             "prefilled",
@@ -369,6 +372,8 @@ class Recorder:
             facts |= {"node_s": spent.uses(), "cost": summary.cost}
         self._ledger.add(self._tenant, spent, summary.prompt_tokens, num_new)
         self.timeline.add("done", now_s, finish_reason=finish_reason, output_tokens=num_tokens, **facts)
+        for part in parts_of(self.timeline.times()):
+            core_metrics.seconds_of(part.name).inc(part.seconds)
         log.debug("%s after %d tokens and %.4f s %s", finish_reason, num_tokens, summary.e2e_s, error or "")
         if finish_reason in ("stop", "length"):
             self._cost_model.output_lengths.observe(summary.prompt_tokens, num_tokens)

@@ -80,7 +80,6 @@ class Sequence:
         root_key: bytes,
         keys: list[BlockKey] | None = None,
         priority: int = 0,
-        deadline_unix_s: float = math.inf,
         arrived_s: float = 0.0,
         patience_s: float = 0.0,
         tbt_s: float = math.inf,
@@ -109,7 +108,6 @@ class Sequence:
         self.root_key = root_key
         self.keys: list[BlockKey] = list(keys or ())
         self.priority = priority
-        self.deadline_unix_s = deadline_unix_s
         self.arrived_s = arrived_s
         self.tbt_s = tbt_s
         self.order: tuple[Any, ...] = (arrived_s + patience_s, request_id, attempt)

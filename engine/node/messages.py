@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import numpy as np
 
@@ -25,13 +26,18 @@ def sequence_of(work: node_pb2.Work, *, arrived_s: float, prompt_logprobs: bool 
         root_key=work.root_key,
         keys=block_keys.unpack(work.block_keys),
         priority=work.priority,
-        deadline_unix_s=work.deadline_unix_s,
         arrived_s=arrived_s,
         patience_s=work.patience_s,
         tbt_s=work.tbt_s or math.inf,
         tenant=work.tenant,
         prompt_logprobs=prompt_logprobs,
     )
+
+
+def time_left_s(work: node_pb2.Work, arrived_s: float) -> float | None:
+    """Seconds from now to a request's deadline; None: its conductor did not tell it. ``arrived_s``: when its
+    message came, by ``time.monotonic``, which neither jumps nor differs."""
+    return max(arrived_s + work.left_s - time.monotonic(), 0.0) if work.left_s else None
 
 
 def token_out(event: StepEvent, spent: Spent) -> node_pb2.TokenOut:

@@ -12,7 +12,7 @@ from moonpool.engine.memory.block_memory import BlockMemory
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.errors import BlockCorrupt, BlockMissing
-from moonpool.kvstore.store import TieredStore
+from moonpool.kvstore.store import DiskWait, TieredStore
 from moonpool.kvstore.tiers.copier import Bandwidth
 from moonpool.transfer import TransferError
 
@@ -29,6 +29,7 @@ class Loaded:
     num_ssd: int = 0
     num_stale: int = 0  # in the index but in no tier
     seconds: float = 0.0
+    disk_s: float = 0.0  # of those, until the blocks on disk were in host memory
 
 
 class TierLoader:
@@ -67,10 +68,11 @@ class TierLoader:
             return Loaded()
         began_s = time.monotonic()
         pool.acquire(blocks)
+        disk = DiskWait()
         try:
             fresh = pool.allocate(num_wanted)
             blocks += fresh
-            found = await self._fill(chain[num_local : num_local + num_wanted], fresh)
+            found = await self._fill(chain[num_local : num_local + num_wanted], fresh, disk)
         except BaseException:
             pool.release(blocks)
             raise
@@ -79,7 +81,8 @@ class TierLoader:
         for i in range(num_local, len(blocks)):
             blocks[i] = pool.seal(blocks[i], chain[i], chain[i - 1] if i else None)
         num_ssd = found.count(Tier.SSD)
-        return Loaded(blocks, len(found) - num_ssd, num_ssd, seconds=time.monotonic() - began_s)
+        seconds = time.monotonic() - began_s
+        return Loaded(blocks, len(found) - num_ssd, num_ssd, seconds=seconds, disk_s=disk.seconds)
 
     def lacks_room(self, chain: Sequence[BlockKey], tiers: Sequence[Tier]) -> bool:
         """Return whether the pool has too little room now for the blocks worth loading."""
@@ -93,33 +96,35 @@ class TierLoader:
         first = sequence.num_computed_tokens // self._memory.pool.block_size
         num_wanted = self._num_worth_it(self._store.match(chain)[first:], Tier.SSD)
         keys = chain[first : first + num_wanted]
-        began_s = time.monotonic()
-        found = await self._fill(keys, sequence.block_table[first : first + num_wanted]) if keys else []
+        began_s, disk = time.monotonic(), DiskWait()
+        blocks = sequence.block_table[first : first + num_wanted]
+        found = await self._fill(keys, blocks, disk) if keys else []
         num_ssd = found.count(Tier.SSD)
-        return Loaded([], len(found) - num_ssd, num_ssd, seconds=time.monotonic() - began_s)
+        seconds = time.monotonic() - began_s
+        return Loaded([], len(found) - num_ssd, num_ssd, seconds=seconds, disk_s=disk.seconds)
 
     def _wanted(self, tiers: Sequence[Tier], slowest: Tier) -> tuple[int, int]:
         """Return how many leading blocks the pool has, and how many after them are worth loading."""
         num_local = next((i for i, tier in enumerate(tiers) if tier is not Tier.POOL), len(tiers))
         return num_local, self._num_worth_it(tiers[num_local:], slowest)
 
-    async def _fill(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> list[Tier]:
+    async def _fill(self, keys: Sequence[BlockKey], block_ids: Sequence[int], disk: DiskWait) -> list[Tier]:
         """Fill blocks and return the tier of each; the result ends before the first block that failed."""
         tiers = self._store.match(keys)
         await self._memory.pool.ready()
         if not self._memory.in_main_memory:
-            return tiers[: await self._fill_gpu(keys, block_ids)]
+            return tiers[: await self._fill_gpu(keys, block_ids, disk)]
         try:
-            await self._store.get(keys, [self._memory.bytes_of(block) for block in block_ids])
+            await self._store.get(keys, [self._memory.bytes_of(block) for block in block_ids], disk)
         except (BlockMissing, BlockCorrupt) as error:
             log.warning("cached blocks are computed instead: %s", error)
             return tiers[: error.first_missing]
         return tiers
 
-    async def _fill_gpu(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> int:
+    async def _fill_gpu(self, keys: Sequence[BlockKey], block_ids: Sequence[int], disk: DiskWait) -> int:
         """Copy blocks to a GPU by way of the store's pinned host memory. Return the number of leading
         blocks copied."""
-        async with self._store.pinned(keys) as pinned:
+        async with self._store.pinned(keys, disk) as pinned:
             in_host = [block for block in pinned if block.tier is Tier.HOST]
             sources = [self._store.host.bytes_of(block.slot) for block in in_host]
             checksums = [block.checksum for block in in_host]

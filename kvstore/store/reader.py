@@ -35,6 +35,13 @@ class Lease:
     blocks: list[Pinned]
 
 
+@dataclass(slots=True)
+class DiskWait:
+    """``seconds`` in which a reader waited until blocks on disk were in host memory."""
+
+    seconds: float = 0.0
+
+
 Unplaced = dict[BlockKey, UnplacedBlock]
 
 
@@ -54,10 +61,12 @@ class Reader:
         self._block_nbytes = block_nbytes
         self._clock = clock
 
-    async def get(self, keys: Sequence[BlockKey], spans: Sequence[Bytes]) -> list[Tier]:
+    async def get(
+        self, keys: Sequence[BlockKey], spans: Sequence[Bytes], disk: DiskWait | None = None
+    ) -> list[Tier]:
         await self._residency.demoter.arrived(keys)
         tiers = self._residency.match(keys)
-        async with self._promoted(keys, tiers) as unplaced:
+        async with self._promoted(keys, tiers, disk=disk) as unplaced:
             pinned = self._pin_prefix(keys[: len(tiers)], unplaced)
         began_s = self._clock()
         try:
@@ -110,13 +119,15 @@ class Reader:
             metrics.PREFETCHED_BLOCKS.inc(sum(pair == (Tier.SSD, Tier.HOST) for pair in pairs))
             return after.index(Tier.SSD) if Tier.SSD in after else len(after)
 
-    async def pin(self, keys: Sequence[BlockKey]) -> tuple[list[Pinned], list[int], list[int]]:
+    async def pin(
+        self, keys: Sequence[BlockKey], disk: DiskWait | None = None
+    ) -> tuple[list[Pinned], list[int], list[int]]:
         """Pin the longest prefix that is in memory or can be read into it.
 
         Returns the blocks, and the pool blocks and host slots that are pinned for them.
         """
         await self._residency.demoter.arrived(keys)
-        async with self._promoted(keys, self._residency.match(keys)):
+        async with self._promoted(keys, self._residency.match(keys), disk=disk):
             pinned = self._pin_prefix(keys, {})
         in_pool, slots = _slots(pinned)
         if slots:
@@ -132,7 +143,12 @@ class Reader:
 
     @asynccontextmanager
     async def _promoted(
-        self, keys: Sequence[BlockKey], tiers: Sequence[Tier], *, ahead: bool = False
+        self,
+        keys: Sequence[BlockKey],
+        tiers: Sequence[Tier],
+        *,
+        ahead: bool = False,
+        disk: DiskWait | None = None,
     ) -> AsyncIterator[Unplaced]:
         """Inside, the blocks on disk are in host memory, except those yielded, which found no room."""
         if self.promoter is None or Tier.SSD not in tiers:
@@ -142,8 +158,12 @@ class Reader:
         # Pinned, so that the rest of the chain is not evicted to make room.
         slots = [slot for key in keys[: len(tiers)] if (slot := self._residency.slot_of(key)) is not None]
         self._host.pin(slots)
+        began_s = self._clock()
         try:
-            yield await self.promoter.promote(on_disk, ahead=ahead)
+            unplaced = await self.promoter.promote(on_disk, ahead=ahead)
+            if disk is not None:
+                disk.seconds += self._clock() - began_s
+            yield unplaced
         finally:
             self._host.unpin(slots)
             self._residency.make_headroom()

@@ -15,7 +15,7 @@ from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.errors import BlockCorrupt
 from moonpool.kvstore.eviction.savings import SavedSeconds
 from moonpool.kvstore.grants.table import GrantTable, Slot
-from moonpool.kvstore.store.reader import Lease, Pinned, Reader
+from moonpool.kvstore.store.reader import DiskWait, Lease, Pinned, Reader
 from moonpool.kvstore.store.reservation import Reservation
 from moonpool.kvstore.store.residency import OnChange, Residency
 from moonpool.kvstore.tiers import metrics
@@ -137,9 +137,11 @@ class TieredStore(Residency):
 
     # ------------------------------------------------------------------ reading
 
-    async def get(self, keys: Sequence[BlockKey], spans: Sequence[Bytes]) -> list[Tier]:
+    async def get(
+        self, keys: Sequence[BlockKey], spans: Sequence[Bytes], disk: DiskWait | None = None
+    ) -> list[Tier]:
         """Fill ``spans[i]`` (uint8 [block_nbytes]) with the block ``keys[i]``, verified. Returns each one's
-        tier; blocks on disk are in host memory afterwards.
+        tier; blocks on disk are in host memory afterwards. ``disk``: its share of the time is added to that.
 
         Raises:
             BlockMissing: some are not held, or could not be read in time.
@@ -147,7 +149,7 @@ class TieredStore(Residency):
         After an error the spans before its ``first_missing`` are filled and the others undefined; after a
         cancellation all are undefined. Nothing is written to ``spans`` once this has ended.
         """
-        return await self._reader.get(keys, spans)
+        return await self._reader.get(keys, spans, disk)
 
     async def prefetch(self, keys: Sequence[BlockKey]) -> int:
         """Read this chain's blocks on disk into host memory, ahead of their use. Returns how many of the
@@ -166,9 +168,11 @@ class TieredStore(Residency):
         return Lease(grant.id, grant.granted_s, pinned)
 
     @asynccontextmanager
-    async def pinned(self, keys: Sequence[BlockKey]) -> AsyncIterator[list[Pinned]]:
-        """``pin`` for this process itself: inside the block, however long it takes."""
-        pinned, in_pool, slots = await self._reader.pin(keys)
+    async def pinned(
+        self, keys: Sequence[BlockKey], disk: DiskWait | None = None
+    ) -> AsyncIterator[list[Pinned]]:
+        """``pin`` for this process itself: inside the block, however long it takes. ``disk``: see ``get``."""
+        pinned, in_pool, slots = await self._reader.pin(keys, disk)
         try:
             yield pinned
         finally:

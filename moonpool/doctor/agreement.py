@@ -12,8 +12,9 @@ from moonpool.conductor.coordination.other_conductors import KEY_FACTS
 from moonpool.doctor.evidence import Evidence
 from moonpool.doctor.finding import Finding, State
 from moonpool.runtime.config.agreement import MUST_AGREE, default_of
+from moonpool.runtime.security.call_tokens import MAX_AGE_S
 
-# Deadlines of requests are minutes, the shortest some hundred milliseconds.
+# Beyond, spans of one request are out of order. Calls are refused from ``call_tokens.MAX_AGE_S`` on.
 _MAX_SKEW_S = 0.1
 
 
@@ -27,16 +28,13 @@ def check_clocks(evidence: Evidence) -> Iterator[Finding]:
     for name, skew_s in sorted(skews.items()):
         if abs(skew_s) <= _MAX_SKEW_S:
             continue
-        if skew_s > 0:
-            order, means = "ahead of", f"its requests time out {skew_s:.1f} s before their deadline"
-        else:
-            order, means = "behind", f"it keeps blocks of requests {-skew_s:.1f} s after their deadline"
         yield Finding(
             name,
             "wrong",
-            f"its clock is {abs(skew_s):.2f} s {order} the conductor's: {means}, and its spans and log lines "
-            "are displaced",
-            "run NTP (chrony) on both hosts. Leases use Redis's clock and are not affected",
+            f"its clock is {abs(skew_s):.2f} s {'ahead of' if skew_s > 0 else 'behind'} the conductor's: its "
+            f"spans and log lines are displaced, and calls are refused from {MAX_AGE_S:g} s on",
+            "run NTP (chrony) on both hosts. Leases use Redis's clock, deadlines each process's own: neither "
+            "is affected",
         )
     worst_s = max(map(abs, skews.values()), default=None)
     if worst_s is not None and worst_s <= _MAX_SKEW_S:

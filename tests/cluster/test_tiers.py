@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
-import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -121,7 +120,7 @@ def prefill_of(name: str, tokens: list[int], *, followed: bool = False) -> node_
         num_prompt_tokens=len(tokens),
         root_key=b"r" * 16,
         sampling=node_pb2.Sampling(top_p=1.0, repetition_penalty=1.0, max_tokens=8, num_logprobs=-1),
-        deadline_unix_s=time.time() + 60,
+        left_s=60,
     )
     return node_pb2.PrefillRequest(work=work, followed=followed)
 

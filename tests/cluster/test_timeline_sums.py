@@ -105,7 +105,7 @@ RANKS = counted(prefill=1, decode=1, decode_options=("engine.parallel.tp=2",))
 @pytest.mark.parametrize(
     ("counts", "expected"),
     [
-        pytest.param(SPLIT, {"prefill", "decode", "transfer", "api"}, id="split"),
+        pytest.param(SPLIT, {"prefill", "decode", "transfer", "detokenize", "stream", "api"}, id="split"),
         pytest.param(BOTH, {"prefill", "decode", "prompts", "api"}, id="both"),
         pytest.param(RANKS, {"prefill", "decode", "transfer", "exchange", "api"}, id="ranks"),
     ],

@@ -115,7 +115,9 @@ async def test_a_client_that_stops_reading_loses_its_place(
             await asyncio.to_thread(client.recv, 64)  # it reads, and then no more
             await api.core.until(lambda: len(api.core.cancelled) == n)
         await api.context.idle.wait()
-        assert api.context.recent.latest(1)[0].status == "client_stalled"
+        (stalled,) = api.context.recent.latest(1)
+        assert stalled.status == "client_stalled"
+        assert 0.3 <= stalled.delivered_s["stream"] <= n * stalled.e2e_s
         assert "has not read its stream" in caplog.text
         # Who reads, however long it takes in all, is served to the end.
         api.core.script = lambda request: [*text[:5], asyncio.Event()]
@@ -228,6 +230,11 @@ async def test_recent_requests_are_listed_with_what_the_api_spent(api: Any) -> N
     assert (chat["endpoint"], chat["stream"]) == ("/v1/chat/completions", True)
     assert chat["e2e_s"] >= chat["ttft_s"] > 0
     assert chat["write_s"] > 0
+    assert chat["delivered_s"]["stream"] >= chat["write_s"] and chat["delivered_s"]["detokenize"] > 0
+    assert 0 < sum(completion["delivered_s"].values()) < completion["e2e_s"]
+    for part in ("detokenize", "stream"):
+        count = api.registry.get_sample_value("moonpool_api_stage_seconds_count", {"stage": part})
+        assert count == 2, "one for each answer"
     assert completion["output_tokens"] == 3
     async with api.client.get(f"{api.url}/v1/requests/{completion['id']}/timeline") as response:
         timeline = await response.json()

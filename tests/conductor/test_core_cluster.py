@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from moonpool.conductor.fleet.node_client import DecodeClient
+from moonpool.conductor.observing.request_metrics import ClusterCounts
 from moonpool.doctor.evidence import Evidence
 from moonpool.doctor.nodes import check_security
 from moonpool.kvstore.blocks.keys import BlockKey
@@ -286,6 +288,20 @@ async def test_what_is_counted_is_what_is_shown(redis: RedisProcess) -> None:
         pools = [tier for node in nodes for tier in node["tiers"] if tier["name"] == "pool"]
         assert counts.num_used_blocks == sum(pool["num_used_blocks"] for pool in pools)
         assert counts.num_blocks == sum(pool["num_blocks"] for pool in pools) > 0
+
+
+async def test_the_largest_difference_of_clocks_is_a_metric(redis: RedisProcess) -> None:
+    async with running(redis.url, "p0", "d0", namespace="clocks") as cluster:
+        node, core = cluster.nodes["d0"], cluster.conductor
+        node.record = replace(node.record, unix_s=time.time() - 5.0)
+        for _ in range(4):
+            await node.announce()
+        # It grows by the age of the record, which says its time once and for all.
+        await cluster.until(lambda: core.counts().clock_skew_s > 0)
+        assert 5.0 <= core.counts().clock_skew_s < 60.0
+        other = ClusterCounts(clock_skew_s=2.0)
+        other.add(core.counts())
+        assert other.clock_skew_s >= 5.0, "of all models, the largest"
 
 
 async def test_the_cost_of_a_link_is_what_its_nodes_say_of_it(redis: RedisProcess) -> None:

@@ -31,6 +31,19 @@ def test_a_long_queue_outweighs_a_cached_prefix() -> None:
     assert placement.reason is Reason.LOAD
 
 
+def test_a_node_that_stands_still_is_left() -> None:
+    still, other = node("p0"), node("p1", queue_s=0.3)
+    # It should have ended 0.1 s ago: that weighs less than what the other node has to do. Then more.
+    for overdue_s, best in ((0.1, "p0"), (0.5, "p1")):
+        still.queue.remove("late", 0.0)
+        still.queue.add("late", order_s=-9.0, compute_s=1.0, now_s=-1.0 - overdue_s)
+        assert placed(REQUEST, cluster([still, other], [node("d0")])).prefill.node_id == best
+    # While its blocks are fetched, it stands still for nobody.
+    still.queue.remove("late", 0.0)
+    still.queue.add("late", order_s=-9.0, compute_s=1.0, now_s=-1.5, ready_s=1.0)
+    assert placed(REQUEST, cluster([still, other], [node("d0")])).prefill.queue_s == 0.0
+
+
 def test_a_prefix_is_fetched_when_that_beats_computing_it() -> None:
     view = cluster([node("p0"), node("p1", queue_s=1.0)], [node("d0")], {"p0": 2, "p1": 50, "d0": 40})
     placement = placed(REQUEST, view)

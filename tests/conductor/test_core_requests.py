@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from moonpool.conductor.observing import scheduling_metrics as core_metrics
 from moonpool.conductor.observing.timelines.parts import parts_of
 from moonpool.conductor.request import SamplingParams
 from moonpool.conductor.requests import lifecycle
@@ -53,6 +54,39 @@ async def test_tokens_come_in_order_from_both_nodes(url: str) -> None:
         assert times == sorted(times)
 
 
+async def test_parts_are_counted_and_what_its_reader_takes_is_not_the_nodes(url: str) -> None:
+    def counted() -> dict[str, float]:
+        (family,) = core_metrics.part_s.collect()
+        return {one.labels["part"]: one.value for one in family.samples if one.name.endswith("_total")}
+
+    async with running(url, "p0", "d0", namespace="parts") as cluster:
+        asked, node, before = request(), cluster.nodes["d0"], counted()
+        goes_on, held_s = asyncio.Event(), 0.0
+
+        async def waits(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
+            await goes_on.wait()
+
+        node.script = waits
+        async with contextlib.aclosing(cluster.conductor.generate(asked)) as stream:
+            async for event in stream:
+                came_s = time.monotonic()
+                if event.token_id >= 0 and not held_s:
+                    # Its reader takes the first token when the node has produced all others.
+                    goes_on.set()
+                    await cluster.until(lambda: node.works and not node._tasks)
+                    held_s = time.monotonic() - came_s
+                    asked.delivery.add(detokenize_s=0.0, stream_s=held_s)
+        timeline = cluster.conductor.timeline("r")
+        assert timeline is not None
+        parts = {part.name: part.seconds for part in parts_of(timeline.to_dict())}
+        assert parts == {part.name: part.seconds for part in parts_of(timeline.times())}
+        assert sum(parts.values()) == pytest.approx(timeline.summary.e2e_s, rel=0.02)
+        assert parts["stream"] == pytest.approx(held_s)
+        assert sum(parts.values()) - parts["stream"] < timeline.summary.e2e_s - 0.9 * held_s
+        grown = {name: seconds - before.get(name, 0.0) for name, seconds in counted().items()}
+        assert {name: pytest.approx(seconds) for name, seconds in grown.items() if seconds} == parts
+
+
 @pytest.mark.parametrize("jump_s", [3600.0, -3600.0])
 async def test_a_wall_clock_that_jumps_moves_no_time_of_a_request(
     url: str, monkeypatch: pytest.MonkeyPatch, jump_s: float
@@ -77,6 +111,24 @@ async def test_a_wall_clock_that_jumps_moves_no_time_of_a_request(
         assert sum(part.seconds for part in parts_of(told)) == pytest.approx(timeline.summary.e2e_s, rel=0.02)
         # The next one does not care either: bookings, queues and breakers go by the monotonic clock.
         assert await cluster.generate(request("next")) == continuation(PROMPT, 8)
+
+
+async def test_nodes_are_told_the_seconds_that_a_request_has_left(url: str) -> None:
+    async with running(url, "p0", "d0", namespace="left", request_timeout_s=50.0) as cluster:
+        began_s = time.monotonic()
+        cluster.nodes["p0"].script = once(0, breaks)
+        await cluster.generate(request(deadline_s=30.0))
+        took_s = time.monotonic() - began_s
+        by_attempt = [
+            [w.left_s for n in cluster.nodes.values() for w in n.works if w.attempt == i] for i in (0, 1)
+        ]
+        for left in by_attempt:
+            assert left and all(30.0 - took_s <= left_s < 30.0 for left_s in left)
+            assert len(set(left)) == 1, "both stages end at once"
+        # Measured when it is sent: the second attempt has less.
+        assert max(by_attempt[1]) < min(by_attempt[0])
+        await cluster.generate(request("next"))
+        assert 49.0 < cluster.nodes["d0"].works[-1].left_s <= 50.0
 
 
 async def test_one_token_needs_no_decode_node(url: str) -> None:

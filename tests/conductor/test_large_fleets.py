@@ -28,6 +28,9 @@ def crowd(seed: int, count: int) -> ClusterView:
         node(f"p{i}", queue_s=rng.choice([0.0, rng.random()]), num_placed=rng.randrange(3))
         for i in range(count)
     ]
+    for late in rng.sample(prefill, count // 3):
+        if not len(late.queue):  # it should have ended some time ago
+            late.queue.add("late", order_s=-2.0, compute_s=1.0, now_s=-1.0 - rng.random())
     decode = [
         node(f"d{i}", num_running=rng.randrange(20), num_context_tokens=rng.randrange(20_000))
         for i in range(count)
@@ -52,6 +55,14 @@ def test_the_first_look_keeps_the_best(seed: int, count: int, policy: str) -> No
         assert placement.prefill.ttft_s <= slack * min(e.ttft_s for e in every) + 1e-4
     if policy == "least-loaded":
         assert placement.prefill.queue_s == min(n.queue.wait_s(0.0) for n in view.prefill)
+
+
+def test_the_first_look_leaves_nodes_that_stand_still() -> None:
+    still = [node(f"s{i}") for i in range(60)]
+    for late in still:
+        late.queue.add("late", order_s=-9.0, compute_s=1.0, now_s=-6.0)
+    view = cluster([*still, *(node(f"p{i}", queue_s=0.5) for i in range(40))], [node("d0")])
+    assert placed(REQUEST, view).prefill.queue_s == 0.5
 
 
 @settings(max_examples=25)

@@ -23,8 +23,35 @@ def test_the_one_that_runs_is_not_interrupted_and_the_others_go_by_order() -> No
     assert queue.remove("a", 4.5)
     assert queue.wait_s(4.5) == pytest.approx(1.0 + 2.0)
     assert not queue.remove("a", 4.5)
-    # One that takes longer than predicted delays others no further than by what is left of it: nothing.
-    assert queue.wait_s(99.0) == pytest.approx(2.0)
+    assert queue.wait_s(5.5) == pytest.approx(2.0)
+
+
+times = st.floats(0, 100)
+
+
+@given(started_s=times, compute_s=times, ready_in_s=st.floats(-10, 100), waiting_s=times, after_s=times)
+def test_an_overdue_prefill_counts_as_waiting_for_as_long_again(
+    started_s: float, compute_s: float, ready_in_s: float, waiting_s: float, after_s: float
+) -> None:
+    queue = PrefillQueue()
+    ready_s = started_s + ready_in_s
+    queue.add("a", order_s=0.0, compute_s=compute_s, now_s=started_s, ready_s=ready_s)
+    queue.add("b", order_s=1.0, compute_s=waiting_s, now_s=started_s)
+    due_s = max(started_s, ready_s) + compute_s
+    assert queue.due_s == due_s >= queue.ends_s
+    overdue = [queue.wait_s(due_s + overdue_s) for overdue_s in (0.0, after_s, 2 * after_s)]
+    expected = [pytest.approx(overdue_s + waiting_s, abs=1e-9) for overdue_s in (0.0, after_s, 2 * after_s)]
+    assert overdue == expected, "the longer it stands still, the longer it probably will"
+    assert [starts_s for _, starts_s, _ in queue.waiting(due_s + after_s)] == [
+        pytest.approx(after_s, abs=1e-9)
+    ]
+    # Before, it waits for what is predicted: nothing, while others would be computed first.
+    assert queue.wait_s(queue.ends_s) == pytest.approx(waiting_s)
+    # Neither is left over when it has ended, nor when nothing runs.
+    assert queue.remove("a", due_s + after_s)
+    assert queue.wait_s(due_s + after_s) == pytest.approx(waiting_s, abs=1e-9)
+    assert queue.remove("b", due_s + after_s)
+    assert queue.wait_s(due_s + 1e6) == 0.0
 
 
 @given(
@@ -40,7 +67,8 @@ def test_it_waits_for_what_is_in_it_and_ends_empty(steps: list[tuple[int, float,
         else:
             assert queue.remove(key, now_s) == (inside.pop(key, None) is not None)
         assert len(queue) == len(inside)
-        assert queue.wait_s(now_s) <= sum(inside.values()) + 1e-9
+        overdue_s = max(now_s - queue.due_s, 0.0)
+        assert overdue_s <= queue.wait_s(now_s) <= overdue_s + sum(inside.values()) + 1e-9
         waits_s = [queue.wait_s(now_s, order_s) for order_s in (-1.0, now_s, now_s + 2, math.inf)]
         assert waits_s == sorted(waits_s)
         assert queue.behind(math.inf) == 0

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.conductor.observing.timelines.parts import SENTENCES, TimePart, explanation_of, parts_of
+from moonpool.conductor.observing.timelines.parts import (
+    SENTENCES,
+    TimePart,
+    explanation_of,
+    parts_of,
+    with_api,
+)
 from moonpool.conductor.observing.timelines.timeline import RequestTimeline
 
 PLACED = {"placement": {"prefill": "p0", "decode": "d0"}}
@@ -27,7 +33,7 @@ def found(*events: tuple[str, float, dict[str, Any]]) -> dict[tuple[str, str], f
 def test_each_stretch_has_its_cause() -> None:
     chunks = [{"seconds": 0.2}, {"seconds": 0.3}]
     prefilled = PREFILLED | {"queued_s": 0.5, "compute_s": 0.7, "chunks": chunks}
-    loaded = {"load_s": 0.1, "fetch_s": 0.4, "fetch_from": "p1"}
+    loaded = {"load_s": 0.1, "disk_s": 0.07, "stale_s": 0.05, "fetch_s": 0.4, "fetch_from": "p1"}
     moved = {"source": "d0", "node": "d1", "downtime_s": 0.05}
     events = (
         ("queued", 0.0, {}),
@@ -44,10 +50,12 @@ def test_each_stretch_has_its_cause() -> None:
     assert found(*events) == {
         ("conductor", ""): 1.0,
         ("no node", ""): 2.0,
-        ("prefill", "p0"): 0.5,
+        ("prefill", "p0"): 0.45,
+        ("index lag", "p0"): 0.05,
         ("batch", "p0"): 0.2,
         ("queue", "p0"): 0.5,
-        ("load", "p0"): 0.1,
+        ("disk load", "p0"): 0.07,
+        ("host load", "p0"): 0.03,
         ("fetch", "p0"): 0.4,
         ("messages", "p0"): 0.4,
         ("room", "d0"): 1.5,
@@ -116,6 +124,38 @@ def test_a_node_that_computed_the_prompt_too_decodes_after_the_first_token() -> 
     }
 
 
+def test_what_the_api_and_the_client_took_is_not_the_nodes() -> None:
+    events = (
+        ("queued", 0.0, {}),
+        ("placed", 0.1, PLACED),
+        ("prefilled", 0.5, PREFILLED | {"compute_s": 0.4}),
+        ("first_token", 0.5, {}),
+        # The client took the first token late: its blocks had been there for long.
+        ("transferred", 2.0, TRANSFERRED | {"delivered_s": {"detokenize": 0.01, "stream": 1.2}}),
+        # The time of one that is inside another stretch is not lost.
+        ("stayed", 2.5, {"delivered_s": {"stream": 0.4}}),
+        ("done", 4.0, {"delivered_s": {"detokenize": 0.2, "stream": 0.1}, "slowed_s": {"prompts": 9.0}}),
+    )
+    told = parts_of(timeline(*events))
+    assert {part.name: pytest.approx(part.seconds) for part in told} == {
+        "conductor": 0.1,
+        "prefill": 0.4,
+        "detokenize": 0.21,
+        "stream": 1.7,
+        "room": 0.29,
+        "prompts": 1.3,
+    }
+    # The last token was given on after the end of the sequence.
+    whole = with_api(told, 4.5, {"detokenize": 0.22, "stream": 2.0})
+    assert {part.name: pytest.approx(part.seconds) for part in whole if part.name in ("api", "stream")} == {
+        "api": 0.19,
+        "stream": 2.0,
+    }
+    assert sum(part.seconds for part in whole) == pytest.approx(4.5)
+    assert with_api(told, 0.0, {}) == told, "it runs"
+    assert explanation_of(whole).endswith("the API wrote its tokens, and waited until its client took them")
+
+
 def test_what_has_not_begun_has_no_longest_part() -> None:
     assert explanation_of(parts_of(timeline(("queued", 0.0, {})))) == ""
 
@@ -129,6 +169,9 @@ facts = st.fixed_dictionaries(
         "queued_s": seconds,
         "compute_s": seconds,
         "load_s": seconds,
+        "disk_s": seconds,
+        "stale_s": seconds,
+        "delivered_s": st.dictionaries(st.sampled_from(["detokenize", "stream"]), seconds),
         "fetch_s": seconds,
         "transfer_s": seconds,
         "downtime_s": st.floats(-1, 10),

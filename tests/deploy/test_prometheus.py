@@ -19,6 +19,7 @@ import yaml
 
 from moonpool.client import Client, Reply
 from moonpool.local.cluster import LocalCluster
+from moonpool.runtime.health.judge import CHECKS
 from moonpool.runtime.observing.metrics_server import metrics_key
 from moonpool.runtime.security.call_tokens import RoleKeys
 from moonpool.runtime.service.child import Child
@@ -125,6 +126,31 @@ async def test_queries_and_alerts_ask_for_metrics_there_are(pages: dict[str, str
     names = set(re.findall(r"\b(?:moonpool_|process_|vllm:)\w+", " ".join(asked)))
     assert len(names) >= 40
     assert names <= known, names - known
+
+
+# What each check reads.
+READINGS = {
+    "gpu_lost": "moonpool_node_health",
+    "gpu_memory_errors": "moonpool_gpu_memory_errors_total",
+    "gpu_xid": "moonpool_gpu_xid",
+    "gpu_memory_taken": "moonpool_gpu_memory_taken_bytes",
+    "gpu_temperature": "moonpool_gpu_temperature_celsius",
+    "gpu_throttled": "moonpool_gpu_throttled",
+    "host_memory": "moonpool_host_memory_bytes",
+    "memory_pressure": "moonpool_host_memory_stalled_seconds_total",
+    "open_files": "moonpool_process_files",
+    "disk_space": "moonpool_host_disk_free_bytes",
+    "disk_latency": "moonpool_host_disk_write_seconds",
+    "network_errors": "moonpool_host_network_errors_total",
+}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_every_check_of_a_node_has_a_panel_and_says_what_to_do(check: str) -> None:
+    queries = [query for _, query in dashboard_queries()]
+    assert any(re.search(rf"\b{READINGS[check]}\b", query) for query in queries), "no panel"
+    guide = (DEPLOY.parent / "docs/troubleshooting.md").read_text()
+    assert f"| `{check}` |" in guide
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -12,7 +12,7 @@ from moonpool.kvstore.blocks.layout import OpaqueLayout
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.errors import BlockMissing
 from moonpool.kvstore.eviction.surplus_copies import SurplusCopies
-from moonpool.kvstore.store import TieredStore
+from moonpool.kvstore.store import DiskWait, TieredStore
 from moonpool.kvstore.tiers.ssd import SsdTier
 from moonpool.runtime.config.options import SsdTierOptions, StoreOptions
 from tests.kvstore.fake_pool import FakePool
@@ -331,6 +331,30 @@ async def test_prefetch_reads_each_block_once_for_all_requests() -> None:
     assert numbers[:2] == [6, 6]
     assert disk.num_reads == 6
     assert store.match(chain(6)) == [Tier.HOST] * 6
+    store.check_integrity()
+    await store.close()
+
+
+async def test_a_load_says_how_long_it_waited_for_the_disk() -> None:
+    now_s = 0.0
+    store, disk = await with_disk(16, 64, write_policy="write-through", clock=lambda: now_s)
+    await put(store, 6)
+    await settled(store)
+    await put(store, 16, number=1)
+    await settled(store)
+    waited, spans = DiskWait(), [np.zeros(NBYTES, np.uint8) for _ in range(6)]
+    disk.may_read.clear()
+    reading = asyncio.create_task(store.get(chain(6), spans, waited))
+    while not disk.num_reads:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    now_s = 3.0
+    disk.may_read.set()
+    assert await reading == [Tier.SSD] * 6
+    assert waited.seconds == 3.0
+    # From host memory it waits for no disk.
+    assert await store.get(chain(6), spans, waited) == [Tier.HOST] * 6
+    async with store.pinned(chain(6), waited):
+        assert waited.seconds == 3.0
     store.check_integrity()
     await store.close()
 

@@ -123,7 +123,7 @@ async def test_a_drain_waits_for_prompts_that_are_being_gathered() -> None:
             root_key=bytes(16),
             block_keys=pack([]),
             sampling=node_pb2.Sampling(max_tokens=4, ignore_eos=True),
-            deadline_unix_s=node.clock() + 60,
+            left_s=60,
         )
         call = stub.Prefill(node_pb2.PrefillRequest(work=work))
         await asyncio.wait_for(begun.wait(), 60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,11 @@ SENTENCES = {
     "no node": "it waited for a node that takes requests",
     "asked": "{node} had its prompt and had not answered",
     "queue": "its prompt waited in the queue of {node}",
-    "load": "{node} loaded cached blocks from its own memory or disk",
+    "host load": "{node} loaded cached blocks from its host memory",
+    "disk load": "{node} read cached blocks from its disk",
     "fetch": "{node} fetched cached blocks from {other}",
     "prefill": "{node} computed its prompt",
+    "index lag": "{node} computed blocks that the index named and that were gone",
     "batch": "its prompt waited between its chunks while {node} computed other work",
     "messages": "messages between the conductor and {node} were on their way",
     "room": "it waited until {node} had room for its blocks and began to decode",
@@ -29,7 +32,13 @@ SENTENCES = {
     "recompute": "{node} had taken its blocks away, computed them again, and produced its tokens",
     "migration": "it moved from {other} to {node}, without tokens meanwhile",
     "failed": "an attempt ran that failed",
+    "detokenize": "the API turned its tokens into text",
+    "stream": "the API wrote its tokens, and waited until its client took them",
 }
+
+
+# Events whose time is inside the stretch before another one.
+_INSIDE = ("prefix_loaded", "cached", "stayed", "recovered")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +73,19 @@ def parts_of(timeline: Mapping[str, Any]) -> list[TimePart]:
     return [TimePart(name, seconds, *rest) for (name, *rest), seconds in whole.items()]
 
 
-def api_part(whole_s: float, parts: list[TimePart]) -> list[TimePart]:
-    """What an HTTP request of ``whole_s`` took besides the parts of its only sequence; none: it runs."""
-    seconds = whole_s - sum(part.seconds for part in parts)
-    return [TimePart("api", seconds)] if seconds > 0 else []
+def with_api(parts: list[TimePart], whole_s: float, delivered_s: Mapping[str, float]) -> list[TimePart]:
+    """The parts of an HTTP request of ``whole_s``; ``parts``: those of its only sequence. ``delivered_s``: in
+    all, for the end of a sequence comes before its last token is given on. Zeros: it runs."""
+    rest_s = whole_s - sum(part.seconds for part in parts)
+    if rest_s <= 0:
+        return parts
+    found = [part for part in parts if part.name not in delivered_s]
+    for name, seconds in delivered_s.items():
+        before_s = sum(part.seconds for part in parts if part.name == name)
+        last_s = min(max(seconds - before_s, 0.0), rest_s)
+        rest_s -= last_s
+        found.append(TimePart(name, before_s + last_s))
+    return [part for part in (TimePart("api", rest_s), *found) if part.seconds > 0]
 
 
 def explanation_of(parts: list[TimePart]) -> str:
@@ -83,14 +101,20 @@ def _parts(events: list[Mapping[str, Any]]) -> Iterator[TimePart]:
     # The event before; what the prefill node said of the prefix; why its queue was long.
     last, loaded, burst = "", {}, ""
     prefill, decode, is_decoding, is_again = "", "", False, False
+    delivered = Counter[str]()
     for event in events:
         name, seconds = event["event"], max(event["at_s"] - since_s, 0.0)
+        delivered.update(event.get("delivered_s", {}))
+        if name == "prefix_loaded":
+            loaded = dict(event)
+        if name in _INSIDE:
+            continue
+        for part, part_s in delivered.items():
+            part_s = min(part_s, seconds)
+            seconds -= part_s
+            yield TimePart(part, part_s)
+        delivered.clear()
         match name:
-            case "prefix_loaded":
-                loaded = dict(event)
-                continue  # its time is inside that of the prefill
-            case "cached" | "stayed" | "recovered":
-                continue
             case "placed":
                 yield TimePart("no node" if last == "waits_for_node" else "conductor", seconds)
                 prefill, decode = event["placement"]["prefill"], event["placement"]["decode"] or ""
@@ -146,14 +170,17 @@ def _prefill(
     node, compute_s = event["node"], event["compute_s"]
     chunks_s = sum(chunk["seconds"] for chunk in event["chunks"])
     own_s = min(chunks_s, compute_s) if event["chunks"] else compute_s
+    stale_s, disk_s = min(loaded.get("stale_s", 0.0), own_s), loaded.get("disk_s", 0.0)
     for name, part_s, other in (
-        ("prefill", own_s, ""),
+        ("index lag", stale_s, ""),
+        ("prefill", own_s - stale_s, ""),
         ("batch", compute_s - own_s, ""),
         ("queue", event["queued_s"], ""),
-        ("load", loaded.get("load_s", 0.0), ""),
+        ("disk load", disk_s, ""),
+        ("host load", loaded.get("load_s", 0.0) - disk_s, ""),
         ("fetch", loaded.get("fetch_s", 0.0), loaded.get("fetch_from", "")),
     ):
-        part_s = min(part_s, seconds)
+        part_s = max(min(part_s, seconds), 0.0)
         seconds -= part_s
         yield TimePart(name, part_s, node, other, burst if name == "queue" else "")
     yield TimePart("messages", seconds, node)

@@ -5,9 +5,10 @@ import { waterfall } from "./waterfall.js";
 // Colours of parts: waiting, moving, computing, again.
 const KINDS = {
   "no node": "wait", asked: "wait", queue: "wait", batch: "wait", room: "wait",
-  load: "move", fetch: "move", messages: "move", transfer: "move", migration: "move",
+  "host load": "move", "disk load": "move", fetch: "move", stream: "move", messages: "move", transfer: "move", migration: "move",
   api: "wait", prompts: "wait", exchange: "wait", speculation: "again",
-  prefill: "compute", decode: "compute", recompute: "again", failed: "again",
+  prefill: "compute", decode: "compute", detokenize: "compute",
+  recompute: "again", failed: "again", "index lag": "again",
 };
 
 function facts(values) {
