@@ -174,8 +174,6 @@ class History:
             Lineage(asked.prompt_token_ids, MODEL.block_size),
             limit=8,
             deadline=Deadline(self.now_s, wait_s=1e9, run_s=1e9, asked_s=None),
-            started_s=self.now_s,
-            started_unix_s=self.now_s,
         )
         placement = placer.decide()
         if not isinstance(placement, Placement):
