@@ -71,6 +71,7 @@ def exchange_shape(assignment: Assignment, config: ModelConfig) -> ExchangeShape
         max_tokens=assignment.options.max_batch_tokens,
         max_rows=assignment.max_rows,
         dtype=TORCH_DTYPES[assignment.dtype],
+        steps_in_flight=assignment.steps_in_flight,
     )
 
 
