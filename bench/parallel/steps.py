@@ -88,14 +88,16 @@ async def host_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
 
 @asynccontextmanager
 async def running(
-    model: Path, device: str, parallel: ParallelOptions, ranks: RankGroup | None = None
+    model: Path, device: str, parallel: ParallelOptions, ranks: RankGroup | None = None, threads: int = 0
 ) -> AsyncIterator[Session]:
-    """An engine. ranks: those of several hosts, started already."""
+    """An engine. ranks: those of several hosts, started already. threads: of each rank; 0: the cores divided
+    by the ranks."""
     world_size = parallel.tp * parallel.pp * parallel.cp
     options = EngineOptions(
         max_batch_tokens=_MAX_BATCH_TOKENS,
         # On GPUs it must be set.
         pool_nbytes=0 if device == "cpu" else _GPU_POOL_NBYTES * world_size,
+        threads=threads,
         parallel=parallel,
     )
     engine = Engine(model, options, ModelOptions(device=device), ranks=ranks)

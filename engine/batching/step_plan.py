@@ -49,8 +49,8 @@ class Draft:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step: a token of each decoding sequence of a micro-batch, with proposals for some of them, or prompt
-    chunks in the rest of the token budget."""
+    """One step: a token of each decoding sequence of a micro-batch, with proposals for some of them, or
+    prompt chunks in the rest of the token budget."""
 
     decodes: list[Sequence]  # decodes[i].row == i
     chunks: list[Chunk]

@@ -68,7 +68,9 @@ class Shapes:
 
     def nbytes(self, prefix: str) -> int:
         """The bytes of all tensors whose names begin so."""
-        return sum(entry.end - entry.start for name, entry in self._entries.items() if name.startswith(prefix))
+        return sum(
+            entry.end - entry.start for name, entry in self._entries.items() if name.startswith(prefix)
+        )
 
 
 # Not reported as unused: frequencies are computed, scales are of float8 pages or of activations.

@@ -110,7 +110,7 @@ class ShmLink:
             torch.add(parts[0], parts[1], out=flat)
         else:
             flat.copy_(_total(parts))
-        self._clock.collective(began_ns, part.nbytes)
+        self._clock.collective("all_reduce", began_ns, part.nbytes)
         return part
 
     def all_gather(self, part: Tensor, counts: Sequence[int]) -> Tensor:
@@ -122,7 +122,7 @@ class ShmLink:
             for rank, n in zip(self._tp.ranks, counts, strict=True)
         ]
         whole = torch.cat(parts).view(-1, *part.shape[1:])
-        self._clock.collective(began_ns, part.nbytes)
+        self._clock.collective("all_gather", began_ns, part.nbytes)
         return whole
 
     def reduce_scatter(self, whole: Tensor, counts: Sequence[int]) -> Tensor:
@@ -131,7 +131,7 @@ class ShmLink:
         first, n = sum(counts[:tp_rank]) * width, counts[tp_rank] * width
         k = self._tp.write(whole)
         total = _total([self._tp.read(rank, k, whole.dtype, first, n) for rank in self._tp.ranks])
-        self._clock.collective(began_ns, whole.nbytes)
+        self._clock.collective("reduce_scatter", began_ns, whole.nbytes)
         return total.to(whole.dtype).view(counts[tp_rank], *whole.shape[1:])
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -153,7 +153,7 @@ class ShmLink:
     def exchange_cp(self, part: Tensor, counts: Sequence[int]) -> Callable[[int], Tensor]:
         began_ns = time.perf_counter_ns()
         k, width, dtype = self._cp.write(part), part.shape[1], part.dtype
-        self._clock.collective(began_ns, part.nbytes)
+        self._clock.collective("exchange_cp", began_ns, part.nbytes)
 
         def take(cp_rank: int) -> Tensor:
             began_ns = time.perf_counter_ns()
@@ -170,7 +170,7 @@ class ShmLink:
         self._board.wait(self._shard.rank + self._shard.stage_size, BoardWord.RECEIVED, k - 2)
         self._area(self._shard.rank, 2, k, hidden.dtype)[: hidden.numel()].copy_(hidden.view(-1))
         self._board.advance(BoardWord.SENT, k)
-        self._clock.collective(began_ns, hidden.nbytes)
+        self._clock.collective("send", began_ns, hidden.nbytes)
 
     def receive(self, num_tokens: int) -> Tensor:
         began_ns = time.perf_counter_ns()
@@ -182,7 +182,7 @@ class ShmLink:
         area = self._area(source, 2, k, self._shape.dtype)
         hidden = area[: num_tokens * width].view(num_tokens, width).clone()
         self._board.advance(BoardWord.RECEIVED, k)
-        self._clock.received(began_ns, waited_ns)
+        self._clock.received(began_ns, waited_ns, hidden.nbytes)
         return hidden
 
     def gather(self, logits: Tensor | None, num_rows: int) -> Tensor | None:
@@ -194,7 +194,7 @@ class ShmLink:
             board.wait(0, BoardWord.GATHERED, k - self._shape.num_gathers)
             self._gathered(rank, k, logits.dtype)[: logits.numel()].copy_(logits.view(-1))
             board.advance(BoardWord.GATHERED, k)
-            self._clock.collective(began_ns, logits.nbytes)
+            self._clock.collective("gather", began_ns, logits.nbytes)
             return None
         parts = []
         for other, words in self._heads:
@@ -207,7 +207,7 @@ class ShmLink:
             parts.append(area[: num_rows * words].view(num_rows, words))
         whole = torch.cat(parts, dim=1)
         board.advance(BoardWord.GATHERED, k)
-        self._clock.collective(began_ns, whole.nbytes)
+        self._clock.collective("gather", began_ns, whole.nbytes)
         return whole
 
     def serve(self) -> None:

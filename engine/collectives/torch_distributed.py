@@ -61,7 +61,7 @@ class TorchLink:
     def all_reduce(self, part: Tensor) -> Tensor:
         began_ns = time.perf_counter_ns()
         self._finish(dist.all_reduce(part, group=self._tensor_group, async_op=True))
-        self._clock.collective(began_ns, part.nbytes)
+        self._clock.collective("all_reduce", began_ns, part.nbytes)
         return part
 
     def all_gather(self, part: Tensor, counts: Sequence[int]) -> Tensor:
@@ -75,7 +75,7 @@ class TorchLink:
         runs = [
             run[:n] for run, n in zip(torch.split(whole, longest) if longest else (), counts, strict=False)
         ]
-        self._clock.collective(began_ns, part.nbytes)
+        self._clock.collective("all_gather", began_ns, part.nbytes)
         return torch.cat(runs) if runs else whole
 
     def reduce_scatter(self, whole: Tensor, counts: Sequence[int]) -> Tensor:
@@ -87,7 +87,7 @@ class TorchLink:
         total = whole.new_empty((longest, *whole.shape[1:]))
         flat = padded.flatten(0, 1)
         self._finish(_reduce_scatter(total, flat, group=self._tensor_group, async_op=True))
-        self._clock.collective(began_ns, whole.nbytes)
+        self._clock.collective("reduce_scatter", began_ns, whole.nbytes)
         return total[: counts[self._shard.tp_rank]]
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -108,7 +108,7 @@ class TorchLink:
         operations += [dist.P2POp(dist.irecv, received[i], ranks[i]) for i in others if counts[i]]
         with raising_rank_lost(self._shard.rank):
             works = dist.batch_isend_irecv(operations) if operations else []
-        self._clock.collective(began_ns, part.nbytes)
+        self._clock.collective("exchange_cp", began_ns, part.nbytes)
 
         def take(cp_rank: int) -> Tensor:
             began_ns = time.perf_counter_ns()
@@ -122,12 +122,12 @@ class TorchLink:
     def send(self, hidden: Tensor) -> None:
         began_ns = time.perf_counter_ns()
         self._isend(hidden, self._shard.rank + self._shard.stage_size)
-        self._clock.collective(began_ns, hidden.nbytes)
+        self._clock.collective("send", began_ns, hidden.nbytes)
 
     def receive(self, num_tokens: int) -> Tensor:
         began_ns, waited_ns = time.perf_counter_ns(), self._ranks.board.waited_ns
         hidden = self._recv(self._shard.rank - self._shard.stage_size, num_tokens, self._hidden_size)
-        self._clock.received(began_ns, self._ranks.board.waited_ns - waited_ns)
+        self._clock.received(began_ns, self._ranks.board.waited_ns - waited_ns, hidden.nbytes)
         return hidden
 
     def gather(self, logits: Tensor | None, num_rows: int) -> Tensor | None:
@@ -135,7 +135,7 @@ class TorchLink:
         if self._shard.rank:
             assert logits is not None
             self._isend(logits, 0)
-            self._clock.collective(began_ns, logits.nbytes)
+            self._clock.collective("gather", began_ns, logits.nbytes)
             return None
         parts = []
         for rank, words in self._heads:
@@ -143,7 +143,7 @@ class TorchLink:
             assert part is not None
             parts.append(part)
         whole = torch.cat(parts, dim=1)
-        self._clock.collective(began_ns, whole.nbytes)
+        self._clock.collective("gather", began_ns, whole.nbytes)
         return whole
 
     def serve(self) -> None:

@@ -37,9 +37,18 @@ DEVICE_IDLE_SECONDS = Histogram(
     "Seconds from the end of a step to the launch of the next one, while there is work; 0: launched before",
     buckets=(0.0, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.1),
 )
+_STEP_TOKENS = Histogram(
+    "moonpool_step_tokens",
+    "Tokens of a step, by kind: of prompts, decoded (one of each sequence), speculated (proposed to follow)",
+    ["kind"],
+    buckets=(0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
+)
 # Bound once: looking a label up costs more than the observation.
 PREFILL_SECONDS = _MODEL_SECONDS.labels("prefill")
 DECODE_SECONDS = _MODEL_SECONDS.labels("decode")
+PROMPT_TOKENS, DECODED_TOKENS, SPECULATED_TOKENS = map(
+    _STEP_TOKENS.labels, ("prompt", "decoded", "speculated")
+)
 
 # A shorter step runs on the event loop's thread: the way to the worker and back takes 0.1 ms on an idle
 # machine and several on a busy one. Not on a GPU, where the time is spent waiting.
@@ -351,6 +360,9 @@ class StepLoop:
         self.step_s = ended_s - begun_s
         self.costs.correct(plan, predicted_s, output.model_s)
         (PREFILL_SECONDS if plan.chunks else DECODE_SECONDS).observe(output.model_s)
+        PROMPT_TOKENS.observe(sum(chunk.num_tokens for chunk in plan.chunks))
+        DECODED_TOKENS.observe(len(plan.decodes))
+        SPECULATED_TOKENS.observe(sum(draft.num_tokens for draft in plan.drafts))
         return events
 
     def _charge(self, plan: StepPlan, ended_s: float, exchange_s: float, events: list[StepEvent]) -> None:

@@ -119,8 +119,8 @@ class ParallelOptions(Section, name="engine.parallel"):
     micro_batches: int = option(
         0,
         "micro-batches",
-        "pipeline parallel: parts of the decoding sequences, of which different stages compute different ones "
-        "at a time; 0: as many as stages",
+        "pipeline parallel: parts of the decoding sequences; while one is in a stage, others are in other "
+        "stages; 0: as many as stages",
         least=0,
         most=8,
     )
