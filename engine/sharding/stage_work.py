@@ -83,7 +83,7 @@ def balanced_layers(
     if found is None:
         total = (sum(work.layers_nbytes) + work.embedding_nbytes + work.head_nbytes) / 1e9
         raise ConfigError(
-            f"engine.parallel: {total:.1f} GB of weights do not fit {num_stages} stages of {tp} ranks that have "
+            f"engine.parallel: {total:.1f} GB of weights do not fit {num_stages} stages of {tp} ranks with "
             f"room for {(limit_nbytes or 0) / 1e9:.1f} GB each: raise pp or tp, or engine.gpu_memory",
             "engine.parallel.pp",
         )
