@@ -111,12 +111,12 @@ def test_every_sequence_gets_its_tokens(
 
 def test_sequences_are_divided_evenly_also_when_others_have_ended() -> None:
     pipeline = Pipeline(32, 8, 2)
-    for i, max_tokens in enumerate((9, 2, 9, 2, 9, 2)):  # by turns, so those of one micro-batch end
+    for i, max_tokens in enumerate((9, 2, 9, 2, 9, 2)):  # by turns, so that those of one micro-batch end
         pipeline.scheduler.add(sequence(f"r{i}", [i % 2], max_tokens, 0, float(i)))
     sizes = []
     while pipeline.launch() or pipeline.end():
-        sizes.append(sorted(map(len, pipeline.scheduler.micro_batches)))
+        sizes.append(tuple(map(len, pipeline.scheduler.micro_batches)))
     assert pipeline.most_in_flight == 2
-    assert [3, 3] in sizes
-    assert [0, 3] not in sizes[sizes.index([3, 3]) + 6 :]
-    assert [1, 2] in sizes
+    assert sizes.count((3, 3)) > 2
+    assert sizes.count((3, 0)) <= 2, "the next step of three gives one away"
+    assert sizes.count((2, 1)) > 10
