@@ -156,14 +156,15 @@ def _rank_metrics(times: RankTimes | None) -> Iterator[Metric]:
 
 
 def _exchange_metrics(clock: ExchangeClock | None) -> Iterator[Metric]:
-    labels = ["operation", "size"]
     seconds = HistogramMetricFamily(
         "moonpool_exchange_seconds",
         "Duration of rank 0's exchanges with other ranks, waiting for them included, by operation and by the "
         "most bytes of their class of sizes",
-        labels=labels,
+        labels=["operation", "size"],
     )
-    moved = CounterMetricFamily("moonpool_exchange_bytes", "Bytes of these exchanges", labels=labels)
+    moved = CounterMetricFamily(
+        "moonpool_exchange_bytes", "Bytes of these exchanges", labels=["operation", "size"]
+    )
     for key, counts in list(clock.counts.items()) if clock is not None else ():
         bounds = [*map(floatToGoString, SECONDS), "+Inf"]
         totals = accumulate(counts.buckets)
