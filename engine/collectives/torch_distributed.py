@@ -16,8 +16,8 @@ from moonpool.engine.collectives.exchange_clock import ExchangeClock
 from moonpool.engine.collectives.process_group import ProcessGroup, raising_rank_lost
 from moonpool.engine.sharding.parallel_plan import ParallelPlan, Shard
 
-# Most tensors of a rank in transit.
-_MAX_SENDS = 2
+# Tensors of a rank in transit, at least: the next one is computed meanwhile.
+_LEAST_SENDS = 2
 
 
 def _named(*names: str) -> Any:
@@ -45,8 +45,10 @@ class TorchLink:
         clock: ExchangeClock,
         *,
         within_stages: bool = True,
+        steps_in_flight: int = 1,
     ) -> None:
-        """within_stages: False where all ranks call only ``send``, ``receive`` and ``gather``."""
+        """within_stages: False where all ranks call only ``send``, ``receive`` and ``gather``.
+        steps_in_flight: the last stage can send the logits of so many before rank 0 takes the first."""
         self._ranks = ranks
         self._shard = shard
         self._clock = clock
@@ -54,6 +56,7 @@ class TorchLink:
         self._device = device
         self._hidden_size = config.hidden_size
         self._heads = [(s.rank, len(s.vocab)) for s in plan.head_shards(config)]
+        self._max_sends = max(_LEAST_SENDS, steps_in_flight)
         self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()
         if within_stages:
             self._tensor_group = ranks.groups(dict.fromkeys(s.tensor_ranks for s in plan.shards(config)))
@@ -158,7 +161,7 @@ class TorchLink:
 
     def _isend(self, tensor: Tensor, rank: int) -> None:
         """Begin to send a copy: Gloo moves it when the receiver asks for it, which may be later."""
-        if len(self._sent) == _MAX_SENDS:
+        if len(self._sent) == self._max_sends:
             work, _ = self._sent.popleft()
             self._ranks.finish(rank, work)
         copy = tensor.clone(memory_format=torch.contiguous_format)

@@ -64,11 +64,12 @@ class Assignment:
         """How many steps run at once, each of another micro-batch: the next one enters the first stage while
         later stages compute the one before.
 
-        Only through shared memory: with torch.distributed a rank that sends hidden states and one that sends
-        logits would wait for each other. Proposed tokens are verified for all sequences in one step.
+        Not over NCCL: its sends and receives wait in the order of their launch, so that a rank that sends
+        hidden states and one that sends logits would wait for each other. Proposed tokens are verified for
+        all sequences in one step.
         """
         parallel = self.options.parallel
-        pipelined = parallel.pp > 1 and self.link == "shm" and self.options.speculative.method == "off"
+        pipelined = parallel.pp > 1 and self.link != "nccl" and self.options.speculative.method == "off"
         return parallel.num_micro_batches if pipelined else 1
 
     @property

@@ -65,7 +65,8 @@ def in_flight(driver: Driver) -> list[int]:
                 ({"pp": 3, "micro_batches": 8}, 8),
                 ({"pp": 2, "tp": 2}, 2),
                 ({"pp": 2, "cp": 2}, 2),
-                ({"pp": 2, "link": "gloo"}, 0),
+                ({"pp": 2, "link": "gloo"}, 2),
+                ({"pp": 3, "link": "gloo", "micro_batches": 4}, 4),
                 ({"pp": 2, "speculative": SpeculativeOptions(method="ngram")}, 0),
             )
         ),
