@@ -273,7 +273,8 @@ class SharedBoard:
 
     def payload(self, step: int) -> npt.NDArray[np.uint8]:
         """Return the room for the batch of ``step``."""
-        return self._payloads[step % MAX_STEPS_IN_FLIGHT]
+        payload: npt.NDArray[np.uint8] = self._payloads[step % MAX_STEPS_IN_FLIGHT]
+        return payload
 
     def batch(self, step: int) -> npt.NDArray[np.uint8]:
         """Return a view of the published batch of ``step``."""

@@ -17,7 +17,7 @@ from prometheus_client.core import REGISTRY
 from moonpool.engine.batching.sequence import Sequence, State
 from moonpool.engine.errors import RankLost
 from moonpool.engine.node.metrics import observe_engine
-from moonpool.runtime.config.options import SpeculativeOptions
+from moonpool.runtime.config.engine_options import SpeculativeOptions
 from tests.engine.conftest import Driver, prompt
 from tests.engine.ranks.conftest import serving
 from tests.engine.ranks.test_exact import SHAPE, named

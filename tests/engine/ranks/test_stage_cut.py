@@ -67,8 +67,8 @@ def test_embedding_head_and_experts_weigh_what_a_step_reads_and_multiplies(make_
     large = {"num_hidden_layers": 8, "vocab_size": 1100}
     assert layers(2, **large) == "5+3"
     assert layers(2, has_head=False, **large) == "4+4"
-    # Seven experts of eight are read, three are multiplied by; the first layers are dense and small.
-    mixed = {"num_hidden_layers": 8, "moe_intermediate_size": 80, "mlp_only_layers": [0, 1, 2, 3]}
+    # Eight rows read nearly all eight experts, one row three; the first layers are dense and small.
+    mixed = {"num_hidden_layers": 8, "moe_intermediate_size": 160, "mlp_only_layers": [0, 1, 2, 3]}
     assert layers(2, "qwen3_moe", **mixed) == "6+2"
     assert layers(2, "qwen3_moe", rows=1, **mixed) == "5+3"
 
