@@ -27,7 +27,7 @@ _TAIL_STEPS = 4
 
 async def bubble_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
     """One process with one thread first: what a stage would do with all layers."""
-    counts = _MICRO_BATCHES[: 2 if run.quick else None]
+    counts, num_steps = _MICRO_BATCHES[: 2 if run.quick else None], max(20, settings.num_steps // 4)
     with TemporaryDirectory() as folder:
         model = Path(folder)
         make_checkpoint("small" if run.quick else "pipeline", model, 1024)
@@ -35,7 +35,7 @@ async def bubble_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
         async with running(model, settings.device, ParallelOptions(), threads=1) as session:
             for count in counts:
                 run.say(f"one process, {count * ROWS} sequences")
-                alone[count], _ = await _decode(session, count, run.rounds, settings.num_steps)
+                alone[count], _ = await _decode(session, count, run.rounds, num_steps)
                 yield _throughput(_case("one process", count), alone[count])
         found: dict[int, tuple[list[float], list[float]]] = {}
         for count in counts:
@@ -44,7 +44,7 @@ async def bubble_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
             async with running(model, settings.device, options, threads=1) as session:
                 times: list[StepTimes] = []
                 session.engine.observe_steps(times.append)
-                found[count] = await _decode(session, count, run.rounds, settings.num_steps, times)
+                found[count] = await _decode(session, count, run.rounds, num_steps, times)
                 layers = session.engine.plan.stage_layers(session.engine.config)
             case, (rates, bubbles) = _case(f"pp {NUM_STAGES}, {count} micro-batches", count), found[count]
             yield versus(_throughput(case, rates), "one process", statistics.median(alone[count]))

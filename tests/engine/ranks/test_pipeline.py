@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,12 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.core import REGISTRY
 
+from moonpool.bench.parallel.bubble import bubble
 from moonpool.engine.batching.sequence import Sequence, State
 from moonpool.engine.errors import RankLost
+from moonpool.engine.model.transformer import Model
 from moonpool.engine.node.metrics import observe_engine
+from moonpool.engine.ranks.leader import StepTimes
 from moonpool.runtime.config.engine_options import SpeculativeOptions
 from tests.engine.conftest import Driver, prompt
 from tests.engine.ranks.conftest import serving
@@ -162,3 +166,38 @@ def _samples() -> dict[str, float]:
 
 def _total(samples: dict[str, float], name: str, label: str) -> float:
     return sum(value for key, value in samples.items() if key.startswith(name) and label in key)
+
+
+STAGE_S = 0.1
+# What a stage computes takes so long, whatever else runs on this machine.
+SLEEPING = f"""
+import os
+if "MOONPOOL_RANK" in os.environ:
+    import time
+    from moonpool.engine.model.transformer import Model
+    forward = Model.forward
+    Model.forward = lambda *arguments: (time.sleep({STAGE_S}), forward(*arguments))[1]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("micro_batches", "least", "most"), [(1, 0.4, 1.0), (2, 0.0, 0.3)])
+async def test_stages_compute_different_micro_batches_at_a_time(
+    path, tmp_path, monkeypatch, micro_batches, least, most
+) -> None:
+    """Two stages of equal time: with one micro-batch each waits half of the time."""
+    (tmp_path / "sitecustomize.py").write_text(SLEEPING)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    async with serving(path, pp=2, pp_layers="2+1", micro_batches=micro_batches) as driver:
+        forward = Model.forward
+        monkeypatch.setattr(Model, "forward", lambda *words: (time.sleep(STAGE_S), forward(*words))[1])
+        times: list[StepTimes] = []
+        sequences = [driver.sequence(prompt(9, i), max_tokens=30, ignore_eos=True) for i in range(4)]
+        running = asyncio.create_task(driver.run(*sequences))
+        await driver.until(lambda: all(sequence.num_output_tokens > 2 for sequence in sequences))
+        driver.engine.observe_steps(times.append)
+        await driver.until(lambda: len(times) >= 16)
+        found = bubble(times[1:16])
+        await running
+    print(f"{micro_batches} micro-batches: bubble {found:.3f}")
+    assert least <= found <= most
