@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from moonpool.bench.engine.driver import Session
 from moonpool.bench.engine.model_shapes import make_checkpoint
 from moonpool.bench.harness.command import Run
+from moonpool.bench.harness.models import model_at
 from moonpool.bench.harness.turns import spread
 from moonpool.bench.parallel.steps import Settings, running
 from moonpool.engine.ranks.leader import StepTimes
@@ -30,7 +32,11 @@ async def bubble_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
     counts, num_steps = _MICRO_BATCHES[: 2 if run.quick else None], max(20, settings.num_steps // 4)
     with TemporaryDirectory() as folder:
         model = Path(folder)
-        make_checkpoint("small" if run.quick else "pipeline", model, 1024)
+        name = "small" if run.quick else "pipeline"
+        make_checkpoint(name, model, 1024)
+        assert run.conditions is not None
+        others = run.conditions.models if len(run.parts) > 1 else ()
+        run.conditions = replace(run.conditions, models=(*others, model_at(model, name)))
         alone: dict[int, list[float]] = {}
         async with running(model, settings.device, ParallelOptions(), threads=1) as session:
             for count in counts:
