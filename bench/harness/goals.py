@@ -121,6 +121,8 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         # What a step may cost beside its tensors, and how much faster two stages must be than one.
         most(1.5, r"tp 2 × pp 1, decode, .*", "all beside tensors and exchanges"),
         least(1.5, r"tp 1 × pp 2, prompt of \d+", "speedup over one rank"),
+        most(0.1, r"pp 2, [2-4] micro-batches, .*", "bubble"),
+        least(1.7, r"pp 2, [2-4] micro-batches, .*", "decode throughput, a stage's", "one process, .*"),
         least(0.7, r".* → .*", r"blocks of \d+ tokens", "equal plans"),
     ),
     "serve": (
