@@ -101,12 +101,13 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         most(5.0, _ANY, r"downtime beyond a step, client: more than with .*"),
     ),
     "index": (
-        least(150_000.0, _ANY, "publish"),
+        least(5_000_000.0, _ANY, "publish"),
         most(40.0, _ANY, "Redis memory, logs( and stream)?"),
-        most(2.5, _ANY, "bootstrap of a mirror"),
-        most(150.0, _ANY, "mirror memory"),
-        least(300_000.0, _ANY, "lookups of 128 blocks", "plain dict"),
-        least(90_000.0, _ANY, "lookups of 1024 blocks", "plain dict"),
+        most(3.0, _ANY, "bootstrap of a mirror"),
+        most(60.0, _ANY, "mirror memory"),
+        least(500_000.0, _ANY, "lookups of 128 blocks", "plain dict"),
+        least(250_000.0, _ANY, "lookups of 1024 blocks", "plain dict"),
+        least(250_000.0, r".* on 1,024 nodes", "prefix maps of 128 blocks"),
         most(10.0, _ANY, "seen in a mirror, p99"),
     ),
     "engine": (
