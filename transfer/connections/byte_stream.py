@@ -17,6 +17,7 @@ from moonpool.transfer.connections.wire import PAGE_NBYTES
 from moonpool.transfer.memory.chunks import split_runs, vectors, windows
 from moonpool.transfer.native import libc
 from moonpool.transfer.native.arrays import U64, address_of
+from moonpool.transfer.native.compiled_copy import Reply, compiled_copy
 
 _TIMEVAL = struct.Struct("ll")
 # From this size on aligned bytes gain more than padding costs.
@@ -71,6 +72,13 @@ class ByteStream:
         if address is not None and nbytes is not None:
             table = np.concatenate((table, self._table(address, nbytes)))
         self._sent_nbytes += self._each(table, self._send_vectors, socket.MSG_NOSIGNAL)
+
+    def ask_now(self, request: bytes, reply: Reply, wait_s: float) -> bytes | None:
+        """``CompiledCopy.ask_now``. None: also without a compiler, and with TLS."""
+        compiled = compiled_copy()
+        came = None if compiled is None else compiled.ask_now(self._fd, request, reply, wait_s)
+        self._sent_nbytes += 0 if came is None else len(request)
+        return came
 
     def receive_into(self, address: U64, nbytes: U64, wanted: Callable[[], bool] = lambda: True) -> None:
         """Receive into runs of memory. Raises OSError also when not ``wanted()`` any more."""
@@ -187,6 +195,9 @@ class TlsByteStream(ByteStream):
 
     def _receive_vectors(self, fd: int, table: int, count: int, flags: int) -> int:
         return self._each_vector(table, count, self.sock.recv_into)
+
+    def ask_now(self, request: bytes, reply: Reply, wait_s: float) -> bytes | None:
+        return None
 
     @staticmethod
     def _each_vector(table: int, count: int, move: Callable[[memoryview], int]) -> int:

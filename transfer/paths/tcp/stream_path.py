@@ -8,6 +8,7 @@ import itertools
 import queue
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -19,7 +20,8 @@ from moonpool.transfer.copying.attempt import Attempt
 from moonpool.transfer.copying.batch_request import Direction
 from moonpool.transfer.errors import PathFailed, TransferError
 from moonpool.transfer.memory.chunks import Chunking
-from moonpool.transfer.paths.base import Path
+from moonpool.transfer.memory.span import Spans
+from moonpool.transfer.paths.base import NOT_WRITTEN, Path, WrittenNow
 from moonpool.transfer.paths.tcp.stream import Stream, Task
 
 # A chunk acquires the GIL twice on either side, so chunks are large. Verified chunks are small, so that they
@@ -33,6 +35,10 @@ _CHUNKS_A_STREAM = 4
 # Time limits of connecting to an address, without and with other connections.
 _CONNECT_S = 5.0
 _PROBE_S = 1.0
+
+# Requests that take longer, on average of so many, are none for the event loop's thread: posting a batch
+# takes it 0.15 ms.
+_QUICK_S, _QUICK_REQUESTS = 0.4e-3, 8
 
 # The numbers of this process's data connections.
 _NUMBERS = itertools.count(1)
@@ -85,6 +91,11 @@ class StreamPath(Path):
         self._streams: dict[Stream, Rail] = {}
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._num_idle = 0
+        # Equal when no thread is about to work on a task.
+        self._num_put = 0
+        self._num_taken = 0
+        self._quick = Backoff()  # of requests on the event loop's thread, after slow ones
+        self._usual_s = 0.0  # that they take
 
     def chunking(self, direction: Direction, nbytes: int, verified: bool) -> Chunking:
         if direction == "write" and self.write_op in (Op.PULL, Op.FETCH):
@@ -148,8 +159,8 @@ class StreamPath(Path):
             await asyncio.wait(connecting)
         with self._lock:
             streams = list(self._streams)
-        for _ in streams:
-            self._tasks.put(None)
+            for _ in streams:
+                self._put(None)
         for stream in streams:
             stream.close()
 
@@ -165,12 +176,39 @@ class StreamPath(Path):
         with self._lock:
             if self._streams:
                 for chunk in range(len(attempt.plan.chunks)):
-                    self._tasks.put(Task(attempt, chunk, op))
+                    self._put(Task(attempt, chunk, op))
                 if attempt.unfinished_streams:
                     attempt.expect(1)
-                    self._tasks.put(Task(attempt, len(attempt.plan.chunks), Op.END))
+                    self._put(Task(attempt, len(attempt.plan.chunks), Op.END))
                 return
         attempt.stop(PathFailed(self.name, "its connections broke"))
+
+    def write_now(self, local: Spans, remote: Spans, checksums: bytes, grant: int) -> WrittenNow:
+        stream = self._idle_stream() if self.write_op is Op.PULL else None
+        if stream is None:
+            return NOT_WRITTEN
+        began = time.perf_counter()
+        written = stream.pull_now(local, remote, checksums, grant)
+        self._took(time.perf_counter() - began)
+        return written
+
+    def _idle_stream(self) -> Stream | None:
+        """A connection that the event loop's thread may use until it returns. None: there is work for the
+        connections' threads, or the peer was slow lately."""
+        if not self._quick.ready:
+            return None
+        with self._lock:
+            # New work comes from the thread that we are on, or from one that is not idle.
+            idle = 0 < len(self._streams) == self._num_idle and self._num_put == self._num_taken
+            return next((one for one in self._streams if not one.interrupted), None) if idle else None
+
+    def _took(self, seconds: float) -> None:
+        self._usual_s += (seconds - self._usual_s) / _QUICK_REQUESTS
+        if self._usual_s > _QUICK_S:
+            self._usual_s = 0.0
+            self._quick.failed()
+        elif seconds < _QUICK_S:
+            self._quick.succeeded()
 
     def progress(self, attempt: Attempt) -> dict[object, int]:
         with self._lock:
@@ -202,14 +240,23 @@ class StreamPath(Path):
             if self._tasks.qsize() <= self._num_idle:
                 return None
             with contextlib.suppress(queue.Empty):
-                return self._tasks.get_nowait()
+                task = self._tasks.get_nowait()
+                with self._lock:
+                    self._num_taken += 1
+                return task
             return None
         with self._lock:
             self._num_idle += 1
         task = self._tasks.get()
         with self._lock:
             self._num_idle -= 1
+            self._num_taken += 1
         return task
+
+    def _put(self, task: Task | None) -> None:
+        """Under the lock."""
+        self._num_put += 1
+        self._tasks.put(task)
 
     def cannot_pull(self) -> None:
         self.write_op = self.device_write_op = Op.WRITE
@@ -229,15 +276,16 @@ class StreamPath(Path):
             if self._streams:
                 if isinstance(error, PathFailed):
                     for task in tasks:
-                        self._tasks.put(task)
+                        self._put(task)
                     for attempt in writes:
                         attempt.expect(1)
-                        self._tasks.put(Task(attempt, len(attempt.plan.chunks), Op.END))
+                        self._put(Task(attempt, len(attempt.plan.chunks), Op.END))
                     return True
                 return False
             orphans = []
             while not self._tasks.empty():
                 task_left = self._tasks.get()
+                self._num_taken += 1
                 if task_left is not None:
                     orphans.append(task_left)
         for orphan in orphans:
