@@ -17,7 +17,7 @@ import psutil
 from moonpool.bench.harness.child import served
 from moonpool.bench.harness.command import Run, benchmark
 from moonpool.bench.harness.services import redis
-from moonpool.bench.harness.turns import percentiles, spread, turns
+from moonpool.bench.harness.turns import Percentiles, percentiles, spread, turns
 from moonpool.kvstore.blocks.keys import BlockKey, unpack
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.index.block_map import BlockMap
@@ -211,9 +211,10 @@ def _search(plain: dict[BlockKey, int], keys: list[BlockKey]) -> int:
     return low
 
 
-def _rates(seconds: list[float]) -> dict[str, float]:
+def _rates(seconds: list[float]) -> Percentiles:
     """1/s by percentile of the seconds."""
-    return {name: 1 / value for name, value in percentiles(seconds).items()}
+    of = percentiles(seconds)
+    return {"p50": 1 / of["p50"], "p90": 1 / of["p90"], "p95": 1 / of["p95"], "p99": 1 / of["p99"]}
 
 
 def _times(function: Callable[[list[BlockKey]], object], queries: Sequence[bytes]) -> list[float]:
