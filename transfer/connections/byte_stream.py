@@ -23,7 +23,8 @@ _TIMEVAL = struct.Struct("ll")
 # From this size on aligned bytes gain more than padding costs.
 _ALIGNED_NBYTES = 256 << 10
 _LINGER_RESET = struct.pack("ii", 1, 0)
-# tcpi_bytes_acked and tcpi_bytes_received of struct tcp_info.
+# Of struct tcp_info: tcpi_rtt, in microseconds; tcpi_bytes_acked and tcpi_bytes_received.
+_ROUND_TRIP = struct.Struct("68xI")
 _ACKED_AND_RECEIVED = struct.Struct("120xQQ")
 
 
@@ -110,6 +111,12 @@ class ByteStream:
         except OSError:
             return 0
         return sum(_ACKED_AND_RECEIVED.unpack(info))
+
+    @property
+    def round_trip_s(self) -> float:
+        """Of a TCP connection, as the kernel has measured it."""
+        info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIP.size)
+        return float(_ROUND_TRIP.unpack(info)[0]) / 1e6
 
     def shut(self) -> None:
         """Make a blocked call fail. Idempotent."""

@@ -48,6 +48,7 @@ _DEPTH = 2
 _MAX_AHEAD_NBYTES = 16 << 10
 # The longest wait for a peer's reply on the caller's thread.
 _NOW_S = 2e-3
+MAX_READ_NOW_NBYTES = 64 << 10
 _DONE = Reply(Status.OK, 0, 0).pack()
 
 
@@ -91,7 +92,7 @@ class Stream:
         self._path = path
         self._sent: deque[Task] = deque()
         self._next: deque[Task] = deque()
-        self._reply = ctypes.create_string_buffer(REPLY_NBYTES + (64 << 10))
+        self._reply = ctypes.create_string_buffer(REPLY_NBYTES + MAX_READ_NOW_NBYTES)
         self.interrupted = False
 
     def start(self) -> None:
@@ -114,6 +115,10 @@ class Stream:
         if found is None:
             return WrittenNow(0, (self.number,) if self.interrupted else ())
         return WrittenNow(sum(remote.nbytes.tolist()) if found == checksums else 0)
+
+    def read_now(self, remote: Spans) -> bytes | None:
+        """The bytes of ``remote``, joined. None: it did not work at once."""
+        return self._ask(Op.READ, remote, b"", 0)
 
     def _ask(self, op: Op, spans: Spans, more: bytes, grant: int) -> bytes | None:
         """Make a request on an idle stream, and return what the reply carries. None: it was refused, or was

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import itertools
 import queue
 import socket
 import threading
 import time
+from array import array
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -19,10 +21,12 @@ from moonpool.transfer.connections.wire import MAX_REQUEST_SPANS, WRITES, Op
 from moonpool.transfer.copying.attempt import Attempt
 from moonpool.transfer.copying.batch_request import Direction
 from moonpool.transfer.errors import PathFailed, TransferError
+from moonpool.transfer.memory.checksum import checksum
 from moonpool.transfer.memory.chunks import Chunking
-from moonpool.transfer.memory.span import Spans
+from moonpool.transfer.memory.region import Region
+from moonpool.transfer.memory.span import Spans, plain_columns
 from moonpool.transfer.paths.base import NOT_WRITTEN, Path, WrittenNow
-from moonpool.transfer.paths.tcp.stream import Stream, Task
+from moonpool.transfer.paths.tcp.stream import MAX_READ_NOW_NBYTES, Stream, Task
 
 # A chunk acquires the GIL twice on either side, so chunks are large. Verified chunks are small, so that they
 # are still in the cache then.
@@ -55,6 +59,18 @@ class Rail:
     backoff: Backoff = field(default_factory=Backoff)
     num_streams: int = 0
     connecting: asyncio.Task[None] | None = None
+
+
+def _fits(region: Region, local: Spans) -> bool:
+    """Whether all spans are of ``region``, within it, and do not overlap."""
+    if set(local.region.tolist()) != {region.id}:
+        return False
+    end = 0
+    for offset, nbytes in sorted(zip(local.offset.tolist(), local.nbytes.tolist(), strict=True)):
+        if offset < end or not nbytes:
+            return False
+        end = offset + nbytes
+    return bool(end <= region.nbytes)
 
 
 class StreamPath(Path):
@@ -191,6 +207,29 @@ class StreamPath(Path):
         written = stream.pull_now(local, remote, checksums, grant)
         self._took(time.perf_counter() - began)
         return written
+
+    def read_now(self, region: Region, local: Spans, remote: Spans, checksums: bytes) -> int:
+        if not plain_columns(local, remote) or local.nbytes.tobytes() != remote.nbytes.tobytes():
+            return 0
+        sizes = local.nbytes.tolist()
+        nbytes, stream = sum(sizes), self._idle_stream()
+        if stream is None or not 0 < nbytes <= MAX_READ_NOW_NBYTES or not _fits(region, local):
+            return 0
+        if stream.bytes.round_trip_s > _QUICK_S:
+            return 0
+        began = time.perf_counter()
+        found = stream.read_now(remote)
+        self._took(time.perf_counter() - began)
+        if found is None or len(found) != nbytes:
+            return 0
+        at, sums = 0, array("Q")
+        for offset, size in zip(local.offset.tolist(), sizes, strict=True):
+            part = found[at : at + size]
+            ctypes.memmove(region.address + offset, part, size)
+            at += size
+            if checksums:
+                sums.append(checksum(part))
+        return nbytes if sums.tobytes() == checksums else 0
 
     def _idle_stream(self) -> Stream | None:
         """A connection that the event loop's thread may use until it returns. None: there is work for the
