@@ -83,6 +83,7 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         least(2.0, rf"tcp/1MiB/64/{_READ_WRITE}/checksum-off", "bandwidth", "mooncake"),
         least(2.5, rf"tcp/1MiB/64/{_READ_WRITE}/checksum-off", "bandwidth", "nixl tcp"),
         least(300_000.0, r"(shm|ucx)/4KiB/4096/read/checksum-(on|off)", "spans"),
+        most(25.0, r"shm/4KiB/1/write/checksum-off", "latency"),
         most(120.0, r".*/note/64B", "latency"),
         most(1.0, r".*/idle", "processor"),
         least(0.5, r"perimeter: tcp/.*", "bandwidth", "neither"),
