@@ -16,6 +16,7 @@ from moonpool.conductor.placing.node_view import NodeView
 from moonpool.kvstore.blocks.keys import KEY_NBYTES
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.index.block_map import BlockMap
+from moonpool.kvstore.index.key_table import PlainKeyTable
 from moonpool.kvstore.index.redis.node_record import stages_of
 from moonpool.simulator.cluster.clock import Clock
 from moonpool.simulator.cluster.job import Job
@@ -54,7 +55,8 @@ class Cluster:
         self.decode = NodeTable()
         self._scenario = scenario
         self._clock = clock
-        self._index = BlockMap()
+        # Single blocks change here most often, and a dict has no call of a library.
+        self._index = BlockMap(PlainKeyTable)
         self._hardware = {"prefill": hardware, "decode": decode_hardware, "both": hardware}
         self._on_prefilled = on_prefilled
         self._on_decoded = on_decoded
