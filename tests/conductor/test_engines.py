@@ -51,7 +51,7 @@ async def test_the_engine_with_the_prefix_gets_the_request(url: str) -> None:
         missing = [key for key in keys_of(body["prompt"]) if key not in engine.held]
         await asyncio.sleep(0.01 + 0.01 * len(missing) if index == 0 else 0)
 
-    async with running(url, namespace="prefix", engine_key=KEY) as cluster:
+    async with running(url, namespace="prefix", engine_key=KEY, policy="local-cache") as cluster:
         servers = [EngineServer(f"e{i}", computes) for i in range(3)]
         async with engines(cluster, *servers):
             mirror = cluster.conductor._deps.registry.mirror
