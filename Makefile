@@ -125,12 +125,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 # Compiled for this machine's CPU; without a compiler Moonpool runs all the same, more slowly.
 $(VENV)/.kernels: $(VENV)/.installed $(wildcard kernels/cpu/native/* kernels/cpu/build.py \
-  transfer/native/*)
-	@if $(BIN)/python -m moonpool.kernels.cpu.build && $(BIN)/python -m moonpool.transfer.native; then
+  transfer/native/* kvstore/index/native/*)
+	@if $(BIN)/python -m moonpool.kernels.cpu.build && $(BIN)/python -m moonpool.transfer.native \
+	  && $(BIN)/python -m moonpool.kvstore.index.native; then
 	  touch $@
 	else
-	  echo "moonpool: the CPU kernels or the copying between processes are not compiled, so what stands in for them \
-	is used, which is slower. On Debian and Ubuntu: apt install g++" >&2
+	  echo "moonpool: the CPU kernels, the copying between processes or the index are not compiled, so what stands in \
+	for them is used, which is slower. On Debian and Ubuntu: apt install g++" >&2
 	fi
 
 # Without torch and triton, whose builds depend on the machine. `make env LOCKED=1` refuses files with other hashes.

@@ -9,7 +9,7 @@ import click
 
 _NAMES = (
     *("chaos", "conductor", "drill", "elastic", "engine", "eviction", "index", "kernels", "migrate"),
-    *("parallel", "serve", "simulate", "store", "transfer", "vllm"),
+    *("parallel", "regions", "serve", "simulate", "store", "transfer", "vllm"),
 )
 _FOLDERS = {"simulate": "simulation"}
 

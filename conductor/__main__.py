@@ -67,6 +67,7 @@ async def main(config: Config, service: ServiceContext) -> None:
         url = f"{server.scheme}://{_reachable(config.conductor.host)}:{server.port}"
         for one, conductor in zip(served.models, conductors, strict=True):
             conductor.describe(url=url, version=own_version(), options=agreement_of(one.config))
+            conductor.describe(region=one.config.node.region, zone=one.config.node.zone)
             await conductor.start()
         if canaries is not None:
             await canaries.start()
@@ -101,6 +102,7 @@ def conductor_of(config: Config, peer_port: int, leader: Conductor | None = None
         provider=provider_of(config),
         planner=config.planner,
         price=config.model.price,
+        region=config.node.region,
         first_roles=("both",) if config.cluster.both else STAGES,
         leader=leader,
     )

@@ -24,6 +24,7 @@ from moonpool.conductor.canary.canaries import Canaries
 from moonpool.conductor.coordination.arbitration import Arbitration
 from moonpool.conductor.coordination.other_conductors import OtherConductors
 from moonpool.conductor.costs.model import CostModel
+from moonpool.conductor.costs.regions import RegionLinks
 from moonpool.conductor.engines.configured import ConfiguredEngines
 from moonpool.conductor.fleet.adapters import AdapterDirectory
 from moonpool.conductor.fleet.administration import FleetAdmin
@@ -93,6 +94,7 @@ class Conductor:
         provider: Provider | None = None,
         planner: PlannerOptions | None = None,
         price: float = 1.0,
+        region: str = "",
         first_roles: Sequence[str] = STAGES,
         leader: Conductor | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -100,17 +102,17 @@ class Conductor:
     ) -> None:
         """``clock`` must run with the event loop's time. Other conductors connect to ``peer_host`` and
         ``peer_port`` (0: a free one). ``provider``: starts and stops nodes; closed here.
-        ``price``: of a second of a node.
+        ``price``: of a second of a node. ``region``: of this conductor.
         ``first_roles``: of the nodes that it starts for a model without any. ``leader``: the conductor of the
         first model, if this is another one: who plans for that one plans for all.
 
-        Raises ``ConfigError`` without a Redis URL.
+        Raises ``ConfigError`` without a Redis URL, or with options that cannot be read.
         """
         if not index.redis_url:
             raise ConfigError("index.redis_url is empty: say where the index is", "index.redis_url")
         self.model, self.price = model, price
         rng = rng or random.Random()
-        cost_model = CostModel()
+        cost_model = CostModel(RegionLinks.parse(options.region_links, node_price=price))
         activity = Activity(time.time)
         conductor_id = f"conductor-{uuid.UUID(int=rng.getrandbits(128)).hex[:12]}"
         self._redis = connect(index.redis_url)
@@ -213,6 +215,7 @@ class Conductor:
             prefixes=PrefixWatch(model.block_size, clock),
             ledger=self.ledger,
             price=price,
+            region=region,
             slo=Slo.of(options),
             max_attempts=options.max_attempts,
             timeout_s=options.request_timeout_s,

@@ -78,6 +78,15 @@ class NoNodes(ConductorError):
         self.retry_after_s = retry_after_s
 
 
+class OutsideRegions(ConductorError):
+    """The tenant is confined to regions, and this conductor is in none of them. Nothing was done."""
+
+    code = "UNAVAILABLE"
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"{why}: send the request to a conductor there")
+
+
 class DeadlineExceeded(ConductorError):
     """The request's deadline passed. Tokens streamed until then are valid."""
 

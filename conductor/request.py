@@ -79,6 +79,7 @@ class GenerateRequest:
     adapter: node_pb2.Adapter | None = None  # LoRA; None: the model alone
     cache_hint: CacheHint | None = None
     delivery: Delivery = field(default_factory=Delivery)  # who takes its tokens tells how long that took
+    origin: str = ""  # the region that its tokens go to; empty: that of the conductor
 
     @property
     def adapter_name(self) -> str:

@@ -73,6 +73,7 @@ class Engine:
         ranks: RankGroup | None = None,
         listener: RankListener | None = None,
         separate_pools: bool = False,
+        decodes: bool = True,
         adapters_nbytes: int = LoraOptions().memory_nbytes,
         adapters_host_nbytes: int = LoraOptions().host_nbytes,
     ) -> None:
@@ -80,7 +81,7 @@ class Engine:
 
         ``ranks``: a started group of another engine that has closed; None: start one where the plan needs it.
         ``separate_pools``: see ``RankGroup``. ``listener``: for ranks of other machines, needed with
-        ``options.parallel.hosts``.
+        ``options.parallel.hosts``. ``decodes``: see ``EngineSetup.choose``.
 
         ``adapters_nbytes``: memory for the weights of LoRA adapters, on all ranks together.
         ``adapters_host_nbytes``: memory of each rank's process for adapters that were read.
@@ -95,7 +96,7 @@ class Engine:
         exist or a draft model of other tokens.
         """
         chosen = model_options or ModelOptions()
-        self.setup = setup = EngineSetup.choose(model, options, chosen, device)
+        self.setup = setup = EngineSetup.choose(model, options, chosen, device, decodes=decodes)
         self._draft = choose_draft(setup, chosen) if options.speculative.method == "draft" else None
         self.config, self.options, self.device = setup.config, setup.options, setup.device
         self.dtype, self.plan = setup.dtype, setup.plan
@@ -134,6 +135,7 @@ class Engine:
             max_batch_tokens=options.max_batch_tokens,
             max_len=self.max_model_len,
             window=self.config.widest_window,
+            num_micro_batches=self.setup.steps_in_flight,
         )
         self._scheduler.on_full = self._on_full
 
@@ -215,7 +217,7 @@ class Engine:
         def row_cost(decodes: list[Sequence]) -> float:
             return costs.draft_row_cost(decodes, draft.step_s(decodes) if draft is not None else 0.0)
 
-        return Speculator(self.options.speculative, row_cost, draft)
+        return Speculator(self.options.speculative, row_cost, costs.decode_s, draft)
 
     async def _open_group(self, progress: Progress) -> ModelRunner:
         """Load all ranks' parts at once: ours here, the others in their processes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +11,21 @@ import numpy.typing as npt
 
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.device.device import Device
-from moonpool.engine.device.selection import check_pages, choose_device, choose_dtype, page_dtype, step_limits
+from moonpool.engine.device.selection import (
+    TORCH_DTYPES,
+    check_pages,
+    choose_device,
+    choose_dtype,
+    page_dtype,
+    step_limits,
+)
 from moonpool.engine.errors import PoolTooSmall
+from moonpool.engine.execution.gpu_memory import CONTEXT_NBYTES, LINK_NBYTES
 from moonpool.engine.execution.runner import ModelRunner
 from moonpool.engine.ranks.assignment import Assignment
 from moonpool.engine.ranks.link_factory import choose_link
 from moonpool.engine.sharding.parallel_plan import ParallelPlan, Shard
+from moonpool.engine.sharding.stage_work import StepShape, balanced_layers
 from moonpool.kvstore.blocks.layout import KVLayout
 from moonpool.runtime.config.options import EngineOptions, ModelOptions
 from moonpool.runtime.errors import ConfigError
@@ -38,9 +47,16 @@ class EngineSetup:
 
     @classmethod
     def choose(
-        cls, model: Path | ModelConfig, options: EngineOptions, chosen: ModelOptions, device: Device | None
+        cls,
+        model: Path | ModelConfig,
+        options: EngineOptions,
+        chosen: ModelOptions,
+        device: Device | None,
+        *,
+        decodes: bool = True,
     ) -> EngineSetup:
-        """Read config.json and make all choices. ``device``: None: the one ``chosen`` names.
+        """Read config.json and make all choices. ``device``: None: the one ``chosen`` names. ``decodes``:
+        whether decode steps are what pipeline stages are balanced for, or prompts.
 
         Raises CheckpointError, UnsupportedModel, or ConfigError for a device that does not exist or a plan
         that the model does not allow.
@@ -59,14 +75,15 @@ class EngineSetup:
                 f"({config.weights.name}) yet: set model.device to cpu or use plain weights",
                 "engine.weights",
             )
-        return cls(
-            config,
-            options,
-            device,
-            dtype=choose_dtype(chosen.dtype, config, device),
-            plan=ParallelPlan.from_options(options.parallel, config, device.torch),
-            max_len=max_len,
-        )
+        dtype = choose_dtype(chosen.dtype, config, device)
+        plan = ParallelPlan.from_options(options.parallel, config, device.torch)
+        if plan.pp > 1 and not plan.pp_layers:
+            layers = _balanced(config, options, device, dtype, plan, decodes)
+            if layers != plan.stage_layers(config):  # all ranks read the options
+                words = "+".join(map(str, layers))
+                options = replace(options, parallel=replace(options.parallel, pp_layers=words))
+                plan = replace(plan, pp_layers=layers)
+        return cls(config, options, device, dtype, plan, max_len)
 
     def layout(self, shard: Shard) -> KVLayout:
         """Return the layout of the shard's part of a KV block."""
@@ -80,6 +97,11 @@ class EngineSetup:
     @property
     def rank_layouts(self) -> list[KVLayout]:
         return [self.layout(shard) for shard in self.plan.shards(self.config)]
+
+    @property
+    def steps_in_flight(self) -> int:
+        """See ``Assignment``. Raises ConfigError for an impossible link."""
+        return self.assignment(None).steps_in_flight if self.plan.world_size > 1 else 1
 
     def num_blocks(self, pool_memory: npt.NDArray[np.uint8] | None) -> int | None:
         """Return the size of the pool. None: as many blocks as fit on each GPU beside the weights.
@@ -132,3 +154,18 @@ class EngineSetup:
             first_device=self.device.torch.index or 0,
             experts=asdict(experts) if experts is not None else None,
         )
+
+
+def _balanced(
+    config: ModelConfig, options: EngineOptions, device: Device, dtype: str, plan: ParallelPlan, decodes: bool
+) -> tuple[int, ...]:
+    """Return the layers of each stage for full steps. Raises ConfigError where the weights do not fit the
+    GPUs, which are taken to be equal."""
+    rows = max(1, options.max_batch_size // options.parallel.num_micro_batches)
+    if not decodes:
+        rows = options.parallel.micro_batch_tokens
+    memory, limit_nbytes = device.memory(), None
+    if memory is not None:
+        limit_nbytes = memory.total_nbytes * options.gpu_memory - CONTEXT_NBYTES - LINK_NBYTES
+    shape = StepShape(rows, decodes, TORCH_DTYPES[dtype].itemsize, device.torch.type)
+    return balanced_layers(config, plan.pp, shape, tp=plan.tp, limit_nbytes=limit_nbytes)

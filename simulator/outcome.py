@@ -44,6 +44,7 @@ class Outcome:
     hit_tokens: Mapping[str, int]  # prompt tokens by source: pool, host, ssd, peer, computed
     block_tokens: int
     moved_nbytes: float
+    egress: float  # money for those of them that crossed regions
     prefill_busy_s: float  # of GPUs
     decode_busy_s: float
     num_gpus: int  # at the start
@@ -111,9 +112,8 @@ def served(job: Job) -> Served:
         tpot_s = float(gaps_s.mean())
         longest = -(-len(gaps_s) // 10)
         tbt_s = float(np.partition(gaps_s, len(gaps_s) - longest)[-longest:].mean())
-    return Served(
-        *plain, job.first_token_s - request.arrival_s, tpot_s, tbt_s, job.done_s - request.arrival_s
-    )
+    since_s = request.arrival_s - job.rtt_s
+    return Served(*plain, job.first_token_s - since_s, tpot_s, tbt_s, job.done_s - since_s)
 
 
 def hot_copies(jobs: Iterable[Job], memories: Iterable[NodeMemory]) -> list[int]:

@@ -13,8 +13,8 @@ from moonpool.conductor.observing.demand import DemandCounter
 from moonpool.conductor.placing.cluster_view import PlaceRequest
 from moonpool.conductor.placing.place import place
 from moonpool.conductor.placing.placement import Placement, Rejection
-from moonpool.conductor.placing.policies import POLICIES
 from moonpool.kvstore.blocks.tier import Tier
+from moonpool.runtime.errors import ConfigError
 from moonpool.simulator.cluster.clock import Clock
 from moonpool.simulator.cluster.elastic_fleet import ElasticFleet
 from moonpool.simulator.cluster.hot_prefixes import HotPrefixCopies
@@ -49,6 +49,8 @@ class Simulation:
     """
 
     def __init__(self, scenario: Scenario, requests: Sequence[TraceRequest]) -> None:
+        if scenario.replicate_nbytes_per_s and any(request.regions for request in requests):
+            raise ConfigError("copies of confined requests' prefixes are not simulated", key="replicate")
         self.scenario = scenario
         self.clock = Clock()
         self.cluster = Cluster(scenario, self.clock, on_prefilled=self._prefilled, on_decoded=self._finish)
@@ -167,8 +169,9 @@ class Simulation:
             remaining_tokens=job.remaining,
             expected_tokens=expected,
             deadline_s=_FOREVER_S,
+            origin=job.request.origin,
         )
-        placement = place(request, view, self.scenario.slo, POLICIES[self.scenario.policy])
+        placement = place(request, view, self.scenario.slo, self.scenario.placement)
         if isinstance(placement, Rejection):
             self._reject(job, "no node" if placement.role else "too large")
             return
@@ -278,7 +281,8 @@ class Simulation:
         if job.first_token_s < 0:
             job.first_token_s = job.since_s = now_s
             job.num_produced = 1
-            in_time = now_s - job.request.arrival_s <= self.scenario.slo.ttft_s
+            job.rtt_s = self.cluster.links.regions.between(job.request.origin, node.view.region).rtt_s
+            in_time = now_s + job.rtt_s - job.request.arrival_s <= self.scenario.slo.ttft_s
             self.demand.first_token(in_time)
             if not in_time:
                 self._count_late()
@@ -320,10 +324,12 @@ class Simulation:
         if job.since_s == self.clock.now_s:
             # There was room during the prefill: each chunk was sent while the next was computed. Left are the
             # last chunk, and bytes beyond the link's bandwidth.
-            sent = (self.clock.now_s - job.computing_s) * hardware.network_nbytes_per_s
+            most = self.cluster.between(node.node_id, decode.node_id).nbytes_per_s
+            sent = (self.clock.now_s - job.computing_s) * min(hardware.network_nbytes_per_s, most)
             last = min(missing, hardware.chunk_tokens) * token_nbytes
-            self.cluster.network.moved_nbytes += nbytes - max(nbytes - sent, last)
-            nbytes = max(nbytes - sent, last)
+            left = max(nbytes - sent, last)
+            self.cluster.network.sent(node.node_id, decode.node_id, nbytes - left)
+            nbytes = left
         attempt, began_s = job.attempt, self.clock.now_s
 
         def moved() -> None:
@@ -374,6 +380,7 @@ class Simulation:
             },
             block_tokens=self.scenario.block_tokens,
             moved_nbytes=self.cluster.network.moved_nbytes,
+            egress=self.cluster.network.egress,
             prefill_busy_s=sum(node.engine.prefill_busy_s * node.hardware.num_gpus for node in nodes),
             decode_busy_s=sum(node.engine.decode_busy_s * node.hardware.num_gpus for node in nodes),
             num_gpus=self.scenario.num_gpus,

@@ -32,6 +32,8 @@ _LATE: dict[str, list[str]] = {
 }
 
 pytest_plugins = ["tests.shared_cluster", "tests.ci_skips"]
+if find_spec("grpc") is not None:
+    pytest_plugins.append("tests.grpc_servers")
 if find_spec("pytest_asyncio") is None:
     pytest_plugins.append("tests.plain_asyncio")
 if find_spec("xdist") is not None:

@@ -22,6 +22,7 @@ from moonpool.transfer.memory.lifeline import Lifeline, readable_by_peers
 from moonpool.transfer.memory.region import Region, RegionTable
 from moonpool.transfer.native.compiled_copy import compiled_copy
 from moonpool.transfer.native.cuda import load_cuda
+from moonpool.transfer.native.ledger import new_ledger
 from moonpool.transfer.native.ucx import load_ucx
 from moonpool.transfer.paths.ucx.mapped_regions import UcxRegions
 from moonpool.transfer.paths.ucx.worker import UcxWorker
@@ -60,7 +61,9 @@ class AgentMemory:
     ) -> None:
         """readers: the agent's current control connections. on_closed: called with a closed region's id."""
         self.lifeline = Lifeline(incarnation)
-        self.regions = RegionTable(self.lifeline.open_ids, self.lifeline.publish, self._closed)
+        # Serves small writes of peers on this host.
+        self.ledger = new_ledger() if "shm" in options.transports else None
+        self.regions = RegionTable(self.lifeline.open_ids, self._publish, self._closed)
         self._readers = readers
         self._on_closed = on_closed
         self.ucx = self._start_ucx(options) if "ucx" in options.transports else None
@@ -169,7 +172,14 @@ class AgentMemory:
         if self.cuda is not None:
             self.cuda.forget(region_id)
 
+    def _publish(self, region: Region) -> None:
+        self.lifeline.publish(region)
+        if self.ledger is not None and region.writable and region.device is None:
+            self.ledger.region(region.id, region.address, region.nbytes)
+
     def _closed(self, region: Region) -> None:
+        if self.ledger is not None:
+            self.ledger.region(region.id, 0, 0)
         if self.ucx is not None or region.device is not None:
             self.closed_regions.add(region, set(self._readers))
         self._on_closed(region.id)

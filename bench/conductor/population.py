@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -63,6 +64,7 @@ class Population:
             nodes[name] = self._node(name, cost_model)
         self.prefill = NodeTable(nodes[f"p{i}"] for i in range(roles["p"]))
         self.decode = NodeTable(nodes[f"d{i}"] for i in range(roles["d"]))
+        self._prefills: deque[tuple[NodeView, int]] = deque()  # that have not ended, oldest first
         self._chains = self._fill(max(num_blocks // CHAIN_BLOCKS, 1))
 
     @property
@@ -117,9 +119,11 @@ class Population:
         prefill.num_placed += 1
         self.prefill.touch(prefill)
         # As many end as begin.
-        done = self.prefill[self._rng.randrange(len(self.prefill))]
-        done.queue.remove(self._turn - len(self.prefill), now_s)
-        self.prefill.touch(done)
+        self._prefills.append((prefill, self._turn))
+        if len(self._prefills) > len(self.prefill):
+            done, turn = self._prefills.popleft()
+            done.queue.remove(turn, now_s)
+            self.prefill.touch(done)
         decode = self.decode.get(placement.decode.node_id)
         assert decode is not None
         decode.num_running += 1

@@ -80,8 +80,11 @@ class Session:
         sampling: Sampling | None = None,
         automata: Iterable[Automaton] = (),
     ) -> DecodeSteps:
-        """Steps of ``batch`` sequences, each of ``context`` tokens and growing. ``automata``: of their
-        structures, one each, where ``sampling`` has one."""
+        """Steps of ``batch`` sequences, each of ``context`` tokens and growing; a pipeline divides them into
+        its micro-batches, and its ``step_s`` is the time between two tokens of a sequence. ``automata``: of
+        their structures, one each, where ``sampling`` has one."""
+        num_parts = self.engine.setup.steps_in_flight
+        assert batch % num_parts == 0, f"{batch} sequences are not {num_parts} equal micro-batches"
         total = num_steps + _WARM_UP_STEPS
         # Prompts end one by one: until the last one has, others decode already.
         slack = -(-batch * context // self.engine.options.max_batch_tokens) + 1
@@ -89,14 +92,16 @@ class Session:
         for sequence, automaton in zip(sequences, automata, strict=False):
             sequence.automaton = automaton
         await self._run(sequences)
-        full = [i for i, (_, num_tokens, *_) in enumerate(self._arrivals) if num_tokens == batch]
-        whole = [i for i in full if i - 1 in full][_WARM_UP_STEPS:][:num_steps]
+        at = enumerate(self._arrivals)
+        full = {i for i, (_, num_tokens, *_) in at if num_tokens * num_parts == batch}
+        whole = [i for i in sorted(full) if full.issuperset(range(i - num_parts, i))]
+        whole = whole[_WARM_UP_STEPS * num_parts :][: num_steps * num_parts]
         assert whole, "no step had all sequences in it"
-        seconds = [self._arrivals[i][0] - self._arrivals[i - 1][0] for i in whole]
+        seconds = [self._arrivals[i][0] - self._arrivals[i - num_parts][0] for i in whole]
         return DecodeSteps(
             statistics.median(seconds),
             statistics.median(self._arrivals[i][2] for i in whole),
-            context + slack + len(whole) / 2,
+            context + slack + len(whole) / num_parts / 2,
         )
 
     async def _run(self, sequences: list[Sequence]) -> None:

@@ -42,7 +42,22 @@ _SMALL_MOE = {
     "moe_intermediate_size": 128,
     "norm_topk_prob": True,
 }
-SHAPES: dict[str, dict[str, object]] = {"llama-3-8b": _LLAMA_8B, "small": _SMALL, "small-moe": _SMALL_MOE}
+# Weights of 0.36 GB, so that a CPU reads those of a stage for some milliseconds.
+_PIPELINE: dict[str, object] = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 8192,
+    "rope_theta": 10000.0,
+}
+SHAPES: dict[str, dict[str, object]] = {
+    "llama-3-8b": _LLAMA_8B,
+    "small": _SMALL,
+    "small-moe": _SMALL_MOE,
+    "pipeline": _PIPELINE,
+}
 # A small mixture of experts, some of which are hot.
 MIXTURE: dict[str, object] = {
     "model_type": "mixtral",

@@ -83,6 +83,7 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         least(2.0, rf"tcp/1MiB/64/{_READ_WRITE}/checksum-off", "bandwidth", "mooncake"),
         least(2.5, rf"tcp/1MiB/64/{_READ_WRITE}/checksum-off", "bandwidth", "nixl tcp"),
         least(300_000.0, r"(shm|ucx)/4KiB/4096/read/checksum-(on|off)", "spans"),
+        most(25.0, r"shm/4KiB/1/write/checksum-off", "latency"),
         most(120.0, r".*/note/64B", "latency"),
         most(1.0, r".*/idle", "processor"),
         least(0.5, r"perimeter: tcp/.*", "bandwidth", "neither"),
@@ -101,12 +102,13 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         most(5.0, _ANY, r"downtime beyond a step, client: more than with .*"),
     ),
     "index": (
-        least(150_000.0, _ANY, "publish"),
+        least(5_000_000.0, _ANY, "publish"),
         most(40.0, _ANY, "Redis memory, logs( and stream)?"),
-        most(2.5, _ANY, "bootstrap of a mirror"),
-        most(150.0, _ANY, "mirror memory"),
-        least(300_000.0, _ANY, "lookups of 128 blocks", "plain dict"),
-        least(90_000.0, _ANY, "lookups of 1024 blocks", "plain dict"),
+        most(3.0, _ANY, "bootstrap of a mirror"),
+        most(60.0, _ANY, "mirror memory"),
+        least(500_000.0, _ANY, "lookups of 128 blocks", "plain dict"),
+        least(250_000.0, _ANY, "lookups of 1024 blocks", "plain dict"),
+        least(250_000.0, r".* on 1,024 nodes", "prefix maps of 128 blocks"),
         most(10.0, _ANY, "seen in a mirror, p99"),
     ),
     "engine": (
@@ -121,6 +123,8 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         # What a step may cost beside its tensors, and how much faster two stages must be than one.
         most(1.5, r"tp 2 × pp 1, decode, .*", "all beside tensors and exchanges"),
         least(1.5, r"tp 1 × pp 2, prompt of \d+", "speedup over one rank"),
+        most(0.1, r"pp 2, [2-4] micro-batches, .*", "bubble"),
+        least(1.7, r"pp 2, [2-4] micro-batches, .*", "decode throughput, a stage's", "one process, .*"),
         least(0.7, r".* → .*", r"blocks of \d+ tokens", "equal plans"),
     ),
     "serve": (

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from statistics import median
 from time import perf_counter
 
@@ -16,9 +17,10 @@ import psutil
 from moonpool.bench.harness.child import served
 from moonpool.bench.harness.command import Run, benchmark
 from moonpool.bench.harness.services import redis
-from moonpool.bench.harness.turns import percentiles, spread, turns
+from moonpool.bench.harness.turns import Percentiles, percentiles, spread, turns
 from moonpool.kvstore.blocks.keys import BlockKey, unpack
 from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.index.block_map import BlockMap
 from moonpool.kvstore.index.mirror import IndexMirror
 from moonpool.kvstore.index.node_publisher import BATCH_BLOCKS
 from moonpool.kvstore.index.redis.client import connect
@@ -29,6 +31,7 @@ from moonpool.runtime.reports.report import Row
 
 _CHAIN_BLOCKS = 1024
 _LOOKUPS = 10_000
+_FLEET_NODES, _FLEET_BLOCKS = 1024, 1_000_000
 _CHANGES, _CHANGE_BLOCKS, _BLOCKS_PER_S = 1000, 128, 50_000
 
 
@@ -125,7 +128,6 @@ class _Index:
             [_LOOKUPS / sum(of[at : at + _LOOKUPS]) for at in range(0, len(of), _LOOKUPS)]
             for of in seconds.values()
         )
-        took_s = percentiles(seconds["ours"])
         return Row(
             self._case,
             f"lookups of {length} blocks",
@@ -133,10 +135,30 @@ class _Index:
             "1/s",
             peer="plain dict",
             peer_value=median(plain_rate),
-            p50=1 / took_s["p50"],
-            p90=1 / took_s["p90"],
-            p95=1 / took_s["p95"],
-            p99=1 / took_s["p99"],
+            **_rates(seconds["ours"]),
+        )
+
+    def fleet_row(self) -> Row:
+        """A fleet's map alone: chains of 128 blocks, each on one to eight of 1,024 nodes."""
+        rng, blocks = random.Random(_FLEET_NODES), BlockMap()
+        names = [f"node-{number}" for number in range(_FLEET_NODES)]
+        for name in names:
+            blocks.join(name)
+        chains = [
+            rng.randbytes(16 * 128) for _ in range(min(self._settings.num_blocks, _FLEET_BLOCKS) // 128)
+        ]
+        for known in chains:
+            for name in rng.sample(names, rng.randrange(1, 9)):
+                blocks.store(name, known[: 16 * rng.randrange(1, 129)], Tier.POOL)
+        seconds: list[list[float]] = []
+        for _ in range(self._run.rounds):
+            seconds.append(_times(blocks.prefix_map, [rng.choice(chains) for _ in range(_LOOKUPS)]))
+        return Row(
+            f"{len(chains) * 128:,} blocks on {_FLEET_NODES:,} nodes",
+            "prefix maps of 128 blocks",
+            median(_LOOKUPS / sum(each) for each in seconds),
+            "1/s",
+            **_rates([*chain.from_iterable(seconds)]),
         )
 
     async def visibility_row(self) -> Row:
@@ -170,6 +192,8 @@ async def index_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
         try:
             for row in await index.publish_rows() + await index.bootstrap_rows():
                 yield row
+            run.say("lookups among many nodes")
+            yield index.fleet_row()
             run.say("changes as they are seen by a mirror in another process")
             yield await index.visibility_row()
         finally:
@@ -187,7 +211,13 @@ def _search(plain: dict[BlockKey, int], keys: list[BlockKey]) -> int:
     return low
 
 
-def _times(function: Callable[[list[BlockKey]], object], queries: list[bytes]) -> list[float]:
+def _rates(seconds: list[float]) -> Percentiles:
+    """1/s by percentile of the seconds."""
+    of = percentiles(seconds)
+    return {"p50": 1 / of["p50"], "p90": 1 / of["p90"], "p95": 1 / of["p95"], "p99": 1 / of["p99"]}
+
+
+def _times(function: Callable[[list[BlockKey]], object], queries: Sequence[bytes]) -> list[float]:
     """Seconds of each call. Its keys were made just before, as a request's are: without cached hashes."""
     times = []
     for query in queries:

@@ -10,6 +10,7 @@ import torch
 
 from moonpool.bench.harness.command import Run, benchmark
 from moonpool.bench.harness.models import model_at
+from moonpool.bench.parallel.bubble import NUM_STAGES, bubble_rows
 from moonpool.bench.parallel.experts import expert_rows
 from moonpool.bench.parallel.handover import handover_rows, saving_rows
 from moonpool.bench.parallel.replicas import NUM_REPLICAS, replica_rows
@@ -37,14 +38,17 @@ def _plan(text: str) -> ParallelPlan:
         "handover": handover_rows,
         "saving": saving_rows,
         "experts": expert_rows,
+        "bubble": bubble_rows,
     },
     packages=("torch", "numpy"),
+    default=("steps", "hosts", "replicas", "handover", "saving", "experts"),
 )
+@click.option("--bubble", is_flag=True, help="Only the part bubble.")
 @click.option("--plan", "texts", multiple=True, metavar="TP,PP[,CP]", help=f"Default: {' '.join(_PLANS)}")
 @click.option(
     "--model",
     type=click.Path(path_type=Path),
-    help="Checkpoint directory; default: the shipped model. experts: always a small one, random weights.",
+    help="Checkpoint directory; default: the shipped model. experts, bubble: always made ones.",
 )
 @click.option(
     "--device",
@@ -53,12 +57,13 @@ def _plan(text: str) -> ParallelPlan:
     show_default=True,
     help="auto: GPUs where there are several.",
 )
-def parallel(run: Run, texts: tuple[str, ...], model: Path | None, device: str) -> Settings:
+def parallel(run: Run, bubble: bool, texts: tuple[str, ...], model: Path | None, device: str) -> Settings:
     """Measure a model spread over processes of this machine: on CPUs with one thread each, or a GPU each.
 
     steps: a decode step and a long prompt of each plan, and its time in computing, exchanging and waiting.
     hosts: two stages on two machines (played by loopback). replicas: several at the same time.
     handover, saving: blocks from each plan to each, and to host memory. experts: distributed over ranks.
+    bubble: two stages with more and more micro-batches in flight, beside one process.
     On GPUs exchanges are launched, not waited for: their time is that of the launch.
     """
     num_gpus = torch.cuda.device_count()
@@ -71,8 +76,11 @@ def parallel(run: Run, texts: tuple[str, ...], model: Path | None, device: str) 
             plans.append(plan)
         else:
             run.say(f"{plan} is left out: it needs {plan.world_size} GPUs, there are {num_gpus}")
+    if bubble:
+        run.parts = ["bubble"]
     left_out = {"hosts"} if device == "cuda" else set()
     left_out |= {"replicas"} if max_ranks < NUM_REPLICAS else set()
+    left_out |= {"bubble"} if max_ranks < NUM_STAGES else set()
     left_out |= set() if plans else {"handover", "saving"}
     run.parts = [part for part in run.parts if part not in left_out]
     directory = model or ModelOptions().directory

@@ -88,14 +88,16 @@ async def host_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
 
 @asynccontextmanager
 async def running(
-    model: Path, device: str, parallel: ParallelOptions, ranks: RankGroup | None = None
+    model: Path, device: str, parallel: ParallelOptions, ranks: RankGroup | None = None, threads: int = 0
 ) -> AsyncIterator[Session]:
-    """An engine. ranks: those of several hosts, started already."""
+    """An engine. ranks: those of several hosts, started already. threads: of each rank; 0: the cores divided
+    by the ranks."""
     world_size = parallel.tp * parallel.pp * parallel.cp
     options = EngineOptions(
         max_batch_tokens=_MAX_BATCH_TOKENS,
         # On GPUs it must be set.
         pool_nbytes=0 if device == "cpu" else _GPU_POOL_NBYTES * world_size,
+        threads=threads,
         parallel=parallel,
     )
     engine = Engine(model, options, ModelOptions(device=device), ranks=ranks)
@@ -139,8 +141,9 @@ async def _measure(
     steps = await session.decode(BATCH, CONTEXT, num_steps)
     rows = [Row(decode, "step", 1e3 * steps.step_s, "ms")]
     if clock is not None and alone is not None:
-        decoding = times[-num_steps:]
-        rows += _decode_rows(decode, plan, steps.step_s, decoding, alone)
+        num_parts = session.engine.setup.steps_in_flight
+        decoding = times[-num_steps * num_parts :]
+        rows += _decode_rows(decode, plan, steps.step_s, num_parts, decoding, alone)
         samples_s = list(clock.samples_s)[-sum(step.num_exchanges for step in decoding) :]
         rows += _exchange_rows(decode, samples_s, decoding, num_steps, "step", BATCH)
         clock.samples_s.clear()
@@ -163,12 +166,21 @@ async def _measure(
 
 
 def _decode_rows(
-    case: str, plan: ParallelPlan, step_s: float, times: Sequence[StepTimes], alone: OneRank
+    case: str,
+    plan: ParallelPlan,
+    step_s: float,
+    num_parts: int,
+    times: Sequence[StepTimes],
+    alone: OneRank,
 ) -> list[Row]:
+    """step_s: of a token of each sequence, which are ``num_parts`` of the steps in ``times``."""
+
     def median_ms(of: Callable[[StepTimes], float]) -> float:
         return 1e3 * statistics.median(of(step) for step in times)
 
-    leader_ms = median_ms(lambda step: step.compute_s[0] + step.collective_s[0] + step.bubble_s[0])
+    leader_ms = num_parts * median_ms(
+        lambda step: step.compute_s[0] + step.collective_s[0] + step.bubble_s[0]
+    )
     return [
         *_time_fraction_rows(case, times),
         Row(case, "batch to the ranks", median_ms(lambda step: step.publish_s), "ms"),

@@ -12,6 +12,8 @@ max_requests = 64               # in flight
 tokens_per_minute = 200000      # prompt and output
 cached_nbytes = "2GiB"          # of KV blocks kept on one node
 class = "batch"                 # of requests that do not say; otherwise "interactive"
+regions = ["eu"]                # its prompts and KV are in these only: docs/regions.md
+home_region = "eu"              # where its requests come from, without the header X-Moonpool-Region
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ class ApiKeys:
             scope = ANYONE if role == INFERENCE else None
             keys._add(getattr(file, field), Principal(role, scope), f"{path}: {field}")
         for name, table in file.tenants.items():
-            tenant = Tenant(name, **table.model_dump(exclude={"keys", "read_keys"}))
+            limits = table.model_dump(exclude={"keys", "read_keys", "regions"})
+            tenant = Tenant(name, **limits, regions=frozenset(table.regions))
             keys._add(table.keys, Principal(INFERENCE, tenant), f"{path}: {name}.keys")
             keys._add(table.read_keys, Principal(READ, tenant), f"{path}: {name}.read_keys")
         if not keys.are_configured:
@@ -100,7 +103,8 @@ def _as_nbytes(value: object) -> int:
     return int(TypeAdapter(ByteSize).validate_python(value))
 
 
-_Keys = list[Annotated[str, Field(min_length=1)]]
+_Name = Annotated[str, Field(min_length=1)]
+_Keys = list[_Name]
 
 
 class _Table(BaseModel):
@@ -115,6 +119,9 @@ class _Table(BaseModel):
     tokens_per_minute: int = Field(default=0, ge=0, le=COUNT.high)
     cached_nbytes: Annotated[int, BeforeValidator(_as_nbytes)] = Field(default=0, ge=0, le=NBYTES.high)
     service_class: Literal["interactive", "batch"] = Field(default=INTERACTIVE, alias="class")
+    home_region: str = ""
+    # An empty list could mean everywhere or nowhere: it is refused.
+    regions: list[_Name] = Field(default=[], min_length=1)
 
 
 class _File(BaseModel):
@@ -125,7 +132,7 @@ class _File(BaseModel):
     keys: _Keys = []
     read_keys: _Keys = []
     admin_keys: _Keys = []
-    tenants: dict[Annotated[str, Field(min_length=1)], _Table]
+    tenants: dict[_Name, _Table]
 
 
 def _read(path: str) -> _File:

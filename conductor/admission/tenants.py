@@ -10,6 +10,15 @@ BATCH: Literal["batch"] = "batch"
 
 LEAST_WEIGHT = 1e-6
 
+Regions = frozenset[str]
+EVERYWHERE: Regions = frozenset()
+"""No confinement, as of a tenant that names no regions."""
+
+
+def may_hold(regions: Regions, region: str) -> bool:
+    """Whether what is confined to ``regions`` may be in ``region``; empty: a place without a region."""
+    return not regions or region in regions
+
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
@@ -21,6 +30,13 @@ class Tenant:
     tokens_per_minute: int = 0  # 0: any number
     cached_nbytes: int = 0  # 0: as much as eviction leaves
     service_class: Literal["interactive", "batch"] = INTERACTIVE
+    regions: Regions = EVERYWHERE  # that its prompts and KV are confined to
+    home_region: str = ""  # where its requests come from; empty: the conductor's
+
+    @property
+    def confinement(self) -> str:
+        """A sentence's part about its regions."""
+        return f"tenant {self.name} is confined to {', '.join(sorted(self.regions))}"
 
     def salt(self, cache_salt: str) -> str:
         """The salt of its block keys: prefixes are shared within one salt only. Empty: no tenant, no salt."""

@@ -16,6 +16,7 @@ from moonpool.conductor.errors import (
     MigrationFailed,
     NoNodes,
     NoStructures,
+    OutsideRegions,
     RequestEndsLives,
     RequestFailed,
     RequestInvalid,
@@ -116,6 +117,8 @@ def as_api_error(error: Exception) -> ApiError:
             )
         case NoNodes():
             return _unavailable(str(error), "no_nodes", error.retry_after_s)
+        case OutsideRegions():
+            return _unavailable(str(error), "outside_regions")
         case ConductorClosed():
             return _unavailable(str(error), "draining")
         case NoStructures() | StructureUnsupported():

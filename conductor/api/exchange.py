@@ -38,6 +38,7 @@ from moonpool.runtime.observing.log import request_id
 from moonpool.runtime.structure.grammars import Structure, StructureInvalid, StructureUnsupported
 
 REQUEST_ID_HEADER = "x-request-id"
+REGION_HEADER = "x-moonpool-region"  # where the request comes from
 EXPLAIN_HEADER = "x-moonpool-explain"  # 1: the answer includes the placements and their reasons
 REQUEST_ID = web.RequestKey("request_id", str)
 
@@ -289,6 +290,7 @@ class GenerationExchange:
                     prompt_logprobs=_wants_prompt_logprobs(body),
                     adapter=self._adapter,
                     cache_hint=body.cache_hint.hint if body.cache_hint else None,
+                    origin=self._http.headers.get(REGION_HEADER) or self._client.home_region,
                 )
                 choice = Choice(len(runs), prompt, body, context.tokenizer, tools)
                 run = SequenceRun(request, choice, leader)

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from moonpool.conductor.costs.regions import NEAR, RegionLinks
+
 # Before the first transfer: shared memory and TCP on one host, as measured.
 _LATENCY_S = 0.5e-3
 _BYTES_PER_S = 2e9
@@ -96,7 +98,8 @@ class _Flow:
 
 
 class LinkModel:
-    """Costs of all pairs of nodes; a pair without transfers is assumed to be average.
+    """Costs of all pairs of nodes; a pair without transfers is assumed to be average, or as the link between
+    its nodes' regions was configured. What is measured of a pair counts more than either.
 
     A transfer shares the links of both its nodes evenly with the transfers in progress there.
     """
@@ -108,10 +111,13 @@ class LinkModel:
         latency_s: float = _LATENCY_S,
         nbytes_per_s: float = _BYTES_PER_S,
         connect_s: float = _CONNECT_S,
+        regions: RegionLinks | None = None,
     ) -> None:
         """``latency_s`` and ``nbytes_per_s``: before any measurement; ``connect_s``: extra cost of a pair's
         first transfer.
         """
+        self.regions = regions or RegionLinks()
+        self._region_of: dict[str, str] = {}  # by node, of those that have one
         self._connect_s = connect_s
         self._capacity = capacity
         self._usual = (latency_s, 1 / nbytes_per_s)
@@ -137,7 +143,29 @@ class LinkModel:
         shared = self._shared_nbytes(source, target, nbytes, now_s) if self._flows else 0.0
         if link is not None:
             return link.seconds(nbytes + shared)
-        return self._any.seconds(nbytes + shared) + (0.0 if connected else self._connect_s)
+        cost = self._between_regions(source, target) or self._any
+        return cost.seconds(nbytes + shared) + (0.0 if connected else self._connect_s)
+
+    def place(self, node_id: str, region: str) -> None:
+        """Note where a node is; empty: it is gone, or has no region."""
+        if region:
+            self._region_of[node_id] = region
+        else:
+            self._region_of.pop(node_id, None)
+
+    def region_of(self, node_id: str) -> str:
+        """Empty: it has none."""
+        return self._region_of.get(node_id, "")
+
+    def egress_s(self, source: str, target: str, nbytes: float) -> float:
+        """The price of moving ``nbytes`` between two nodes, as seconds (see ``RegionLinks``)."""
+        if not self.regions:
+            return 0.0
+        return self.regions.egress_s(self.region_of(source), self.region_of(target), nbytes)
+
+    def is_free(self, source: str, target: str) -> bool:
+        """Whether bytes between two nodes cost no money."""
+        return not self.egress_s(source, target, 1.0)
 
     def begin(self, source: str, target: str, nbytes: int, now_s: float) -> None:
         """A transfer begins. It is forgotten at its predicted end."""
@@ -162,7 +190,8 @@ class LinkModel:
         if link is not None:
             self._pairs[source, target] = link  # the latest used comes last
             link.observe(nbytes, actual_s)
-            self._any.observe(nbytes, actual_s)
+            if self._between_regions(source, target) is None:
+                self._any.observe(nbytes, actual_s)
         else:
             # The first transfer of a pair also connects the two, so nothing is learned from it.
             self._add_pair(source, target)
@@ -181,14 +210,25 @@ class LinkModel:
         elif link.usual_byte_s == byte_s:
             return
         link.expect(byte_s)
-        self._any.expect(self._any.usual_byte_s + (byte_s - self._any.usual_byte_s) * (1 - _KEEP))
+        if self._between_regions(source, target) is None:
+            self._any.expect(self._any.usual_byte_s + (byte_s - self._any.usual_byte_s) * (1 - _KEEP))
 
     def _add_pair(self, source: str, target: str) -> LinkCost:
         # Nodes return under new names: the pair that was not used for longest makes room.
         if len(self._pairs) >= self._capacity:
             del self._pairs[next(iter(self._pairs))]
-        link = self._pairs[source, target] = LinkCost(*self._usual)
+        link = self._pairs[source, target] = self._between_regions(source, target) or LinkCost(*self._usual)
         return link
+
+    def _between_regions(self, source: str, target: str) -> LinkCost | None:
+        """A pair's cost as configured, before any measurement; None: nothing is configured for it."""
+        if not self.regions:
+            return None
+        link = self.regions.between(self.region_of(source), self.region_of(target))
+        if link is NEAR:
+            return None
+        latency_s, byte_s = self._usual
+        return LinkCost(latency_s + link.rtt_s, max(byte_s, 1 / link.nbytes_per_s))
 
     def _shared_nbytes(self, source: str, target: str, nbytes: int, now_s: float) -> float:
         """Bytes of other transfers over the busier of the two links while ``nbytes`` move."""

@@ -13,6 +13,7 @@ from functools import partial
 
 from moonpool.conductor.costs.links import LinkModel
 from moonpool.conductor.costs.output_lengths import OutputLengths
+from moonpool.conductor.costs.regions import RegionLinks
 from moonpool.conductor.observing import scheduling_metrics as core_metrics
 from moonpool.runtime.cost_profile import CostProfile
 
@@ -164,8 +165,8 @@ class PredictionErrors:
 class CostModel:
     """All estimates of one conductor: nodes, links and output lengths, with their errors."""
 
-    def __init__(self) -> None:
-        self.links = LinkModel()
+    def __init__(self, regions: RegionLinks | None = None) -> None:
+        self.links = LinkModel(regions=regions)
         self.prefill_correction = Correction()
         self.decode_correction = Correction()
         self.errors = {name: PredictionErrors() for name in ("ttft", "prefill", "step", "transfer")}

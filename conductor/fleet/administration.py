@@ -78,6 +78,7 @@ class FleetAdmin:
                 {"node_id": name, "role": record.role, "states": [], "num_requests": 0, "supplied": None},
             )
             node["states"].append(member.state)
+            node["region"], node["zone"] = record.region, record.zone
             node["join"] = record.extra.get("join", {})
             node["num_requests"] += record.load.num_running + record.load.num_waiting
         for one in supplied:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
+from moonpool.conductor.admission.tenants import EVERYWHERE, Regions, may_hold
 from moonpool.conductor.fleet.member import Member
 from moonpool.conductor.placing.node_table import NodeTable
 from moonpool.conductor.placing.node_view import NodeView
@@ -63,6 +64,34 @@ class EligibleNodes:
         self.of(stage, now_s)
         num_open, num_warming, num_unhealthy = map(len, self._groups[stage])
         return num_open + num_warming or num_unhealthy
+
+
+class EligibleByRegions:
+    """The eligible nodes of the whole cluster, and of each set of regions that tenants are confined to."""
+
+    def __init__(self) -> None:
+        self._nodes = {EVERYWHERE: EligibleNodes()}
+
+    def put(self, member: Member, now_s: float) -> None:
+        """As ``EligibleNodes.put``."""
+        for regions, nodes in self._nodes.items():
+            if may_hold(regions, member.record.region):
+                nodes.put(member, now_s)
+
+    def drop(self, member: Member) -> None:
+        """As ``EligibleNodes.drop``."""
+        for nodes in self._nodes.values():
+            nodes.drop(member)
+
+    def within(self, regions: Regions, members: Iterable[Member], now_s: float) -> EligibleNodes:
+        """The nodes in ``regions``. ``members``: all in use, read when ``regions`` are asked for first."""
+        nodes = self._nodes.get(regions)
+        if nodes is None:
+            nodes = self._nodes[regions] = EligibleNodes()
+            for member in members:
+                if may_hold(regions, member.record.region):
+                    nodes.put(member, now_s)
+        return nodes
 
 
 def _move(member: Member, groups: list[NodeTable], wanted: int | None) -> None:

@@ -173,6 +173,8 @@ class Member:
 
     def update(self, record: NodeRecord) -> None:
         """A heartbeat of the same incarnation."""
+        self.view.region = record.region
+        self._cost_model.links.place(record.node_id, record.region)
         if record.profile != self.record.profile:
             self.view.cost.profile = Profile.from_record(record.profile)
         for other_id, nbytes_per_s in record.links.items():

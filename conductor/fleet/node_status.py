@@ -30,6 +30,8 @@ def node_status(member: Member, now_s: float) -> dict[str, Any]:
         "role": record.role,
         "replica": asdict(record.replica) if record.replica else None,  # None: it is a whole node
         "host": record.host,
+        "region": record.region,
+        "zone": record.zone,
         "host_id": extra.get("host_id", ""),  # equal for store nodes that fail together
         "pid": record.pid,
         "ranks": str(extra.get("ranks", "")),  # such as tp 2 × pp 1; empty: one process

@@ -10,10 +10,11 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from moonpool.conductor.admission.tenants import EVERYWHERE, Regions, may_hold
 from moonpool.conductor.costs.learned import LearnedCosts
 from moonpool.conductor.costs.model import CostModel
 from moonpool.conductor.engines.compatibility import why_not
-from moonpool.conductor.fleet.eligible_nodes import EligibleNodes
+from moonpool.conductor.fleet.eligible_nodes import EligibleByRegions, EligibleNodes
 from moonpool.conductor.fleet.member import Member
 from moonpool.conductor.fleet.other_layouts import OtherLayouts
 from moonpool.conductor.fleet.served_model import ServedModel
@@ -68,9 +69,9 @@ class NodeRegistry:
             on_status=lambda sentence: activity.event("resync", "index", sentence),
             clock=clock,
         )
-        self._fleets = EligibleNodes()
+        self._fleets = EligibleByRegions()
         self._evictions = EvictionWatch()
-        self._connected = 0  # mirror flags of reachable nodes
+        self._connected: dict[str, int] = {}  # mirror flags of reachable nodes, by region
         self._model = model
         self._layouts: dict[str, BlockFormat] = dict(model.layouts())
         self._others = OtherLayouts(self.mirror, self._layouts)
@@ -165,16 +166,25 @@ class NodeRegistry:
             return "it has another revision or dtype of the model than the nodes before it"
         return ""
 
-    def view(self, keys: Sequence[BlockKey], avoid: Collection[str], only: str = "") -> ClusterView:
+    def view(
+        self,
+        keys: Sequence[BlockKey],
+        avoid: Collection[str],
+        only: str = "",
+        regions: Regions = EVERYWHERE,
+    ) -> ClusterView:
         """The cluster as it is now, for a request with these block keys. ``only``: a node, or one with
-        replicas, that the stages which it serves go to, whether it gets requests or not."""
+        replicas, that the stages which it serves go to, whether it gets requests or not.
+
+        ``regions``: that its tenant is confined to. Nodes elsewhere are not in the view, nor their blocks.
+        """
         now_s = self._clock()
         layout = self.layout
-        prefix_blocks = self.holders(keys)
+        prefix_blocks = self.holders(keys, regions)
         self._turn += 1
         return ClusterView(
-            prefill=self._of("prefill", only, avoid, now_s),
-            decode=self._of("decode", only, avoid, now_s),
+            prefill=self._of("prefill", only, avoid, now_s, regions),
+            decode=self._of("decode", only, avoid, now_s, regions),
             prefix_blocks=prefix_blocks,
             slow_blocks=self.mirror.slow_blocks(keys, prefix_blocks),
             links=self._cost_model.links,
@@ -186,14 +196,18 @@ class NodeRegistry:
             avoid=avoid,
         )
 
-    def _of(self, stage: str, only: str, avoid: Collection[str], now_s: float) -> NodeTable:
+    def _of(self, stage: str, only: str, avoid: Collection[str], now_s: float, regions: Regions) -> NodeTable:
         chosen = [
             member.view
             for member in (self._members.values() if only else ())
             if member.owner == only and stage in stages_of(member.record.role)
-            if member.serves(now_s) and self._used(member)
+            if member.serves(now_s) and self._used(member) and may_hold(regions, member.record.region)
         ]
-        return NodeTable(chosen) if chosen else self._fleets.of(stage, now_s, avoid)
+        return NodeTable(chosen) if chosen else self._eligible(regions).of(stage, now_s, avoid)
+
+    def _eligible(self, regions: Regions = EVERYWHERE) -> EligibleNodes:
+        used = filter(self._used, self._members.values())
+        return self._fleets.within(regions, used, self._clock())
 
     def open(self, member: Member) -> None:
         """Let requests go to a node that a rollout has watched. Idempotent."""
@@ -201,29 +215,34 @@ class NodeRegistry:
         self.touched(member)
         self._notify()
 
-    def holders(self, keys: Sequence[BlockKey]) -> Mapping[str, int]:
-        """Leading blocks on each reachable node: those on others can neither be used nor fetched."""
+    def holders(self, keys: Sequence[BlockKey], regions: Regions = EVERYWHERE) -> Mapping[str, int]:
+        """Leading blocks on each reachable node in ``regions``: those on others can neither be used nor
+        fetched."""
         if len(self._members) > _MANY:
-            return self.mirror.prefix_map(keys, self._connected)
+            flags = 0
+            for region, connected in self._connected.items():
+                flags |= connected if may_hold(regions, region) else 0
+            return self.mirror.prefix_map(keys, flags)
         return {
             node_id: num_blocks
             for node_id, num_blocks in self.mirror.longest_prefix(keys).items()
             if (member := self._members.get(node_id)) is not None and member.client.connected
+            if may_hold(regions, member.record.region)
         }
 
-    def fleet(self, role: str) -> NodeTable:
+    def fleet(self, role: str, regions: Regions = EVERYWHERE) -> NodeTable:
         """The nodes of a role that requests may go to now."""
-        return self._fleets.of(role, self._clock())
+        return self._eligible(regions).of(role, self._clock())
 
     def serving(self, stage: str) -> list[NodeView]:
         """The nodes of a stage that requests may move to now, also those that warm up."""
-        return self._fleets.serving(stage, self._clock())
+        return self._eligible().serving(stage, self._clock())
 
     def computing(self) -> list[Member]:
         """The nodes with our engine and the model in use, whatever their state."""
         return [one for one in self._members.values() if one.engine is None and self._used(one)]
 
-    def stores(self) -> list[str]:
+    def stores(self, regions: Regions = EVERYWHERE) -> list[str]:
         """Reachable, healthy store nodes with our block layout."""
         layout = self._identity[1] if self._identity else ""
         return [
@@ -233,6 +252,7 @@ class NodeRegistry:
             and member.client.connected
             and member.healthy
             and member.record.layout in ("", layout)
+            and may_hold(regions, member.record.region)
         ]
 
     async def change(self, timeout_s: float) -> None:
@@ -243,7 +263,7 @@ class NodeRegistry:
 
     def available(self, role: str) -> int:
         """Number of nodes of a role that requests may go to now."""
-        return self._fleets.count(role, self._clock())
+        return self._eligible().count(role, self._clock())
 
     def unhealthy(self, role: str) -> bool:
         """Whether only unhealthy nodes of a role are left."""
@@ -303,8 +323,11 @@ class NodeRegistry:
     def _reachable(self, member: Member) -> None:
         """``member`` is new, or its connection came up or broke."""
         if self._members.get(member.node_id) is member:
-            flag = self.mirror.flag_of(member.node_id)
-            self._connected = self._connected | flag if member.client.connected else self._connected & ~flag
+            flag, region = self.mirror.flag_of(member.node_id), member.record.region
+            # A flag may have been that of a node elsewhere, which has left.
+            self._connected = {name: flags & ~flag for name, flags in self._connected.items()}
+            if member.client.connected:
+                self._connected[region] = self._connected.get(region, 0) | flag
             member.adapters.see(member.record.extra.get("adapters"))
             if member.client.connected and member.warming is None:
                 self._warm(member)
@@ -385,6 +408,7 @@ class NodeRegistry:
         self._others.left(record.node_id)
         self._activity.event("left", record.node_id, reason)
         self._evictions.left(record.node_id)
+        self._cost_model.links.place(record.node_id, "")
         self._former.add(member)
         self._fleets.drop(member)
         if reason == "left":

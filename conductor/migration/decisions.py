@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from moonpool.conductor.admission.tenants import EVERYWHERE, Regions, may_hold
 from moonpool.conductor.placing.node_view import NodeView
 
 DRAIN = "drain"
@@ -19,13 +20,15 @@ _LEAST_TOKENS = 32
 @dataclass(frozen=True, slots=True)
 class Running:
     """A request that decodes on ``node_id``. ``expected_tokens``: it will probably still produce.
-    ``priority``: lower goes first."""
+    ``priority``: lower goes first. ``regions``: it may move to nodes there only."""
 
     request_id: str
     node_id: str
     num_tokens: int
     expected_tokens: int
     priority: int = 0
+    regions: Regions = EVERYWHERE
+    region: str = ""  # where it decodes
 
     def num_blocks(self, block_size: int) -> int:
         """Blocks of its KV in the end, probably."""
@@ -104,13 +107,22 @@ class DecodeLoad:
 def best_target(
     request: Running, loads: Iterable[DecodeLoad], *, block_size: int, now_s: float
 ) -> DecodeLoad | None:
-    """The node with room and the shortest step with the request; None: no other node has room."""
+    """The node with room and the shortest step with the request, in its region if there is one; None: no
+    other node that it may move to has room."""
     fits = [
-        load for load in loads if load.view.node_id != request.node_id and load.has_room(request, block_size)
+        load
+        for load in loads
+        if load.view.node_id != request.node_id
+        and may_hold(request.regions, load.view.region)
+        and load.has_room(request, block_size)
     ]
     return min(
         fits,
-        key=lambda load: (load.with_one(request, block_size).step_s(now_s), load.view.node_id),
+        key=lambda load: (
+            load.view.region != request.region,
+            load.with_one(request, block_size).step_s(now_s),
+            load.view.node_id,
+        ),
         default=None,
     )
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from moonpool.conductor.errors import MigrationFailed
+from moonpool.conductor.fleet.node_client import RequestKey
 from moonpool.conductor.fleet.registry import NodeRegistry
 from moonpool.conductor.migration.decisions import DRAIN, DecodeLoad, Move, Running, Waiting, best_target
 from moonpool.conductor.migration.relief import plan_relief
@@ -133,7 +134,7 @@ class Migrator:
             member = members[node_id]
             return member.breaker.room(member.load.num_requests) if fleet.get(node_id) is not None else 0
 
-        for relief in plan_relief(nodes, now_s, stay=self._replaced, room=room):
+        for relief in plan_relief(nodes, now_s, stay=self._replaced.keys() | self._confined(), room=room):
             assert isinstance(relief.key, tuple)
             request_id, attempt = relief.key
             if (run := self._runs.get(request_id)) is not None:
@@ -141,6 +142,11 @@ class Migrator:
                 run.place_again(f"another node would begin {relief.gain_s:.1f} s before {relief.source}")
         ends_s = now_s - _RELIEF_PAUSE_S
         self._replaced = {key: at_s for key, at_s in self._replaced.items() if at_s > ends_s}
+
+    def _confined(self) -> set[RequestKey]:
+        """Prefills of confined requests: the nodes with short queues may be where these must not go."""
+        found = (run.prefill_key for run in self._runs.values() if run.client.regions)
+        return {key for key in found if key is not None}
 
     def _all_waiting(self) -> list[Waiting]:
         """Requests that have a decode node, and perhaps no blocks there."""
@@ -164,7 +170,15 @@ class Migrator:
         if member is None:
             return None
         num_tokens, expected_tokens = run.outlook()
-        return Running(request_id, member.node_id, num_tokens, expected_tokens, run.priority)
+        return Running(
+            request_id,
+            member.node_id,
+            num_tokens,
+            expected_tokens,
+            run.priority,
+            run.client.regions,
+            member.view.region,
+        )
 
     async def _move(self, move: Move) -> None:
         pause_s = PAUSE_S

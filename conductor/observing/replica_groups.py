@@ -70,6 +70,8 @@ def _node(node_id: str, replicas: list[Facts]) -> Facts:
         "node_id": node_id,
         "role": first["role"],
         "host": first["host"],
+        "region": first["region"],
+        "zone": first["zone"],
         "pid": replica["node_pid"],
         "ranks": ranks,
         "num_replicas": replica["count"],

@@ -20,6 +20,7 @@ class PlaceRequest:
     reads_cache: bool = True  # False: every prompt token must be computed
     fairness_delay_s: float = 0.0  # prefills that arrive within this time may overtake it
     adapter: str = ""  # digest of its LoRA adapter; empty: none
+    origin: str = ""  # the region that its tokens go to; empty: distance does not count
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,8 @@ def sources(view: ClusterView, usable: int) -> Sequence[Source]:
     """Where to fetch a prefix from: the longest one, from the holder with the least busy link that does not
     stand still.
 
-    When that link is busy, the longest prefix of a holder with an idle link comes second.
+    When that link is busy, the longest prefix of a holder with an idle link comes second. Where bytes between
+    regions have a cost, these are of each region.
     """
     holders: Mapping[str, int] = view.prefix_blocks
     if not usable or not holders:
@@ -55,7 +56,17 @@ def sources(view: ClusterView, usable: int) -> Sequence[Source]:
     if isinstance(holders, PrefixMap):
         holders = holders.longest(_SOURCES)
     busy = view.links.busy(view.now_s)
+    if not view.links.regions:
+        return _sources(view, holders, usable, busy)
+    by_region: dict[str, dict[str, int]] = {}
+    for node_id, num_blocks in holders.items():
+        by_region.setdefault(view.links.region_of(node_id), {})[node_id] = num_blocks
+    return [source for some in by_region.values() for source in _sources(view, some, usable, busy)]
 
+
+def _sources(
+    view: ClusterView, holders: Mapping[str, int], usable: int, busy: Mapping[str, float]
+) -> Sequence[Source]:
     def rank(node_id: str) -> tuple[int, float, str]:
         return min(holders[node_id], usable), -busy.get(node_id, 0), node_id
 
@@ -94,8 +105,9 @@ def estimate_prefill(
     recompute_s = factor * cost.profile.prefill_s(num_tokens - local_tokens, local_tokens)
     load_s = _load_s(view, node, local_blocks) if local_blocks else 0.0
     load_s += _adapter_s(request, node)
+    rtt_s = view.links.regions.between(request.origin, node.region).rtt_s if request.origin else 0.0
 
-    def estimate(own_s: float, source: Source | None, transfer_s: float) -> PrefillEstimate:
+    def estimate(own_s: float, source: Source | None, transfer_s: float, nbytes: int = 0) -> PrefillEstimate:
         cached_tokens = source.num_blocks * block_size if source else local_tokens
         compute_s = own_s + _steps_between_s(view, node, own_s, num_tokens - cached_tokens, tbt_s)
         order_s = now_s + request.fairness_delay_s + policy.patience_s(compute_s)
@@ -107,7 +119,7 @@ def estimate_prefill(
             queue_s,
             fetch_s,
             compute_s,
-            queue_s + fetch_s + late_load_s + compute_s,
+            queue_s + fetch_s + late_load_s + compute_s + rtt_s,
             local_tokens,
             late_load_s,
             (source.num_blocks - local_blocks) * block_size if source else 0,
@@ -117,6 +129,8 @@ def estimate_prefill(
             queue.behind(order_s),
             node.num_placed,
             own_s * node.num_running,
+            rtt_s,
+            view.links.egress_s(source.node_id, node_id, nbytes) if source else 0.0,
         )
 
     unaided = best = estimate(recompute_s, None, 0.0)
@@ -124,17 +138,19 @@ def estimate_prefill(
         missing = source.num_blocks - local_blocks
         if missing <= 0 or source.node_id == node_id:
             continue
-        transfer_s = view.links.seconds(source.node_id, node_id, missing * view.block_nbytes, now_s)
+        nbytes = missing * view.block_nbytes
+        transfer_s = view.links.seconds(source.node_id, node_id, nbytes, now_s)
         still_s = overdue_s(view, source.node_id)
         transfer_s += _source_s(view, node, source, local_blocks) + still_s
         cached_tokens = source.num_blocks * block_size
         rest_s = factor * cost.profile.prefill_s(num_tokens - cached_tokens, cached_tokens)
-        fetching = estimate(rest_s, source, transfer_s)
-        if best.fetched_tokens and best.ttft_s <= fetching.ttft_s:
+        fetching = estimate(rest_s, source, transfer_s, nbytes)
+        fetching_s = fetching.ttft_s + fetching.egress_s
+        if best.fetched_tokens and best.ttft_s + best.egress_s <= fetching_s:
             continue
-        if still_s and unaided.ttft_s <= fetching.ttft_s:
+        if still_s and unaided.ttft_s <= fetching_s:
             continue  # also where the policy would fetch whatever it costs
-        if policy.takes(local_blocks, source.num_blocks, fetching.ttft_s, unaided.ttft_s):
+        if policy.takes(local_blocks, source.num_blocks, fetching_s, unaided.ttft_s):
             best = fetching
     return best
 
@@ -176,6 +192,7 @@ def estimate_decode(
         longer_s * running * request.expected_tokens,
         running,
         node.num_placed,
+        0.0 if here else links.egress_s(prefill.node_id, node.node_id, nbytes),
     )
 
 

@@ -40,4 +40,5 @@ class NodeView:
     chunk_tokens: int = 0  # most prompt tokens of one step; 0: unknown
     slot: int = -1  # its position in the bit masks of the index mirror; -1: none
     resident_adapters: frozenset[str] = frozenset()  # digests of LoRA adapters in its memory
+    region: str = ""  # empty: none was given
     adapter_load_s: float = ADAPTER_LOAD_S  # to load another one

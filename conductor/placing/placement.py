@@ -34,9 +34,9 @@ class Path(StrEnum):
 class PrefillEstimate(NamedTuple):
     """The predicted cost of prefilling on one node.
 
-    ``ttft_s`` is the sum of ``queue_s``, ``fetch_s``, ``load_s`` and ``compute_s``. A node fetches and loads
-    while it computes for others: those two are the parts that exceed ``queue_s``. On a node that decodes,
-    ``compute_s`` includes the decode steps in between.
+    ``ttft_s`` is the sum of ``queue_s``, ``fetch_s``, ``load_s``, ``compute_s`` and ``rtt_s``. A node fetches
+    and loads while it computes for others: those two are the parts that exceed ``queue_s``. On a node that
+    decodes, ``compute_s`` includes the decode steps in between.
     """
 
     node_id: str
@@ -53,6 +53,8 @@ class PrefillEstimate(NamedTuple):
     num_delayed: int = 0  # waiting prefills that it would overtake
     num_placed: int = 0
     delay_s: float = 0.0  # sum of the delays of the requests that decode there
+    rtt_s: float = 0.0  # between the node and where the tokens go
+    egress_s: float = 0.0  # price of the fetched bytes, as seconds: see ``costs.regions``
 
     @property
     def prefix_tokens(self) -> int:
@@ -78,6 +80,7 @@ class DecodeEstimate(NamedTuple):
     delay_s: float = 0.0  # sum of the delays of all requests in the batch
     num_running: int = 0
     num_placed: int = 0
+    egress_s: float = 0.0  # price of the transferred bytes, as seconds
 
 
 @dataclass(frozen=True, slots=True)

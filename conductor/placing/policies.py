@@ -37,7 +37,8 @@ class Policy(ABC):
         return None
 
     def takes(self, local_blocks: int, remote_blocks: int, fetched_s: float, local_s: float) -> bool:
-        """Whether a node with ``local_blocks`` fetches ``remote_blocks``: TTFT with a fetch, and without."""
+        """Whether a node with ``local_blocks`` fetches ``remote_blocks``: TTFT with a fetch, its price
+        included, and without."""
         return False
 
     def patience_s(self, compute_s: float) -> float:
@@ -59,7 +60,7 @@ class Policy(ABC):
     def cost_s(self, prefill: PrefillEstimate, decode: DecodeEstimate) -> float:
         """What one way to serve a request costs all requests together."""
         delays_s = prefill.num_delayed * prefill.compute_s + prefill.delay_s + decode.delay_s
-        return prefill.ttft_s + decode.total_s + delays_s
+        return prefill.ttft_s + decode.total_s + delays_s + prefill.egress_s + decode.egress_s
 
 
 class Random(Policy):
@@ -165,16 +166,18 @@ class Goodput(Policy):
 
     def prefill(self, candidates: Sequence[PrefillEstimate], view: ClusterView, slo: Slo) -> PrefillChoice:
         in_time = [c for c in candidates if c.ttft_s <= slo.ttft_s] or candidates
-        best_s = min([c.ttft_s + c.num_delayed * c.compute_s + c.delay_s for c in in_time])
+        costs_s = [c.ttft_s + c.num_delayed * c.compute_s + c.delay_s + c.egress_s for c in in_time]
+        best_s = min(costs_s)
         most_s = best_s + min((self.tie_ratio - 1) * best_s, self.widest_tie_s) + self.tie_s
-        near = [c for c in in_time if c.ttft_s + c.num_delayed * c.compute_s + c.delay_s <= most_s]
+        near = [c for c, cost_s in zip(in_time, costs_s, strict=True) if cost_s <= most_s]
         chosen = min(near, key=lambda c: (-c.local_tokens, c.num_placed, c.ttft_s, c.node_id))
         return chosen, _reason(chosen, candidates)
 
     def decode(self, candidates: Sequence[DecodeEstimate], view: ClusterView, slo: Slo) -> DecodeEstimate:
-        best_s = min([c.total_s + c.delay_s for c in candidates])
+        best_s = min([c.total_s + c.delay_s + c.egress_s for c in candidates])
         # A whole answer takes long and its estimate is as uncertain: the widest tie is for first tokens.
-        near = [c for c in candidates if c.total_s + c.delay_s <= best_s * self.tie_ratio + self.tie_s]
+        most_s = best_s * self.tie_ratio + self.tie_s
+        near = [c for c in candidates if c.total_s + c.delay_s + c.egress_s <= most_s]
         return min(near, key=lambda c: (-c.local_tokens, c.num_running, c.num_placed, c.node_id))
 
     def computes_rest(self, prefill: PrefillEstimate, decode: DecodeEstimate) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +56,9 @@ def prefill_shortlist(
     score += table[rows.NUM_PLACED] * _PLACED_S
     if policy.counts_cache:
         score += _prefill_s(request, view, usable, fetchable)
+        if request.origin:
+            regions = view.links.regions
+            score += _by_region(fleet, lambda region: regions.between(request.origin, region).rtt_s)
     return _best(fleet, score, needed, view)
 
 
@@ -85,11 +88,26 @@ def decode_shortlist(
     score *= np.where(has_room, 1.0, table[rows.NUM_WAITING] + 2)
     _, byte_s = view.links.usual
     score += (num_blocks - local) * (view.block_nbytes * byte_s)
+    if (regions := view.links.regions) and same is not None:
+        nbytes, source = num_blocks * view.block_nbytes, same.region
+        score += _by_region(
+            fleet,
+            lambda region: (
+                nbytes / regions.between(source, region).nbytes_per_s
+                + regions.egress_s(source, region, nbytes)
+            ),
+        )
     score += table[rows.JITTER_S]
     score += table[rows.NUM_PLACED] * _PLACED_S
     pools = table[rows.NUM_BLOCKS]
     score += np.where(pools < min(whole, pools.max()), _CUT_SHORT_S, 0.0)
     return _roomiest(_best(fleet, score, needed, view), whole)
+
+
+def _by_region(fleet: NodeTable, cost_s: Callable[[str], float]) -> _Array:
+    """What each node's region costs."""
+    costs = {region: cost_s(region) for region in {node.region for node in fleet}}
+    return np.fromiter((costs[node.region] for node in fleet), np.float64, len(fleet))
 
 
 def _roomiest(nodes: Sequence[NodeView], whole: int) -> Sequence[NodeView]:

@@ -7,13 +7,16 @@ import itertools
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from moonpool.conductor.admission.tenants import ANYONE, EVERYWHERE, Regions, Tenant, may_hold
 from moonpool.conductor.costs.model import CostModel
 from moonpool.conductor.fleet.registry import NodeRegistry
 from moonpool.conductor.observing import scheduling_metrics as core_metrics
 from moonpool.conductor.placing.estimates import longest_blocks
+from moonpool.conductor.placing.node_view import NodeView
 from moonpool.conductor.replication.copy_plan import (
     USED_AGAIN,
     Budget,
@@ -25,7 +28,7 @@ from moonpool.conductor.replication.copy_plan import (
     plan_store_copies,
     plan_warming,
 )
-from moonpool.conductor.replication.heat import Heat
+from moonpool.conductor.replication.heat import Heat, HotChain
 from moonpool.conductor.replication.prefix_tree import CHAINS, prefix_tree, told
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.runtime.errors import MoonpoolError
@@ -42,6 +45,15 @@ _HAND_ON_S = 5.0
 _HANDED_ON = 64
 # How long a node that has joined may wait for its first prefixes.
 _WARM_S = 2.0
+
+
+@dataclass(slots=True)
+class _Scope:
+    """Prefixes of tenants that are confined to the same regions, and the copies made of them there."""
+
+    regions: Regions
+    heat: Heat = field(default_factory=Heat)
+    made: list[Copy] = field(default_factory=list)
 
 
 class Replicator:
@@ -66,8 +78,7 @@ class Replicator:
         self._block_size = block_size
         self._clock = clock
         self._on_copied = on_copied
-        self._heat = Heat()
-        self._made: list[Copy] = []
+        self._scopes = {EVERYWHERE: _Scope(EVERYWHERE)}
         self._tree: list[dict[str, Any]] = []
         self._tree_until_s = -math.inf
         self._task: asyncio.Task[None] | None = None
@@ -81,40 +92,69 @@ class Replicator:
         task, self._task = self._task, None
         await cancel_and_wait(task)
 
-    def note(self, keys: Sequence[BlockKey], prefixes: Mapping[str, int], compute_s: float) -> None:
+    def note(
+        self,
+        keys: Sequence[BlockKey],
+        prefixes: Mapping[str, int],
+        compute_s: float,
+        client: Tenant = ANYONE,
+    ) -> None:
         """A request with these keys was placed; ``prefixes``: leading blocks of it on each node."""
-        self._heat.touch(keys[: longest_blocks(prefixes)], self._clock(), compute_s)
+        heat = self._scope_of(client).heat
+        heat.touch(keys[: longest_blocks(prefixes)], self._clock(), compute_s)
 
-    def count(self, keys: Sequence[BlockKey], num_used: int, tenant: str) -> None:
+    def count(self, keys: Sequence[BlockKey], num_used: int, client: Tenant) -> None:
         """See ``Heat.count``: once for each request, before ``note``."""
-        self._heat.count(keys, num_used, tenant)
+        self._scope_of(client).heat.count(keys, num_used, client.name)
+
+    def _scope_of(self, client: Tenant) -> _Scope:
+        scope = self._scopes.get(client.regions)
+        if scope is None:
+            scope = self._scopes[client.regions] = _Scope(client.regions)
+        return scope
+
+    def _hottest(self, count: int, now_s: float) -> list[tuple[_Scope, HotChain]]:
+        """The hottest chains of all scopes, the hottest first."""
+        chains = [
+            (scope, chain) for scope in self._scopes.values() for chain in scope.heat.hottest(count, now_s)
+        ]
+        return sorted(chains, key=lambda one: -one[0].heat.uses(one[1], now_s))[:count]
 
     def tree(self) -> list[dict[str, Any]]:
         """The hottest prefixes, for the dashboard: see ``prefix_tree.told``. Up to ``_TREE_S`` old."""
-        now_s, heat, mirror = self._clock(), self._heat, self._registry.mirror
+        now_s, mirror = self._clock(), self._registry.mirror
         if now_s >= self._tree_until_s:
-            root = prefix_tree(heat.hottest(CHAINS, now_s))
-            rate = partial(heat.uses_per_s, now_s=now_s)
+            root = prefix_tree([chain for _, chain in self._hottest(CHAINS, now_s)])
+            # All scopes forget alike.
+            rate = partial(self._scopes[EVERYWHERE].heat.uses_per_s, now_s=now_s)
             self._tree = told(root, rate, mirror.longest_prefix, mirror.tiers_of)
             self._tree_until_s = now_s + _TREE_S
         return self._tree
 
     async def round(self) -> None:
         """Plan and carry out one round. A failed copy is repeated by a later round if it is still wanted."""
-        registry, now_s = self._registry, self._clock()
-        layout = registry.layout
-        fleet = registry.fleet("prefill")
-        if layout is None or not len(fleet):
+        layout = self._registry.layout
+        if layout is None:
             return
-        for copy in plan_release(self._heat, self._made, registry.holders, fleet, now_s=now_s):
-            self._made.remove(copy)
-            if registry.holders(copy.keys).get(copy.target, 0) >= len(copy.keys):
-                await self._release(copy)
-        shape = Shape(self._block_size, layout.block_nbytes)
         budget_nbytes = self._budget.nbytes(_PERIOD_S, layout.block_nbytes)
+        for scope in list(self._scopes.values()):
+            budget_nbytes -= await self._round_of(scope, layout.block_nbytes, budget_nbytes)
+
+    async def _round_of(self, scope: _Scope, block_nbytes: int, budget_nbytes: float) -> float:
+        """One round of one scope, among the nodes of its regions. Returns the bytes it was to copy."""
+        registry, now_s = self._registry, self._clock()
+        fleet = registry.fleet("prefill", scope.regions)
+        if not len(fleet):
+            return 0.0
+        holders = partial(registry.holders, regions=scope.regions)
+        for copy in plan_release(scope.heat, scope.made, holders, fleet, now_s=now_s):
+            scope.made.remove(copy)
+            if holders(copy.keys).get(copy.target, 0) >= len(copy.keys):
+                await self._release(copy)
+        shape = Shape(self._block_size, block_nbytes)
         copies = plan_replication(
-            self._heat,
-            registry.holders,
+            scope.heat,
+            holders,
             fleet,
             self._cost_model.links,
             shape,
@@ -122,18 +162,27 @@ class Replicator:
             now_s=now_s,
         )
         budget_nbytes -= sum(copy.nbytes for copy in copies)
+        stores = registry.stores(scope.regions)
         stored = plan_store_copies(
-            self._heat, registry.holders, registry.stores(), shape, budget_nbytes=budget_nbytes, now_s=now_s
+            scope.heat,
+            holders,
+            stores,
+            shape,
+            budget_nbytes=budget_nbytes,
+            now_s=now_s,
+            is_free=self._cost_model.links.is_free,
         )
-        self._budget.spend(sum(copy.nbytes for copy in [*copies, *stored]))
+        nbytes = sum(copy.nbytes for copy in [*copies, *stored])
+        self._budget.spend(nbytes)
         by_target: dict[str, list[Copy]] = {}
         for copy in [*copies, *stored]:
             by_target.setdefault(copy.target, []).append(copy)
-        made = await asyncio.gather(*map(self._copy_in_order, by_target.values()))
+        made = await asyncio.gather(*(self._copy_in_order(scope, some) for some in by_target.values()))
         # Copies on store nodes need no release: the nodes evict unused blocks.
         for copy in itertools.chain.from_iterable(made):
             if copy in copies:
-                add_copy(self._made, copy)
+                add_copy(scope.made, copy)
+        return nbytes
 
     def newcomer(self, node_id: str) -> Awaitable[object] | None:
         """Copies of the hottest prefixes to a prefill node that has just joined; None: none are to be made.
@@ -143,32 +192,38 @@ class Replicator:
         registry, layout = self._registry, self._registry.layout
         if layout is None or not self._makes_copies:
             return None
-        shape = Shape(self._block_size, layout.block_nbytes)
-        copies = plan_warming(
-            self._heat,
-            registry.holders,
-            node_id,
-            shape,
-            budget_nbytes=self._warm_nbytes,
-            now_s=self._clock(),
-        )
-        return self._warm(node_id, copies) if copies else None
+        shape, region = Shape(self._block_size, layout.block_nbytes), registry.members[node_id].record.region
+        left_nbytes, planned = self._warm_nbytes, list[tuple[_Scope, Copy]]()
+        for scope in self._scopes.values():
+            if may_hold(scope.regions, region):
+                copies = plan_warming(
+                    scope.heat,
+                    partial(registry.holders, regions=scope.regions),
+                    node_id,
+                    shape,
+                    budget_nbytes=left_nbytes,
+                    now_s=self._clock(),
+                    is_free=self._cost_model.links.is_free,
+                )
+                left_nbytes -= sum(copy.nbytes for copy in copies)
+                planned += ((scope, copy) for copy in copies)
+        return self._warm(node_id, planned) if planned else None
 
-    async def _warm(self, node_id: str, copies: Sequence[Copy]) -> None:
+    async def _warm(self, node_id: str, planned: Sequence[tuple[_Scope, Copy]]) -> None:
         ends_s = self._clock() + _WARM_S
-        for copy in copies:
+        for scope, copy in planned:
             left_s = ends_s - self._clock()
             if left_s <= 0:
                 break
             try:
                 async with asyncio.timeout(left_s):
-                    made = await self._copy(copy)
+                    made = await self._copy(scope, copy)
             except TimeoutError:
                 log.info("%s was not warmed any further: %g s have passed", node_id, _WARM_S)
                 break
             if made:
                 core_metrics.warmed_blocks.inc(copy.num_blocks)
-                add_copy(self._made, copy)
+                add_copy(scope.made, copy)
 
     async def hand_on(self, node_id: str) -> None:
         """Copy the hot prefixes that no other node has from a node that is about to end, the hottest first.
@@ -179,40 +234,48 @@ class Replicator:
         registry, now_s = self._registry, self._clock()
         names = {name for name, member in registry.members.items() if member.owner == node_id}
         layout = registry.layout
-        targets = [view for view in registry.fleet("prefill") if view.node_id not in names]
         if not names or layout is None:
             return
         ends_s = now_s + _HAND_ON_S
-        for chain in self._heat.hottest(_HANDED_ON, now_s):
-            held, length = registry.holders(chain.keys), len(chain.keys)
+        for scope, chain in self._hottest(_HANDED_ON, now_s):
+            held, length = registry.holders(chain.keys, scope.regions), len(chain.keys)
             have = {name for name, blocks in held.items() if blocks >= length}
-            if self._heat.uses(chain, now_s) < USED_AGAIN or not have or have - names:
+            if scope.heat.uses(chain, now_s) < USED_AGAIN or not have or have - names:
                 continue
-            idle = min(targets, key=lambda view: (-held.get(view.node_id, 0), view.num_placed), default=None)
+            fleet = registry.fleet("prefill", scope.regions)
+            targets = [view for view in fleet if view.node_id not in names]
+            idle = min(targets, key=partial(self._cost_to_keep, min(have), held), default=None)
             num_blocks = length - (held.get(idle.node_id, 0) if idle is not None else 0)
             made = False
             if idle is not None and self._clock() < ends_s:
                 nbytes = num_blocks * layout.block_nbytes
-                made = await self._copy(
-                    Copy(min(have), idle.node_id, chain.keys, num_blocks, nbytes, chain.keys[-1])
-                )
+                copy = Copy(min(have), idle.node_id, chain.keys, num_blocks, nbytes, chain.keys[-1])
+                made = await self._copy(scope, copy)
             if not made:
                 core_metrics.hot_lost_blocks.inc(num_blocks)
+
+    def _cost_to_keep(self, source: str, held: Mapping[str, int], view: NodeView) -> tuple[bool, int, int]:
+        """The order of nodes to take over a prefix: where bytes are free, and with most of it, first."""
+        is_free = self._cost_model.links.is_free(source, view.node_id)
+        return not is_free, -held.get(view.node_id, 0), view.num_placed
 
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(_PERIOD_S)
             await self.round()
 
-    async def _copy_in_order(self, copies: Sequence[Copy]) -> list[Copy]:
+    async def _copy_in_order(self, scope: _Scope, copies: Sequence[Copy]) -> list[Copy]:
         """Make copies to one target: later ones may need blocks of earlier ones. Returns the made ones."""
-        return [copy for copy in copies if await self._copy(copy)]
+        return [copy for copy in copies if await self._copy(scope, copy)]
 
-    async def _copy(self, copy: Copy) -> bool:
+    async def _copy(self, scope: _Scope, copy: Copy) -> bool:
         """Returns whether anything was copied."""
         members = self._registry.members
         source, target = members.get(copy.source), members.get(copy.target)
         if source is None or target is None or (address := source.kv_address) is None:
+            return False
+        # Since it was planned, a node may have left and another one elsewhere may have its name.
+        if not all(may_hold(scope.regions, one.record.region) for one in (source, target)):
             return False
         links, now_s = self._cost_model.links, self._clock()
         links.begin(copy.source, copy.target, copy.nbytes, now_s)

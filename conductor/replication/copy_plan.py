@@ -19,6 +19,8 @@ from moonpool.conductor.replication.heat import Heat, HotChain
 from moonpool.kvstore.blocks.keys import BlockKey
 
 Holders = Callable[[Sequence[BlockKey]], Mapping[str, int]]
+# Whether bytes from one node to another cost no money.
+IsFree = Callable[[str, str], bool]
 
 # The requests of one prefix should keep each of its holders busy for at most this part of the time; the rest
 # is for bursts and other requests.
@@ -133,7 +135,8 @@ def plan_replication(
         num_tokens = part.num_blocks * shape.block_size
         held_tokens = len(part.keys) * shape.block_size - num_tokens
         compute_s = target.cost.prefill_s(num_tokens, held_tokens, now_s)
-        if links.seconds(source, target.node_id, part.nbytes, now_s) >= compute_s:
+        transfer_s = links.seconds(source, target.node_id, part.nbytes, now_s)
+        if transfer_s + links.egress_s(source, target.node_id, part.nbytes) >= compute_s:
             continue
         budget_nbytes -= part.nbytes
         busy[source] = busy.get(source, 0.0) + part.nbytes
@@ -142,15 +145,29 @@ def plan_replication(
 
 
 def plan_warming(
-    heat: Heat, holders: Holders, target: str, shape: Shape, *, budget_nbytes: float, now_s: float
+    heat: Heat,
+    holders: Holders,
+    target: str,
+    shape: Shape,
+    *,
+    budget_nbytes: float,
+    now_s: float,
+    is_free: IsFree = lambda source, target: True,
 ) -> list[Copy]:
-    """Copies of at most ``budget_nbytes`` together to a node that has joined: the hottest prefixes first."""
+    """Copies of at most ``budget_nbytes`` together to a node that has joined: the hottest prefixes first.
+
+    Only where bytes are free: what will be used there is not known.
+    """
     copies: list[Copy] = []
     for chain in heat.hottest(_CONSIDERED, now_s):
         if heat.uses(chain, now_s) < USED_AGAIN or len(copies) == _COPIES:
             break
         held = dict(holders(chain.keys))
-        have = [node_id for node_id, blocks in held.items() if blocks >= len(chain.keys)]
+        have = [
+            node_id
+            for node_id, blocks in held.items()
+            if blocks >= len(chain.keys) and is_free(node_id, target)
+        ]
         for copy in copies:
             held[target] = max(held.get(target, 0), _common_blocks(copy.keys, chain.keys))
         part = _part(chain.keys, min(have), target, held, shape, budget_nbytes) if have else None
@@ -161,12 +178,20 @@ def plan_warming(
 
 
 def plan_store_copies(
-    heat: Heat, holders: Holders, stores: Sequence[str], shape: Shape, *, budget_nbytes: float, now_s: float
+    heat: Heat,
+    holders: Holders,
+    stores: Sequence[str],
+    shape: Shape,
+    *,
+    budget_nbytes: float,
+    now_s: float,
+    is_free: IsFree = lambda source, target: True,
 ) -> list[Copy]:
     """Copies of at most ``budget_nbytes`` together, so that each prefix in use is on one of ``stores``: there
     it outlives its prefill node, and reads do not disturb that node.
 
-    The store node follows from the key, so that all conductors choose the same one.
+    The store node follows from the key, so that all conductors choose the same one: of those that reading
+    from the holder is free for.
     """
     copies: list[Copy] = []
     for chain in heat.hottest(_CONSIDERED, now_s) if stores else ():
@@ -176,7 +201,10 @@ def plan_store_copies(
         have = [node_id for node_id, blocks in held.items() if blocks >= length]
         if not have or not set(have).isdisjoint(stores):
             continue
-        target = sorted(stores)[int.from_bytes(chain.keys[0][:8], "little") % len(stores)]
+        near = sorted(name for name in stores if is_free(min(have), name))
+        if not near:
+            continue
+        target = near[int.from_bytes(chain.keys[0][:8], "little") % len(near)]
         part = _part(chain.keys, min(have), target, held, shape, budget_nbytes)
         if part is not None:
             budget_nbytes -= part.nbytes

@@ -51,6 +51,7 @@ class RequestDependencies:
     prefixes: PrefixWatch
     ledger: Ledger
     price: float  # of a second of a node
+    region: str  # of this conductor; empty: none was given
     slo: Slo
     max_attempts: int
     timeout_s: float  # a request may run, from its placement

@@ -8,16 +8,20 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 
+from moonpool.conductor.admission.confinement import is_in, refused
+from moonpool.conductor.admission.tenants import Tenant, may_hold
 from moonpool.conductor.errors import (
     DeadlineExceeded,
     MigrationFailed,
     NoNodes,
+    OutsideRegions,
     RequestEndsLives,
     RequestFailed,
     RequestInvalid,
     RequestRejected,
 )
 from moonpool.conductor.fleet.member import Member
+from moonpool.conductor.fleet.node_client import RequestKey
 from moonpool.conductor.observing.timelines.timeline import RequestTimeline
 from moonpool.conductor.placing.placement import Placement, Rejection
 from moonpool.conductor.request import GenerateRequest, TokenEvent, TokenLogprobs
@@ -156,6 +160,14 @@ class RequestRun:
     def priority(self) -> int:
         return self._placer.priority
 
+    @property
+    def client(self) -> Tenant:
+        return self._request.client
+
+    @property
+    def prefill_key(self) -> RequestKey | None:
+        return None if self._attempt is None else self._attempt.plan.key
+
     def place_again(self, reason: str) -> None:
         attempt = self._attempt
         if attempt is not None and attempt.waits_for_prefill:
@@ -171,6 +183,8 @@ class RequestRun:
             stays = "it decodes there"
         if self._request.sampling.structure is not None and not target.structures:
             stays = "that node cannot enforce its structure"
+        if not may_hold(self.client.regions, target.record.region):
+            stays = refused(self.client, "move", f"{target.node_id} {is_in(target.record.region)}")
         if stays or attempt is None:
             raise MigrationFailed(request_id, target.node_id, stays)
         plan = self._placer.migration(attempt, target, cause)
@@ -207,6 +221,9 @@ class RequestRun:
                 f"{self._request.sampling.max_tokens} more are requested; the model supports "
                 f"{self._deps.model.max_model_len} together"
             )
+        if not may_hold(self.client.regions, self._deps.region):
+            where = f"this conductor {is_in(self._deps.region)}"
+            raise OutsideRegions(refused(self.client, "conductor", where))
 
     async def _place(self) -> Attempt:
         """Start the next attempt. A batch request waits for its turn and for idle capacity."""
@@ -257,8 +274,11 @@ class RequestRun:
             if not outcome.role:
                 self._refuse(outcome)
             waited_s, prospect = self._deps.clock() - began_s, self._deps.on_demand.ask()
-            absent = NoNodes(outcome.role, waited_s, prospect.why, prospect.retry_after_s)
+            why = f"{self.client.confinement}; {prospect.why}" if self.client.regions else prospect.why
+            absent = NoNodes(outcome.role, waited_s, why, prospect.retry_after_s)
             if waited_s >= min(prospect.wait_s, self._deps.timeout_s):
+                if self.client.regions and self._deps.registry.available(outcome.role):
+                    refused(self.client, "request", f"{outcome.role} nodes are elsewhere only")
                 raise absent
             if waits_for != outcome.role:
                 waits_for = outcome.role

@@ -8,6 +8,7 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Protocol
 
+from moonpool.conductor.admission.tenants import Tenant
 from moonpool.conductor.errors import MigrationFailed
 from moonpool.conductor.fleet.member import Member
 from moonpool.conductor.fleet.node_client import RequestKey
@@ -59,6 +60,14 @@ class Movable(Protocol):
     @property
     def priority(self) -> int:
         """Lower goes first."""
+
+    @property
+    def client(self) -> Tenant:
+        """Its tenant."""
+
+    @property
+    def prefill_key(self) -> RequestKey | None:
+        """What its current attempt is called by nodes; None: it has none."""
 
     def place_again(self, reason: str) -> None:
         """Place it again if its prompt still waits: its prefill node has not answered."""

@@ -9,6 +9,7 @@ from typing import Any
 from moonpool.conductor.accounts.spent import Spent
 from moonpool.conductor.admission.fair_share import Work
 from moonpool.conductor.admission.rejection import DecodeOutlook
+from moonpool.conductor.admission.tenants import may_hold
 from moonpool.conductor.engines.attempt import EngineAttempt
 from moonpool.conductor.errors import NoStructures
 from moonpool.conductor.fleet.member import Member
@@ -93,9 +94,12 @@ class RequestPlacer:
             reads_cache=not self._wants_prompt_logprobs,
             fairness_delay_s=self._fairness_delay_s(began_s),
             adapter=self._request.adapter.digest if self._request.adapter else "",
+            origin=(self._request.origin or deps.region) if deps.cost_model.links.regions else "",
         )
         lacking = self._lacking()
-        view = deps.registry.view(keys, self.avoid | lacking, self._request.only)
+        view = deps.registry.view(
+            keys, self.avoid | lacking, self._request.only, self._request.client.regions
+        )
         self._prefixes = view.prefix_blocks
         outcome = place(request, view, Slo() if begun else deps.slo, deps.policy)
         if lacking and isinstance(outcome, Placement):
@@ -127,11 +131,10 @@ class RequestPlacer:
         )
 
     def knows(self, placement: Placement) -> bool:
-        """False: a node of the placement has left."""
-        members = self._deps.registry.members
-        return placement.prefill.node_id in members and (
-            placement.decode is None or placement.decode.node_id in members
-        )
+        """False: a node of the placement has left, or its name is that of one elsewhere by now."""
+        members, regions = self._deps.registry.members, self._request.client.regions
+        names = [placement.prefill.node_id, *([placement.decode.node_id] if placement.decode else [])]
+        return all(name in members and may_hold(regions, members[name].record.region) for name in names)
 
     def start(self, placement: Placement) -> Attempt:
         """Start an attempt on the nodes of ``placement``, which must be known."""
@@ -143,6 +146,8 @@ class RequestPlacer:
         members = deps.registry.members
         estimate = placement.prefill
         source = members.get(estimate.fetch_from) if estimate.fetched_tokens else None
+        if source is not None and not may_hold(self._request.client.regions, source.record.region):
+            source = None  # another node of the same name by now
         fetch_from = source.kv_address if source else None  # else it computes what it would have fetched
         num_blocks = estimate.prefix_tokens // deps.model.block_size
         prefill, decode = members[estimate.node_id], placement.decode
@@ -190,10 +195,9 @@ class RequestPlacer:
                 elsewhere=lambda after: deps.registry.in_other_layout(self._request.tenant, token_ids, after),
             )
             self.spent.known_tokens = self.prefix.known_tokens
-            deps.replicator.count(
-                self._lineage.keys, estimate.prefix_tokens // deps.model.block_size, client.name
-            )
-        deps.replicator.note(self._lineage.keys, self._prefixes, estimate.compute_s)
+            num_used = estimate.prefix_tokens // deps.model.block_size
+            deps.replicator.count(self._lineage.keys, num_used, client)
+        deps.replicator.note(self._lineage.keys, self._prefixes, estimate.compute_s, client)
         return attempt
 
     def _attempt(self, plan: AttemptPlan) -> Attempt:

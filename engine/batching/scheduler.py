@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable
+from collections.abc import Sequence as Plans
 from operator import attrgetter
 from typing import Protocol
 
+from moonpool.engine.batching.micro_batch import MicroBatch
 from moonpool.engine.batching.sequence import FinishReason, Sequence, State, TokenLogprobs
 from moonpool.engine.batching.step_plan import ENDS, Chunk, Draft, StepEvent, StepOutput, StepPlan
 from moonpool.engine.memory.block_pool import BlockPool
@@ -31,7 +33,8 @@ class Speculator(Protocol):
 class Scheduler:
     """Continuous batching with chunked prefill, over a BlockPool. Pure bookkeeping, one thread.
 
-    Every step has all decoding sequences; prompts get the rest of the token budget, oldest first, and no more
+    Every step has all decoding sequences of a micro-batch, of which there is one unless steps are pipelined.
+    Prompts get the rest of the token budget, oldest first, and no more
     than lets the step end when the decoding sequences want their next token. A prompt
     is admitted with all its blocks, so a running prefill never waits for one. When a decoding sequence
     needs a block and none is free, the last sequence is preempted: it loses its blocks and is computed
@@ -43,10 +46,18 @@ class Scheduler:
     """
 
     def __init__(
-        self, pool: BlockPool, *, max_batch_size: int, max_batch_tokens: int, max_len: int, window: int = 0
+        self,
+        pool: BlockPool,
+        *,
+        max_batch_size: int,
+        max_batch_tokens: int,
+        max_len: int,
+        window: int = 0,
+        num_micro_batches: int = 1,
     ) -> None:
         """``max_len``: most tokens of one sequence. The pool must have room for one such sequence.
-        ``window``: the widest of all layers in tokens; 0: some layer attends to all tokens."""
+        ``window``: the widest of all layers in tokens; 0: some layer attends to all tokens.
+        ``num_micro_batches``: that many steps may be in flight, see ``schedule``."""
         assert max_len <= pool.num_blocks * pool.block_size
         self.pool = pool
         self.max_running = min(max_batch_size, max_batch_tokens)
@@ -56,16 +67,15 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # by order; only those added with blocks have any
         self.ready: list[Sequence] = []  # by order; they only need a row, all KV is computed
         self.prefilling: list[Sequence] = []
-        self.decoding: list[Sequence] = []  # decoding[i].row == i
+        self.micro_batches = [MicroBatch(number) for number in range(num_micro_batches)]
         self.admission_paused = False  # while anything runs, to gather room for an older sequence
-        self.version = 0  # changes whenever ``decoding`` does
+        self._newest = 0  # the micro-batch of the last plan
         # Called with a sequence and the index of its first full block, before these blocks are sealed.
         self.on_full: Callable[[Sequence, int], None] | None = None
         # Prompt tokens after the given number of earlier ones that fit into a step with these sequences, so
         # that it takes at most so many seconds. None: any number.
         self.timely_tokens: Callable[[list[Sequence], int, float], int] | None = None
         self.speculator: Speculator | None = None  # None: one token of a sequence a step
-        self._moved_blocks: list[tuple[Sequence, int, int]] = []
         # While a later step is in flight: blocks that only it may use.
         self._in_flight = False
         self._unused: list[list[int]] = []
@@ -73,8 +83,14 @@ class Scheduler:
         pool.num_growing = lambda: self.num_running
 
     @property
+    def decoding(self) -> list[Sequence]:
+        """The decoding sequences. Do not change the list."""
+        first, *others = self.micro_batches
+        return first.decoding if not others else [s for batch in self.micro_batches for s in batch.decoding]
+
+    @property
     def num_running(self) -> int:
-        return len(self.decoding) + len(self.prefilling)
+        return sum(map(len, self.micro_batches)) + len(self.prefilling)
 
     @property
     def num_waiting(self) -> int:
@@ -123,15 +139,26 @@ class Scheduler:
             sequence.block_table += self.pool.allocate(missing)
         return True
 
-    def schedule(self) -> StepPlan | None:
-        """Return the next step, with all blocks allocated, or None when nothing can run."""
+    def schedule(self, in_flight: Plans[StepPlan] = ()) -> StepPlan | None:
+        """Return the next step, with all blocks allocated, or None when nothing can run.
+
+        ``in_flight``: the steps that have not ended, fewer than there are micro-batches. The new one has
+        sequences of none of them. None then also means that one must end first, which may release blocks.
+        """
         while self.ready and self.num_running < self.max_running:
             self._start_decoding(self.ready.pop(0))
-        preempted = self._grow_tables()
-        budget = min(self.max_batch_tokens - len(self.decoding), self._timely_tokens())
+        batch = self._next_micro_batch(in_flight)
+        if in_flight and len(self._short_of_blocks(batch)) > self.pool.num_free:
+            return None
+        preempted = self._grow_tables(batch)
+        if len(self.micro_batches) > 1:
+            batch.give_surplus(self.micro_batches)
+        budget = min(self.max_batch_tokens - len(batch), self._timely_tokens(batch.decoding))
         chunks: list[Chunk] = []
+        stepping = {id(chunk.sequence) for plan in in_flight for chunk in plan.chunks}
         for sequence in self.prefilling:
-            budget -= self._add_chunk(chunks, sequence, budget)
+            if id(sequence) not in stepping:
+                budget -= self._add_chunk(chunks, sequence, budget)
         # A sequence that was just preempted would take its blocks back.
         takes_more = not preempted and (not self.admission_paused or self.num_running == 0)
         while budget > 0 and self.waiting and takes_more and self.num_running < self.max_running:
@@ -142,10 +169,30 @@ class Scheduler:
             sequence.state = State.PREFILLING
             self.prefilling.append(sequence)
             budget -= self._add_chunk(chunks, sequence, budget)
-        if not self.decoding and not chunks and not preempted:
+        if not batch.decoding and not chunks and not preempted:
             return None
-        moved, self._moved_blocks = self._moved_blocks, []
-        return StepPlan(self.decoding.copy(), chunks, preempted, self.version, moved)
+        self._newest = batch.number
+        return self._plan(batch, chunks, preempted)
+
+    def _next_micro_batch(self, in_flight: Plans[StepPlan]) -> MicroBatch:
+        """Return the one after the newest step's that has sequences and no step in flight."""
+        stepping = {plan.micro_batch for plan in in_flight}
+        n = len(self.micro_batches)
+        inorder = [self.micro_batches[(self._newest + 1 + i) % n] for i in range(n)]
+        free = [batch for batch in inorder if batch.number not in stepping]
+        return next((batch for batch in free if batch.decoding), free[0])
+
+    def _plan(
+        self,
+        batch: MicroBatch,
+        chunks: list[Chunk],
+        preempted: list[Sequence],
+        after: list[int] | None = None,
+    ) -> StepPlan:
+        moved = batch.take_moved()
+        return StepPlan(
+            batch.decoding.copy(), chunks, preempted, batch.version, moved, after, micro_batch=batch.number
+        )
 
     def add_drafts(self, plan: StepPlan, drafts: list[Draft]) -> None:
         """Add proposals to the plan, the newest one, as far as the token budget and the pool have room."""
@@ -165,21 +212,21 @@ class Scheduler:
             if num_tokens > 0:
                 left -= num_tokens
                 plan.drafts.append(Draft(sequence, draft.start, draft.proposed[:num_tokens]))
-        plan.moved_blocks += self._moved_blocks
-        self._moved_blocks = []
+        plan.moved_blocks += self.micro_batches[plan.micro_batch].take_moved()
 
-    def _timely_tokens(self) -> int:
+    def _timely_tokens(self, decoding: list[Sequence]) -> int:
         """Most prompt tokens of the next step, at least a block: prompts always go on."""
         prompts = self.prefilling or self.waiting
-        tbt_s = min([sequence.tbt_s for sequence in self.decoding], default=math.inf) if prompts else math.inf
+        tbt_s = min([sequence.tbt_s for sequence in decoding], default=math.inf) if prompts else math.inf
         if self.timely_tokens is None or tbt_s == math.inf:
             return self.max_batch_tokens
-        num_tokens = self.timely_tokens(self.decoding, prompts[0].num_computed_tokens, tbt_s)
+        num_tokens = self.timely_tokens(decoding, prompts[0].num_computed_tokens, tbt_s)
         return max(num_tokens, self.pool.block_size)
 
     def schedule_ahead(self, last: StepPlan) -> StepPlan | None:
         """Return the step after ``last``, before its tokens are known: one more token of each decoding
         sequence, and of those that need only a row. None: there is other work, or the tokens are needed.
+        With one micro-batch.
 
         A sequence that ends with ``last`` unforeseen has a row in it, too; its token is dropped.
         """
@@ -212,8 +259,7 @@ class Scheduler:
                 self._grow(sequence)
             ending.append(False)
         after = [ENDS if ends else rows.get(id(s), -1) for s, ends in zip(self.decoding, ending, strict=True)]
-        moved, self._moved_blocks = self._moved_blocks, []
-        return StepPlan(self.decoding.copy(), [], [], self.version, moved, after)
+        return self._plan(self.micro_batches[0], [], [], after)
 
     def step_ended(self, *, in_flight: bool) -> None:
         """Release the blocks that only the step that ended used. ``in_flight``: a later one was launched
@@ -304,7 +350,7 @@ class Scheduler:
             if block != table[i]:
                 table[i] = block
                 if sequence.row >= 0:
-                    self._moved_blocks.append((sequence, i, block))
+                    self.micro_batches[sequence.micro_batch].move_block(sequence, i, block)
         sequence.num_sealed_blocks = max(num_full, sequence.num_sealed_blocks)
 
     def finish(
@@ -426,12 +472,16 @@ class Scheduler:
             chunks.append(Chunk(sequence, sequence.num_computed_tokens, num_tokens, num_tokens == remaining))
         return num_tokens
 
-    def _grow_tables(self) -> list[Sequence]:
-        """Allocate the next block of every decoding sequence that needs one. Return the preempted ones."""
-        pool, block_size = self.pool, self.pool.block_size
-        short = [s for s in self.decoding if s.num_tokens > len(s.block_table) * block_size]
+    def _short_of_blocks(self, batch: MicroBatch) -> list[Sequence]:
+        """Return the sequences whose next token needs a block."""
+        size = self.pool.block_size
+        return [s for s in batch.decoding if s.num_tokens > len(s.block_table) * size]
+
+    def _grow_tables(self, batch: MicroBatch) -> list[Sequence]:
+        """Allocate the next block of every sequence that needs one. Return the preempted ones."""
+        pool = self.pool
         preempted: list[Sequence] = []
-        for sequence in sorted(short, key=_order):
+        for sequence in sorted(self._short_of_blocks(batch), key=_order):
             while sequence.state is State.DECODING and pool.num_free == 0:
                 preempted.append(self._preempt())
             if sequence.state is State.DECODING:
@@ -441,7 +491,8 @@ class Scheduler:
     def _grow(self, sequence: Sequence) -> None:
         block = self.pool.allocate(1)[0]
         sequence.block_table.append(block)
-        self._moved_blocks.append((sequence, len(sequence.block_table) - 1, block))
+        batch = self.micro_batches[sequence.micro_batch]
+        batch.move_block(sequence, len(sequence.block_table) - 1, block)
 
     def _preempt(self) -> Sequence:
         victim = turns.last(self.decoding + self.prefilling)
@@ -466,20 +517,12 @@ class Scheduler:
         sequence.num_computed_tokens = last * self.pool.block_size
 
     def _start_decoding(self, sequence: Sequence) -> None:
-        sequence.state = State.DECODING
-        sequence.row = len(self.decoding)
-        self.decoding.append(sequence)
-        self.version += 1
+        min(self.micro_batches, key=len).add(sequence)
 
     def _remove(self, sequence: Sequence) -> None:
         match sequence.state:
             case State.DECODING:
-                last = self.decoding.pop()
-                if last is not sequence:
-                    self.decoding[sequence.row] = last
-                    last.row = sequence.row
-                sequence.row = -1
-                self.version += 1
+                self.micro_batches[sequence.micro_batch].remove(sequence)
             case State.PREFILLING:
                 self.prefilling.remove(sequence)
             case State.WAITING:

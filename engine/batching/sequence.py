@@ -131,7 +131,9 @@ class Sequence:
         self.finish_reason = FinishReason.NONE
         self.cancelled = False
         self.withdrawn = False  # leaves the batch after its step, with its blocks: see ``Engine.withdraw``
-        self.row = -1  # in the decode batch
+        self.row = -1  # in its micro-batch
+        self.micro_batch = 0  # its number, while it decodes
+        self.joined = 0  # version of the micro-batch since it is there
         self.stop_ids = sampling.stop_token_ids  # with the model's end-of-sequence tokens, once added
         self.scheduled_s = 0.0  # when its first step began
         self.computed_s = 0.0  # when its prefill's last step ended

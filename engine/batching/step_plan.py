@@ -49,13 +49,13 @@ class Draft:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step: a token of each decoding sequence, with proposals for some of them, or prompt chunks in the
-    rest of the token budget."""
+    """One step: a token of each decoding sequence of a micro-batch, with proposals for some of them, or
+    prompt chunks in the rest of the token budget."""
 
     decodes: list[Sequence]  # decodes[i].row == i
     chunks: list[Chunk]
     preempted: list[Sequence]
-    version: int  # equal in two plans with the same decodes in the same order
+    version: int  # equal in two plans of a micro-batch with the same decodes in the same order
     moved_blocks: list[
         tuple[Sequence, int, int]
     ]  # (sequence, column, block): changes of the decodes' block tables
@@ -64,6 +64,7 @@ class StepPlan:
     that samples its newest token; -1: that is known; ``ENDS``: its sequence ends with the last step, so its
     row computes nothing."""
     drafts: list[Draft] = field(default_factory=list)  # of some of the decodes, in their order
+    micro_batch: int = 0  # number of the decodes' ``MicroBatch``
 
     @property
     def runs(self) -> list[Draft | Chunk]:

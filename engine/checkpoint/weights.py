@@ -66,6 +66,12 @@ class Shapes:
         """Its dtype in safetensors' words; empty for a missing tensor."""
         return self._entries[name].dtype if name in self._entries else ""
 
+    def nbytes(self, prefix: str) -> int:
+        """The bytes of all tensors whose names begin so."""
+        return sum(
+            entry.end - entry.start for name, entry in self._entries.items() if name.startswith(prefix)
+        )
+
 
 # Not reported as unused: frequencies are computed, scales are of float8 pages or of activations.
 _OPTIONAL = (

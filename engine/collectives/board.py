@@ -17,9 +17,14 @@ from moonpool.engine.collectives.futex import Futex
 from moonpool.engine.errors import RankLost
 from moonpool.runtime.service.heartbeat import BEATS_PER_TIMEOUT, Heartbeat
 
-_ABORTED, _STEP, _NBYTES, _PUBLISHED_NS = range(4)  # words of the group
+MAX_STEPS_IN_FLIGHT = 8
+# Words of the group; the last two of each of the steps in flight.
+_ABORTED, _STEP, _NBYTES, _PUBLISHED_NS = 0, 1, 8, 8 + MAX_STEPS_IN_FLIGHT
 _GROUP_WORDS = 64
-_RANK_WORDS = 64
+# Words of a rank: ``BoardWord``, then ``StepWord`` of each of the steps in flight.
+_STEP_WORDS_AT, _STEP_WORDS = 64, 8
+_RANK_WORDS = _STEP_WORDS_AT + _STEP_WORDS * MAX_STEPS_IN_FLIGHT
+_LINE_NBYTES = 64
 
 # A waiting rank first spins, then yields the core, then sleeps between two checks.
 _SPINS = 50
@@ -37,25 +42,20 @@ class BoardWord(IntEnum):
     RECEIVED = 16
     GATHERED = 24
     DONE = 32
-    DIGEST = 40  # of all batches up to DONE
-    COMPUTE_NS = 41  # of the step DONE, as the next four
-    COLLECTIVE_NS = 42
-    BUBBLE_NS = 43
-    ALL_TO_ALL_NS = 44
-    EXCHANGE_NS = 45  # of COLLECTIVE_NS: the rank's own part, without waiting for others
     CP_EXCHANGED = 56  # exchanges with the cp ranks
     HEARTBEAT_NS = 48  # CLOCK_MONOTONIC, equal for all processes of a machine
 
 
-# Of a step, posted before it is DONE.
-STEP_WORDS = (
-    BoardWord.DIGEST,
-    BoardWord.COMPUTE_NS,
-    BoardWord.COLLECTIVE_NS,
-    BoardWord.BUBBLE_NS,
-    BoardWord.ALL_TO_ALL_NS,
-    BoardWord.EXCHANGE_NS,
-)
+class StepWord(IntEnum):
+    """Words of a rank for one step, posted before it is DONE; valid until as many steps were published as
+    may be in flight."""
+
+    DIGEST = 0  # of all batches up to this step
+    COMPUTE_NS = 1
+    COLLECTIVE_NS = 2
+    BUBBLE_NS = 3
+    ALL_TO_ALL_NS = 4
+    EXCHANGE_NS = 5  # of COLLECTIVE_NS: the rank's own part, without waiting for others
 
 
 class SharedMemory:
@@ -94,10 +94,11 @@ class SharedMemory:
 class SharedBoard:
     """One rank's view of the board. Each word has one writer; x86-64 keeps the order of its stores.
 
-    Every wait raises RankLost when the group is aborted or the leader's heartbeat stops.
+    Every wait raises RankLost when the group is aborted or the leader's heartbeat stops. At most
+    ``MAX_STEPS_IN_FLIGHT`` steps are published that not all ranks are done with.
 
-    remote_ranks: ranks of other machines; the threads of their calls write their words here. ``payload``:
-    room for a step's batch. What other machines must know is told by ``on_publish`` (a step's number and its
+    remote_ranks: ranks of other machines; the threads of their calls write their words here. What other
+    machines must know is told by ``on_publish`` (a step's number and its
     batch), ``on_done`` (the step) and ``on_beat``, in the thread that posts it.
     waited_ns: in waits until the other rank was there; not the time after that until this rank went on.
     """
@@ -115,14 +116,16 @@ class SharedBoard:
         control_nbytes = self._control_nbytes(world_size)
         words = memory.array[:control_nbytes].view(np.int64)
         self._words = memoryview(words.data)
-        self.payload = memory.array[control_nbytes:]
+        self._payloads = memory.array[control_nbytes:].reshape(MAX_STEPS_IN_FLIGHT, -1)
         self._step = Futex(words, _STEP)
         self._done = [Futex(words, self._index(other, BoardWord.DONE)) for other in range(world_size)]
 
     @classmethod
     def create(cls, world_size: int, payload_nbytes: int, timeout_s: float) -> SharedBoard:
         """Create the leader's view. ``payload_nbytes``: of the largest batch of a step."""
-        memory = SharedMemory.create("board", cls._control_nbytes(world_size) + payload_nbytes)
+        batch_nbytes = -(-payload_nbytes // _LINE_NBYTES) * _LINE_NBYTES
+        nbytes = cls._control_nbytes(world_size) + MAX_STEPS_IN_FLIGHT * batch_nbytes
+        memory = SharedMemory.create("board", nbytes)
         return cls(memory, 0, world_size, timeout_s)
 
     @staticmethod
@@ -144,16 +147,29 @@ class SharedBoard:
     def _index(rank: int, word: BoardWord) -> int:
         return _GROUP_WORDS + _RANK_WORDS * rank + word
 
+    @staticmethod
+    def _step_index(rank: int, step: int, word: StepWord) -> int:
+        slot = step % MAX_STEPS_IN_FLIGHT
+        return _GROUP_WORDS + _RANK_WORDS * rank + _STEP_WORDS_AT + _STEP_WORDS * slot + word
+
     def count(self, rank: int, word: BoardWord) -> int:
         return self._words[_GROUP_WORDS + _RANK_WORDS * rank + word]
+
+    def of_step(self, rank: int, step: int, word: StepWord) -> int:
+        """Return what ``rank``, which is done with ``step``, posted about it."""
+        return self._words[self._step_index(rank, step, word)]
+
+    def post_of_step(self, step: int, word: StepWord, value: int) -> None:
+        """Set a word of this rank about ``step``, before it is done with it."""
+        self._words[self._step_index(self.rank, step, word)] = value
 
     def post(self, word: BoardWord, value: int) -> None:
         """Set a word of this rank. Others that see it also see all memory written before."""
         self._words[_GROUP_WORDS + _RANK_WORDS * self.rank + word] = value
 
     def advance(self, word: BoardWord, count: int) -> None:
-        """Post the next count of a word that others ``wait`` for, and when. No rank may still wait for
-        ``count - 2``."""
+        """Post the next count of a word that others ``wait`` for, and when. A rank that still waits for
+        ``count - 2`` takes this time for that one's."""
         index = _GROUP_WORDS + _RANK_WORDS * self.rank + word
         self._words[index + 1 + (count & 1)] = time.perf_counter_ns()  # equal for all processes of a machine
         self._words[index] = count
@@ -178,7 +194,7 @@ class SharedBoard:
         self.waited_ns += max(words[index + 1 + (value & 1)] - began_ns, 0)
 
     def post_done(self, step: int) -> None:
-        """Post that this rank is done with ``step``, after its other words."""
+        """Post that this rank is done with ``step``, after its words of the step."""
         self.advance(BoardWord.DONE, step)
         self._done[self.rank].wake()
         for tell in self.on_done:
@@ -227,35 +243,39 @@ class SharedBoard:
             raise RankLost(0, f"the leader has been silent for {silent_s:.1f} s")
 
     def publish(self, step: int, nbytes: int) -> None:
-        """Publish ``payload[:nbytes]`` as the batch of ``step``. All ranks must be done with the step
-        before."""
-        self._words[_NBYTES] = nbytes
-        self._words[_PUBLISHED_NS] = time.perf_counter_ns()
+        """Publish ``payload(step)[:nbytes]`` as the batch of ``step``, the one after the last."""
+        slot = step % MAX_STEPS_IN_FLIGHT
+        self._words[_NBYTES + slot] = nbytes
+        self._words[_PUBLISHED_NS + slot] = time.perf_counter_ns()
         self._words[_STEP] = step
         self._step.wake()
         for publish in self.on_publish:
-            publish(step, self.batch())
+            publish(step, self.batch(step))
 
     def wait_step(self, seen: int) -> int:
         """Wait for the step after ``seen`` and return its number. Sleeps in the kernel after a short time."""
         words = self._words
         for _ in range(_SPINS):
-            if words[_STEP] != seen:
-                return words[_STEP]
+            if words[_STEP] > seen:
+                return seen + 1
         began_s = time.monotonic()
-        while words[_STEP] == seen:
+        while words[_STEP] <= seen:
             if time.monotonic() - began_s < _YIELD_S:
                 os.sched_yield()
             else:
                 self._step.wait(seen, _MONITOR_S)
                 self.check()
-        return words[_STEP]
+        return seen + 1
 
-    @property
-    def published_ns(self) -> int:
-        """When the batch was published on this machine, by ``time.perf_counter_ns``."""
-        return self._words[_PUBLISHED_NS]
+    def published_ns(self, step: int) -> int:
+        """When its batch was published on this machine, by ``time.perf_counter_ns``."""
+        return self._words[_PUBLISHED_NS + step % MAX_STEPS_IN_FLIGHT]
 
-    def batch(self) -> npt.NDArray[np.uint8]:
-        """Return a view of the batch published last."""
-        return self.payload[: self._words[_NBYTES]]
+    def payload(self, step: int) -> npt.NDArray[np.uint8]:
+        """Return the room for the batch of ``step``."""
+        payload: npt.NDArray[np.uint8] = self._payloads[step % MAX_STEPS_IN_FLIGHT]
+        return payload
+
+    def batch(self, step: int) -> npt.NDArray[np.uint8]:
+        """Return a view of the published batch of ``step``."""
+        return self.payload(step)[: self._words[_NBYTES + step % MAX_STEPS_IN_FLIGHT]]

@@ -25,12 +25,20 @@ class ExchangeShape:
     hidden_nbytes: int  # one send: tokens × hidden size
     logits_nbytes: int  # one gather: rows × words of the largest shard
     tokens_nbytes: int  # one exchange with the cp ranks: K and V, or rows for logits
+    num_gathers: int  # that the last stage may post before rank 0 takes them, at least 2
     hidden_size: int
     dtype: torch.dtype
 
     @classmethod
     def of(
-        cls, config: ModelConfig, plan: ParallelPlan, *, max_tokens: int, max_rows: int, dtype: torch.dtype
+        cls,
+        config: ModelConfig,
+        plan: ParallelPlan,
+        *,
+        max_tokens: int,
+        max_rows: int,
+        dtype: torch.dtype,
+        steps_in_flight: int,
     ) -> ExchangeShape:
         words = max(len(shard.vocab) for shard in plan.shards(config))
         hidden = lines(max_tokens * config.hidden_size * dtype.itemsize)
@@ -41,13 +49,14 @@ class ExchangeShape:
         kv_width = 2 * len(plan.shard(config, 0).kv_heads) * config.head_dim
         widest = max(max_tokens * kv_width, max_rows * config.hidden_size) if plan.cp > 1 else 0
         tokens = lines(widest * dtype.itemsize)
-        return cls(shared, hidden, logits, tokens, config.hidden_size, dtype)
+        num_gathers = max(2, steps_in_flight)
+        return cls(shared, hidden, logits, tokens, num_gathers, config.hidden_size, dtype)
 
     @property
     def areas(self) -> list[int]:
-        """Two buffers of each kind, in this order: tp exchanges, sends, gathers, cp exchanges."""
-        sizes = (self.shared_nbytes, self.hidden_nbytes, self.logits_nbytes, self.tokens_nbytes)
-        return [size for size in sizes for _ in range(2)]
+        """Buffers, in this order: two of tp exchanges, of sends and of cp exchanges, and the gathers."""
+        sizes = (self.shared_nbytes, self.hidden_nbytes, self.tokens_nbytes)
+        return [size for size in sizes for _ in range(2)] + [self.logits_nbytes] * self.num_gathers
 
     @property
     def rank_nbytes(self) -> int:
@@ -89,7 +98,7 @@ class ShmLink:
             self._areas.append(areas)
         buffers = {rank: self._areas[rank][:2] for rank in shard.tensor_ranks}
         self._tp = ExchangeBuffer(board, BoardWord.EXCHANGED, shard.tensor_ranks, buffers)
-        buffers = {rank: self._areas[rank][6:] for rank in shard.context_ranks}
+        buffers = {rank: self._areas[rank][4:6] for rank in shard.context_ranks}
         self._cp = ExchangeBuffer(board, BoardWord.CP_EXCHANGED, shard.context_ranks, buffers)
 
     def all_reduce(self, part: Tensor) -> Tensor:
@@ -101,7 +110,7 @@ class ShmLink:
             torch.add(parts[0], parts[1], out=flat)
         else:
             flat.copy_(_total(parts))
-        self._clock.collective(began_ns, part.nbytes)
+        self._clock.collective("all_reduce", began_ns, part.nbytes)
         return part
 
     def all_gather(self, part: Tensor, counts: Sequence[int]) -> Tensor:
@@ -113,7 +122,7 @@ class ShmLink:
             for rank, n in zip(self._tp.ranks, counts, strict=True)
         ]
         whole = torch.cat(parts).view(-1, *part.shape[1:])
-        self._clock.collective(began_ns, part.nbytes)
+        self._clock.collective("all_gather", began_ns, part.nbytes)
         return whole
 
     def reduce_scatter(self, whole: Tensor, counts: Sequence[int]) -> Tensor:
@@ -122,7 +131,7 @@ class ShmLink:
         first, n = sum(counts[:tp_rank]) * width, counts[tp_rank] * width
         k = self._tp.write(whole)
         total = _total([self._tp.read(rank, k, whole.dtype, first, n) for rank in self._tp.ranks])
-        self._clock.collective(began_ns, whole.nbytes)
+        self._clock.collective("reduce_scatter", began_ns, whole.nbytes)
         return total.to(whole.dtype).view(counts[tp_rank], *whole.shape[1:])
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -144,7 +153,7 @@ class ShmLink:
     def exchange_cp(self, part: Tensor, counts: Sequence[int]) -> Callable[[int], Tensor]:
         began_ns = time.perf_counter_ns()
         k, width, dtype = self._cp.write(part), part.shape[1], part.dtype
-        self._clock.collective(began_ns, part.nbytes)
+        self._clock.collective("exchange_cp", began_ns, part.nbytes)
 
         def take(cp_rank: int) -> Tensor:
             began_ns = time.perf_counter_ns()
@@ -161,7 +170,7 @@ class ShmLink:
         self._board.wait(self._shard.rank + self._shard.stage_size, BoardWord.RECEIVED, k - 2)
         self._area(self._shard.rank, 2, k, hidden.dtype)[: hidden.numel()].copy_(hidden.view(-1))
         self._board.advance(BoardWord.SENT, k)
-        self._clock.collective(began_ns, hidden.nbytes)
+        self._clock.collective("send", began_ns, hidden.nbytes)
 
     def receive(self, num_tokens: int) -> Tensor:
         began_ns = time.perf_counter_ns()
@@ -173,7 +182,7 @@ class ShmLink:
         area = self._area(source, 2, k, self._shape.dtype)
         hidden = area[: num_tokens * width].view(num_tokens, width).clone()
         self._board.advance(BoardWord.RECEIVED, k)
-        self._clock.received(began_ns, waited_ns)
+        self._clock.received(began_ns, waited_ns, hidden.nbytes)
         return hidden
 
     def gather(self, logits: Tensor | None, num_rows: int) -> Tensor | None:
@@ -182,10 +191,10 @@ class ShmLink:
         rank, board = self._shard.rank, self._board
         if rank:
             assert logits is not None
-            board.wait(0, BoardWord.GATHERED, k - 2)
-            self._area(rank, 4, k, logits.dtype)[: logits.numel()].copy_(logits.view(-1))
+            board.wait(0, BoardWord.GATHERED, k - self._shape.num_gathers)
+            self._gathered(rank, k, logits.dtype)[: logits.numel()].copy_(logits.view(-1))
             board.advance(BoardWord.GATHERED, k)
-            self._clock.collective(began_ns, logits.nbytes)
+            self._clock.collective("gather", began_ns, logits.nbytes)
             return None
         parts = []
         for other, words in self._heads:
@@ -194,11 +203,11 @@ class ShmLink:
                 parts.append(logits)
                 continue
             board.wait(other, BoardWord.GATHERED, k)
-            area = self._area(other, 4, k, self._shape.dtype)
+            area = self._gathered(other, k, self._shape.dtype)
             parts.append(area[: num_rows * words].view(num_rows, words))
         whole = torch.cat(parts, dim=1)
         board.advance(BoardWord.GATHERED, k)
-        self._clock.collective(began_ns, whole.nbytes)
+        self._clock.collective("gather", began_ns, whole.nbytes)
         return whole
 
     def serve(self) -> None:
@@ -212,6 +221,9 @@ class ShmLink:
     def _area(self, rank: int, first: int, k: int, dtype: torch.dtype) -> Tensor:
         """Return the buffer for number ``k``, one of the areas ``first`` and ``first + 1``."""
         return self._areas[rank][first + (k & 1)].view(dtype)
+
+    def _gathered(self, rank: int, k: int, dtype: torch.dtype) -> Tensor:
+        return self._areas[rank][6 + k % self._shape.num_gathers].view(dtype)
 
 
 def _total(parts: Sequence[Tensor]) -> Tensor:

@@ -16,8 +16,8 @@ from moonpool.engine.collectives.exchange_clock import ExchangeClock
 from moonpool.engine.collectives.process_group import ProcessGroup, raising_rank_lost
 from moonpool.engine.sharding.parallel_plan import ParallelPlan, Shard
 
-# Most tensors of a rank in transit.
-_MAX_SENDS = 2
+# Tensors of a rank in transit, at least: the next one is computed meanwhile.
+_LEAST_SENDS = 2
 
 
 def _named(*names: str) -> Any:
@@ -45,8 +45,10 @@ class TorchLink:
         clock: ExchangeClock,
         *,
         within_stages: bool = True,
+        steps_in_flight: int = 1,
     ) -> None:
-        """within_stages: False where all ranks call only ``send``, ``receive`` and ``gather``."""
+        """within_stages: False where all ranks call only ``send``, ``receive`` and ``gather``.
+        steps_in_flight: the last stage can send the logits of so many before rank 0 takes the first."""
         self._ranks = ranks
         self._shard = shard
         self._clock = clock
@@ -54,6 +56,7 @@ class TorchLink:
         self._device = device
         self._hidden_size = config.hidden_size
         self._heads = [(s.rank, len(s.vocab)) for s in plan.head_shards(config)]
+        self._max_sends = max(_LEAST_SENDS, steps_in_flight)
         self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()
         if within_stages:
             self._tensor_group = ranks.groups(dict.fromkeys(s.tensor_ranks for s in plan.shards(config)))
@@ -61,7 +64,7 @@ class TorchLink:
     def all_reduce(self, part: Tensor) -> Tensor:
         began_ns = time.perf_counter_ns()
         self._finish(dist.all_reduce(part, group=self._tensor_group, async_op=True))
-        self._clock.collective(began_ns, part.nbytes)
+        self._clock.collective("all_reduce", began_ns, part.nbytes)
         return part
 
     def all_gather(self, part: Tensor, counts: Sequence[int]) -> Tensor:
@@ -75,7 +78,7 @@ class TorchLink:
         runs = [
             run[:n] for run, n in zip(torch.split(whole, longest) if longest else (), counts, strict=False)
         ]
-        self._clock.collective(began_ns, part.nbytes)
+        self._clock.collective("all_gather", began_ns, part.nbytes)
         return torch.cat(runs) if runs else whole
 
     def reduce_scatter(self, whole: Tensor, counts: Sequence[int]) -> Tensor:
@@ -87,7 +90,7 @@ class TorchLink:
         total = whole.new_empty((longest, *whole.shape[1:]))
         flat = padded.flatten(0, 1)
         self._finish(_reduce_scatter(total, flat, group=self._tensor_group, async_op=True))
-        self._clock.collective(began_ns, whole.nbytes)
+        self._clock.collective("reduce_scatter", began_ns, whole.nbytes)
         return total[: counts[self._shard.tp_rank]]
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -108,7 +111,7 @@ class TorchLink:
         operations += [dist.P2POp(dist.irecv, received[i], ranks[i]) for i in others if counts[i]]
         with raising_rank_lost(self._shard.rank):
             works = dist.batch_isend_irecv(operations) if operations else []
-        self._clock.collective(began_ns, part.nbytes)
+        self._clock.collective("exchange_cp", began_ns, part.nbytes)
 
         def take(cp_rank: int) -> Tensor:
             began_ns = time.perf_counter_ns()
@@ -122,12 +125,12 @@ class TorchLink:
     def send(self, hidden: Tensor) -> None:
         began_ns = time.perf_counter_ns()
         self._isend(hidden, self._shard.rank + self._shard.stage_size)
-        self._clock.collective(began_ns, hidden.nbytes)
+        self._clock.collective("send", began_ns, hidden.nbytes)
 
     def receive(self, num_tokens: int) -> Tensor:
         began_ns, waited_ns = time.perf_counter_ns(), self._ranks.board.waited_ns
         hidden = self._recv(self._shard.rank - self._shard.stage_size, num_tokens, self._hidden_size)
-        self._clock.received(began_ns, self._ranks.board.waited_ns - waited_ns)
+        self._clock.received(began_ns, self._ranks.board.waited_ns - waited_ns, hidden.nbytes)
         return hidden
 
     def gather(self, logits: Tensor | None, num_rows: int) -> Tensor | None:
@@ -135,7 +138,7 @@ class TorchLink:
         if self._shard.rank:
             assert logits is not None
             self._isend(logits, 0)
-            self._clock.collective(began_ns, logits.nbytes)
+            self._clock.collective("gather", began_ns, logits.nbytes)
             return None
         parts = []
         for rank, words in self._heads:
@@ -143,7 +146,7 @@ class TorchLink:
             assert part is not None
             parts.append(part)
         whole = torch.cat(parts, dim=1)
-        self._clock.collective(began_ns, whole.nbytes)
+        self._clock.collective("gather", began_ns, whole.nbytes)
         return whole
 
     def serve(self) -> None:
@@ -158,7 +161,7 @@ class TorchLink:
 
     def _isend(self, tensor: Tensor, rank: int) -> None:
         """Begin to send a copy: Gloo moves it when the receiver asks for it, which may be later."""
-        if len(self._sent) == _MAX_SENDS:
+        if len(self._sent) == self._max_sends:
             work, _ = self._sent.popleft()
             self._ranks.finish(rank, work)
         copy = tensor.clone(memory_format=torch.contiguous_format)

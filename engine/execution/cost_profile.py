@@ -50,8 +50,12 @@ class StepCosts:
         for draft in plan.drafts:
             seconds += self.draft_scale * profile.prefill_token_s * draft.num_tokens
         for chunk in plan.chunks:
-            seconds += self.prefill_scale * profile.prefill_s(chunk.num_tokens, chunk.start)
+            seconds += self.chunk_s(chunk.start, chunk.num_tokens)
         return self.mixed_scale * seconds if plan.decodes and plan.chunks else seconds
+
+    def chunk_s(self, start: int, num_tokens: int) -> float:
+        """Seconds of a step with so many prompt tokens after ``start`` earlier ones; 0 for none."""
+        return self.prefill_scale * self.profile.prefill_s(num_tokens, start) if num_tokens > 0 else 0.0
 
     def decode_s(self, decodes: list[Sequence]) -> float:
         """Seconds of a step with one token of each of these sequences."""

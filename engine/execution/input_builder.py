@@ -44,7 +44,7 @@ class PaddedRows:
 
 
 class InputBuilder:
-    """Builds ``StepInputs`` from plans.
+    """Builds ``StepInputs`` from the plans of one micro-batch.
 
     On a CPU the returned tensors are the persistent arrays; on a GPU they are copied, of block tables only
     what changed: rows with a new sequence, and the blocks that others have got. A step with the same decoding
@@ -66,7 +66,7 @@ class InputBuilder:
         self._lens = np.zeros(rows, np.int32)
         self._table = np.full((rows, max_blocks), -1, np.int32)
         self._row_numbers = np.arange(rows)
-        self._sequences: list[Sequence] = []  # of the rows
+        self._rows: list[tuple[Sequence, int]] = []  # their sequences, and when these joined
         self._version = -1
         self._decode_only: StepInputs | None = None  # reused while the batch is the same
         # int32 [rows, max_blocks], where the model reads it. Rows beyond the batch are stale.
@@ -134,13 +134,13 @@ class InputBuilder:
 
     def _load_rows(self, plan: StepPlan) -> list[int]:
         """Write the block tables of rows with a new sequence. Return these rows."""
-        before = self._sequences
-        rows = [i for i, s in enumerate(plan.decodes) if i >= len(before) or before[i] is not s]
+        before, found = self._rows, [(sequence, sequence.joined) for sequence in plan.decodes]
+        rows = [i for i, row in enumerate(found) if i >= len(before) or before[i] != row]
         for i in rows:
             blocks = plan.decodes[i].block_table
             self._table[i, : len(blocks)] = blocks
             self._table[i, len(blocks) :] = -1
-        self._sequences = list(plan.decodes)
+        self._rows = found
         self._version = plan.version
         return rows
 

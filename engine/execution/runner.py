@@ -107,27 +107,30 @@ class ModelRunner:
             self.num_blocks = agree(self.num_blocks)
         self.max_len = min(max_len, self.num_blocks * options.block_size)
         self.pool = device.run(lambda: pool_tensor(layout, self.num_blocks, device.torch, pool_memory)).wait()
-        self._inputs = device.run(
-            lambda: InputBuilder(
-                max_batch_size=options.max_batch_size,
-                max_batch_tokens=options.max_batch_tokens,
-                max_len=self.max_len,
-                block_size=options.block_size,
-                device=device,
-            )
-        ).wait()
+        self._inputs = {0: self._input_builder()}  # by micro-batch
         self._masks = MaskThread()
-        self._sampling: SamplingBatch | None = None
-        self._sampling_version = -1
+        self._sampling: dict[int, tuple[int, SamplingBatch]] = {}  # by micro-batch, with its version
         self._graphs: DecodeGraphs | None = None
         # Steps that wait for other ranks cannot be recorded.
         if device.runs_ahead and options.decode_graphs and link is None:
             self._graphs = DecodeGraphs(
                 device,
-                self._inputs,
+                self._inputs[0],
                 lambda inputs: self.model.logits(self.model.forward(inputs, self.pool)),
                 max_batch_size=min(options.max_batch_size, options.max_batch_tokens),
             )
+
+    def _input_builder(self) -> InputBuilder:
+        options = self.options
+        return self.device.run(
+            lambda: InputBuilder(
+                max_batch_size=options.max_batch_size,
+                max_batch_tokens=options.max_batch_tokens,
+                max_len=self.max_len,
+                block_size=options.block_size,
+                device=self.device,
+            )
+        ).wait()
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Compute the plan's tokens, writing their KV. After an error their blocks hold undefined bytes.
@@ -169,19 +172,25 @@ class ModelRunner:
     def _compute(self, plan: StepPlan, sampled: Tensor | None = None) -> Step:
         """Launch the step. Only logprobs may wait for values computed on the device."""
         masks = self._masks.begin(plan)
+        # Recorded steps have no adapters.
+        if self._graphs is not None and not plan.runs and not plan.has_adapters:
+            return self._sample_decodes(plan, self._graphs.run(plan, sampled), masks)
+        inputs = self._inputs[plan.micro_batch].prepare(plan, sampled)
+        return self._sample(plan, inputs, self._forward(plan, inputs), masks)
+
+    def _sample(
+        self, plan: StepPlan, inputs: StepInputs, hidden: Tensor, masks: Callable[[], object]
+    ) -> Step:
+        """Sample the step's tokens. ``hidden``: of ``_forward``. ``masks``: of ``MaskThread.begin``."""
         if not plan.runs:
-            # Recorded steps have no adapters.
-            if self._graphs is not None and not plan.has_adapters:
-                logits = self._graphs.run(plan, sampled)
-            else:
-                logits = self._logits(self._forward(plan, self._inputs.prepare(plan, sampled)), None)
-            masks()
-            token_ids, logprobs = sample(logits, self._decode_sampling(plan))
-            return Step(token_ids, self.device.download(token_ids), logprobs, {})
-        inputs = self._inputs.prepare(plan)
-        hidden = self._forward(plan, inputs)
+            return self._sample_decodes(plan, self._logits(hidden, None), masks)
         masks()
         return self._finish_with_runs(plan, inputs, hidden)
+
+    def _sample_decodes(self, plan: StepPlan, logits: Tensor, masks: Callable[[], object]) -> Step:
+        masks()
+        token_ids, logprobs = sample(logits, self._decode_sampling(plan))
+        return Step(token_ids, self.device.download(token_ids), logprobs, {})
 
     def _forward(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
         """Return the last hidden states of the step's tokens: [num_tokens, hidden]."""
@@ -242,11 +251,12 @@ class ModelRunner:
 
     def _decode_sampling(self, plan: StepPlan) -> SamplingBatch:
         """Return the decode batch's parameters as tensors, rebuilt when its sequences change."""
-        if self._sampling is None or self._sampling_version != plan.version:
-            self._sampling = SamplingBatch(plan.decodes, self.config.vocab_size, self.device)
-            self._sampling_version = plan.version
-        self._sampling.expect([int(row >= 0) for row in plan.after or ()])
-        return self._sampling
+        version, batch = self._sampling.get(plan.micro_batch, (-1, None))
+        if batch is None or version != plan.version:
+            batch = SamplingBatch(plan.decodes, self.config.vocab_size, self.device)
+            self._sampling[plan.micro_batch] = plan.version, batch
+        batch.expect([int(row >= 0) for row in plan.after or ()])
+        return batch
 
 
 def pool_tensor(

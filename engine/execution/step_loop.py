@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TypeVar
 
 from prometheus_client import Histogram
@@ -36,9 +37,18 @@ DEVICE_IDLE_SECONDS = Histogram(
     "Seconds from the end of a step to the launch of the next one, while there is work; 0: launched before",
     buckets=(0.0, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.1),
 )
+_STEP_TOKENS = Histogram(
+    "moonpool_step_tokens",
+    "Tokens of a step, by kind: of prompts, decoded (one of each sequence), speculated (proposed to follow)",
+    ["kind"],
+    buckets=(0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
+)
 # Bound once: looking a label up costs more than the observation.
 PREFILL_SECONDS = _MODEL_SECONDS.labels("prefill")
 DECODE_SECONDS = _MODEL_SECONDS.labels("decode")
+PROMPT_TOKENS, DECODED_TOKENS, SPECULATED_TOKENS = map(
+    _STEP_TOKENS.labels, ("prompt", "decoded", "speculated")
+)
 
 # A shorter step runs on the event loop's thread: the way to the worker and back takes 0.1 ms on an idle
 # machine and several on a busy one. Not on a GPU, where the time is spent waiting.
@@ -47,7 +57,7 @@ INLINE_STEP_S = 0.004
 
 @dataclass(slots=True)
 class _Flight:
-    """A step that was launched. ``launched`` returns it, or raises the error of the launch."""
+    """A step that is or will be launched. ``launched`` returns it, or raises the error of the launch."""
 
     plan: StepPlan
     begun_s: float
@@ -57,6 +67,8 @@ class _Flight:
 
 class StepLoop:
     """Runs steps while there is work, sleeps otherwise.
+
+    A pipeline has a step of each micro-batch in flight: see ``_run_pipeline``.
 
     On a GPU a step that only decodes is launched before the tokens of the one before are on the host: they
     are fed on the device. Where a sequence has ended meanwhile, its next token is dropped.
@@ -137,6 +149,9 @@ class StepLoop:
                 self._publish([*events, *plan.preemptions()])
                 events = []
                 continue
+            if len(self.scheduler.micro_batches) > 1:
+                events = await self._run_pipeline(plan, events)
+                continue
             self._in_flight = [plan]
             events = await self._draft(plan, events)
             begun_s, predicted_s = self._clock(), self.costs.predict_s(plan)
@@ -216,6 +231,60 @@ class StepLoop:
             self.scheduler.step_ended(in_flight=False)
         return events
 
+    async def _run_pipeline(self, plan: StepPlan, events: list[StepEvent]) -> list[StepEvent]:
+        """Run the plan, and beside it a step of each other micro-batch, as long as any can go on. Return the
+        events of the last one; report the others, and first ``events``.
+
+        A thread runs them all: it launches each, which computes this rank's layers, and then finishes the
+        one launched first, whose other layers have been computed meanwhile.
+        """
+        flights: deque[_Flight] = deque()
+        next_plan: StepPlan | None = plan
+        try:
+            while next_plan is not None or flights:
+                while next_plan is not None:
+                    self._in_flight.append(next_plan)
+                    await self.scheduler.pool.ready()
+                    flights.append(self._planned(next_plan))
+                    next_plan = self._schedule_beside()
+                result = await self._in_worker(partial(self._end_first, list(flights)), events)
+                ending = flights.popleft()
+                events = self._postprocess(ending.plan, ending.begun_s, ending.predicted_s, result)
+                del self._in_flight[0]
+                next_plan = self._schedule_beside()
+        finally:
+            self._in_flight = []
+        return events
+
+    def _planned(self, plan: StepPlan) -> _Flight:
+        begun_s = self._clock()
+        for chunk in plan.chunks:
+            chunk.sequence.scheduled_s = chunk.sequence.scheduled_s or begun_s
+        return _Flight(plan, begun_s, self.costs.predict_s(plan), cache(partial(self.runner.launch, plan)))
+
+    def _schedule_beside(self) -> StepPlan | None:
+        """Return a step that can run beside those in flight; None: there is none, or none is in flight."""
+        full = len(self._in_flight) >= len(self.scheduler.micro_batches)
+        if not self._in_flight or full or self.closing or self._error is not None:
+            return None
+        # Its logits come in several parts, and the last stage waits until we have taken some.
+        if any(chunk.sequence.prompt_logprobs for plan in self._in_flight for chunk in plan.chunks):
+            return None
+        self._grant()
+        return self.scheduler.schedule(self._in_flight)
+
+    def _end_first(self, flights: list[_Flight]) -> StepOutput:
+        """Launch those that are not, and finish the first. In a thread."""
+        for flight in flights:
+            flight.launched()
+        output = self.runner.finish(flights[0].launched)
+        begun_s, before_s, self._ended_s = flights[0].begun_s, self._ended_s, self._clock()
+        if before_s is None or before_s <= begun_s:
+            output.model_s = self._ended_s - begun_s
+        else:  # the steps in flight share the time
+            output.model_s = len(flights) * (self._ended_s - before_s)
+        return output
+
     async def _launch(self, plan: StepPlan, before: _Flight | None) -> _Flight:
         begun_s, predicted_s = self._clock(), self.costs.predict_s(plan)
         launching = self._on_worker(partial(self._launch_now, plan, before))
@@ -273,7 +342,8 @@ class StepLoop:
         try:
             output = result()
         except (RankLost, DeviceLost) as error:
-            self.ended_in = list(plan.sequences())
+            plans = self._in_flight if len(self.scheduler.micro_batches) > 1 else [plan]
+            self.ended_in = [sequence for each in plans for sequence in each.sequences()]
             raise self._error or error from None
         except Exception as error:
             log.exception("a step failed; requests that end with it: %s", _request_ids(plan))
@@ -290,6 +360,9 @@ class StepLoop:
         self.step_s = ended_s - begun_s
         self.costs.correct(plan, predicted_s, output.model_s)
         (PREFILL_SECONDS if plan.chunks else DECODE_SECONDS).observe(output.model_s)
+        PROMPT_TOKENS.observe(sum(chunk.num_tokens for chunk in plan.chunks))
+        DECODED_TOKENS.observe(len(plan.decodes))
+        SPECULATED_TOKENS.observe(sum(draft.num_tokens for draft in plan.drafts))
         return events
 
     def _charge(self, plan: StepPlan, ended_s: float, exchange_s: float, events: list[StepEvent]) -> None:

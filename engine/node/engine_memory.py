@@ -33,14 +33,20 @@ class EngineMemory:
 
     @classmethod
     async def open(
-        cls, config: Config, agent: TransferAgent, progress: Progress, *, separate_pools: bool = False
+        cls,
+        config: Config,
+        agent: TransferAgent,
+        progress: Progress,
+        *,
+        separate_pools: bool = False,
+        decodes: bool = True,
     ) -> EngineMemory:
         """Start the engine. Raises as ``Engine.start``; the engine is closed then.
 
-        ``separate_pools``: see ``RankGroup``.
+        ``separate_pools``: see ``RankGroup``. ``decodes``: see ``EngineSetup.choose``.
         """
         model, options = config.model.directory, config.engine
-        setup = EngineSetup.choose(model, options, config.model, None)
+        setup = EngineSetup.choose(model, options, config.model, None, decodes=decodes)
         region: Region | None = None
         if setup.device.memory() is None:
             # Allocate rank 0's part of the memory for all ranks.
@@ -57,6 +63,7 @@ class EngineMemory:
             pool_memory=None if region is None else region.array,
             listener=RankListener.from_options(options.parallel, agent.agent_id),
             separate_pools=separate_pools,
+            decodes=decodes,
             adapters_nbytes=config.lora.memory_nbytes,
             adapters_host_nbytes=config.lora.host_nbytes,
         )

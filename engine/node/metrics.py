@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 from prometheus_client import Counter, Gauge
-from prometheus_client.core import REGISTRY, CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    REGISTRY,
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
+from moonpool.engine.collectives.exchange_clock import SECONDS, ExchangeClock
 from moonpool.engine.engine import Engine
 from moonpool.engine.node.adapter_metrics import adapter_metrics
 from moonpool.engine.ranks.rank_times import RankTimes
@@ -104,6 +113,7 @@ class _EngineCollector(Collector):
         )
         yield from adapter_metrics(self._engine)
         yield from _rank_metrics(self._engine.rank_times())
+        yield from _exchange_metrics(self._engine.exchange_clock())
         if self._engine.config.moe is not None:
             load = self._engine.expert_load()
             yield from _expert_metrics(load)
@@ -143,6 +153,25 @@ def _rank_metrics(times: RankTimes | None) -> Iterator[Metric]:
             stalls.add_metric([str(pace.rank)], pace.num_stalls)
             ratios.add_metric([str(pace.rank), pace.cause if pace.is_slow else "none"], pace.ratio)
     yield from (seconds, stalls, ratios)
+
+
+def _exchange_metrics(clock: ExchangeClock | None) -> Iterator[Metric]:
+    seconds = HistogramMetricFamily(
+        "moonpool_exchange_seconds",
+        "Duration of rank 0's exchanges with other ranks, waiting for them included, by operation and by the "
+        "most bytes of their class of sizes",
+        labels=["operation", "size"],
+    )
+    moved = CounterMetricFamily(
+        "moonpool_exchange_bytes", "Bytes of these exchanges", labels=["operation", "size"]
+    )
+    for key, counts in list(clock.counts.items()) if clock is not None else ():
+        bounds = [*map(floatToGoString, SECONDS), "+Inf"]
+        totals = accumulate(counts.buckets)
+        buckets = [(bound, float(total)) for bound, total in zip(bounds, totals, strict=True)]
+        seconds.add_metric(list(key), buckets, counts.total_ns / 1e9)
+        moved.add_metric(list(key), float(counts.nbytes))
+    yield from (seconds, moved)
 
 
 def _expert_metrics(load: npt.NDArray[np.int64]) -> Iterator[Metric]:

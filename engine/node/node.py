@@ -252,8 +252,9 @@ class EngineNode(ABC):
     async def _open_memory(self, context: ServiceContext, agent: TransferAgent) -> EngineMemory | None:
         """Return None after a drain meanwhile; everything is closed then."""
         with closing(LoadProgress(self.node_id, context.loaded)) as progress:
+            watched, decodes = self._join.watch(progress), "decode" in stages_of(self.role)
             opening = asyncio.create_task(
-                EngineMemory.open(self.config, agent, self._join.watch(progress)), name="open"
+                EngineMemory.open(self.config, agent, watched, decodes=decodes), name="open"
             )
             asked = asyncio.create_task(context.draining.wait())
             try:
@@ -335,6 +336,8 @@ class EngineNode(ABC):
             kv_address=self.kv_address.SerializeToString(),
             replica=self.replica,
             stages=self.stages,
+            region=config.node.region,
+            zone=config.node.zone,
             extra={
                 "version": own_version(),
                 "options": agreement_of(config),

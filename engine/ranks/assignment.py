@@ -59,6 +59,24 @@ class Assignment:
         """The most rows of logits requested at once."""
         return max(LOGIT_ROWS, self.options.max_batch_size)
 
+    @property
+    def steps_in_flight(self) -> int:
+        """How many steps run at once, each of another micro-batch: the next one enters the first stage while
+        later stages compute the one before.
+
+        Not over NCCL: its sends and receives wait in the order of their launch, so that a rank that sends
+        hidden states and one that sends logits would wait for each other. Proposed tokens are verified for
+        all sequences in one step.
+        """
+        parallel = self.options.parallel
+        pipelined = parallel.pp > 1 and self.link != "nccl" and self.options.speculative.method == "off"
+        return parallel.num_micro_batches if pipelined else 1
+
+    @property
+    def decode_parts(self) -> int:
+        """Parts of a step's decodes that follow one another through the stages."""
+        return 1 if self.steps_in_flight > 1 else self.options.parallel.num_micro_batches
+
     def shard(self, config: ModelConfig) -> Shard:
         return self.plan.shard(config, self.rank)
 

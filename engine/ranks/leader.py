@@ -1,10 +1,14 @@
-"""The leader's runner: publishes each batch to all ranks, computes its part, samples."""
+"""The leader's runner: publishes each batch to all ranks, computes its part, samples.
+
+With several micro-batches it launches a step before it finishes the one before: see ``StepLoop``.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -13,18 +17,18 @@ from torch import Tensor
 
 from moonpool.engine.batching.step_plan import StepOutput, StepPlan
 from moonpool.engine.checkpoint.config import ModelConfig
-from moonpool.engine.collectives.board import BoardWord, SharedBoard
+from moonpool.engine.collectives.board import SharedBoard, StepWord
 from moonpool.engine.collectives.exchange_clock import ExchangeClock
 from moonpool.engine.collectives.link import Link
-from moonpool.engine.device.device import Device
+from moonpool.engine.device.device import Device, Launched
 from moonpool.engine.errors import DeviceLost, RankDiverged, RankLost
 from moonpool.engine.execution.logit_rows import logit_rows
-from moonpool.engine.execution.runner import ModelRunner
+from moonpool.engine.execution.runner import ModelRunner, Step
 from moonpool.engine.experts.load import ExpertLoad
 from moonpool.engine.model.inputs import StepInputs
 from moonpool.engine.ranks.assignment import Assignment
 from moonpool.engine.ranks.rank_times import RankTimes
-from moonpool.engine.ranks.stage import RankStep
+from moonpool.engine.ranks.stage import RankStep, StepWork
 from moonpool.engine.ranks.step_message import chain_digest, pack
 from moonpool.runtime.service.load_progress import Progress
 
@@ -33,7 +37,7 @@ from moonpool.runtime.service.load_progress import Progress
 class StepTimes:
     """Times of one step in seconds; lists are per rank, [world_size]."""
 
-    step_s: float
+    step_s: float  # since its launch or the end of the step before, whichever is later
     publish_s: float  # packing and publishing the batch
     settle_s: float  # from the last token until all ranks are done and compared
     num_exchanges: int  # of rank 0
@@ -43,6 +47,28 @@ class StepTimes:
     exchange_s: list[float]  # of collective_s: the rank's own part, without waiting for others
     bubble_s: list[float]
     all_to_all_s: list[float]  # of collective_s
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A published step with our part of its layers computed. See ``Launched``: ``wait`` samples tokens."""
+
+    plan: StepPlan
+    began_s: float
+    finish: Callable[[_Flight], Step]
+    masks: Callable[[], object]
+    inputs: StepInputs | None = None
+    work: StepWork | None = None
+    rounds: list[list[int]] = field(default_factory=list)  # of logits, not requested yet
+    publish_s: float = 0.0
+    sampling_s: float = 0.0
+
+    @property
+    def result(self) -> Step:
+        raise AssertionError("the tokens are sampled by wait")
+
+    def wait(self) -> Step:
+        return self.finish(self)
 
 
 class ParallelRunner(ModelRunner):
@@ -85,27 +111,48 @@ class ParallelRunner(ModelRunner):
         self.rank_times = self._new_times()
         self._board = board
         self._link = link
-        self._rank_step = RankStep(self.model, self.pool, link, board, clock, assignment.options.parallel)
-        self._rounds: list[list[int]] = []
-        self._hidden: Tensor | None = None
-        self._publish_s = self._sampling_s = self._logits_end_s = 0.0
+        self._rank_step = RankStep(self.model, self.pool, link, board, clock, assignment)
+        self._inputs |= {number: self._input_builder() for number in range(1, assignment.steps_in_flight)}
+        self._flight: _Flight | None = None  # whose tensors are computed now
+        self._logits_end_s = self._ended_s = 0.0
         self.on_times: Callable[[StepTimes], None] | None = None
 
-    def execute(self, plan: StepPlan) -> StepOutput:
-        """Compute the plan's tokens on all ranks.
+    def launch(self, plan: StepPlan, sampled: Tensor | None = None) -> Launched[Step]:
+        """Publish the step and compute our part of its layers; the others compute theirs. Up to
+        ``Assignment.steps_in_flight`` steps may be launched and not finished. Raises as ``finish``."""
+        with self._errors_end_the_group():
+            flight = _Flight(plan, time.perf_counter(), self._sampled, self._masks.begin(plan))
+            self.device.run(lambda: self._publish(flight))
+        return flight
+
+    def finish(self, launched: Callable[[], Launched[Step]]) -> StepOutput:
+        """Wait for the tokens of the step launched first, and until all ranks are done with it.
 
         Raises RankLost, also for errors here, RankDiverged or DeviceLost. The group is unusable then.
         """
-        began_s = time.perf_counter()
-        before = self.clock.num_collectives, self.clock.collective_nbytes
-        try:
-            output = super().execute(plan)
-            sampled_s = time.perf_counter()
-            self._rank_step.end()
+        with self._errors_end_the_group():
+            flight = launched()
+            assert isinstance(flight, _Flight)
+            output = super().finish(lambda: flight)
+            assert flight.work is not None
+            sampled_s, work = time.perf_counter(), flight.work
+            self._rank_step.end(work)
             for rank in range(1, self._board.world_size):
-                self._board.wait_done(rank, self._rank_step.step)
-                if (digest := self._board.count(rank, BoardWord.DIGEST)) != self._rank_step.digest:
-                    raise RankDiverged(rank, self._rank_step.step, digest, self._rank_step.digest)
+                self._board.wait_done(rank, work.step)
+                if (digest := self._board.of_step(rank, work.step, StepWord.DIGEST)) != work.digest:
+                    raise RankDiverged(rank, work.step, digest, work.digest)
+        flight.sampling_s += sampled_s - self._logits_end_s
+        times = self._times(flight, work, sampled_s)
+        output.exchange_s = times.collective_s[0] + times.bubble_s[0]
+        self._observe(times, flight.sampling_s)
+        if self.on_times is not None:
+            self.on_times(times)
+        return output
+
+    @contextmanager
+    def _errors_end_the_group(self) -> Iterator[None]:
+        try:
+            yield
         except RankLost as error:
             self._board.abort(error.rank)
             raise
@@ -115,20 +162,13 @@ class ParallelRunner(ModelRunner):
         except Exception as error:
             self._board.abort(0)
             raise RankLost(0, f"{type(error).__name__}: {error}") from error
-        times = self._times(began_s, sampled_s, *before)
-        output.exchange_s = times.collective_s[0] + times.bubble_s[0]
-        self._observe(times, sampled_s)
-        if self.on_times is not None:
-            self.on_times(times)
-        return output
 
     def _new_times(self) -> RankTimes:
         return RankTimes(self._plan.stage_layers(self.config), self._plan.tp * self._plan.cp)
 
-    def _observe(self, times: StepTimes, sampled_s: float) -> None:
+    def _observe(self, times: StepTimes, sampling_s: float) -> None:
         compute_s = times.compute_s
         if self.device.torch.type == "cpu":  # a GPU may still compute while rank 0 samples
-            sampling_s = self._sampling_s + sampled_s - self._logits_end_s
             compute_s = [max(compute_s[0] - sampling_s, 0.0), *compute_s[1:]]
         self.rank_times.observe(compute_s, times.exchange_s, times.collective_s, times.bubble_s)
 
@@ -160,43 +200,57 @@ class ParallelRunner(ModelRunner):
         """Close the link. No step is running or will run."""
         self._link.close()
 
-    def _forward(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
-        began_s = time.perf_counter()
-        self._rounds = logit_rows(plan, inputs)
-        nbytes = pack(inputs, self._rounds, self.options.block_size, self._board.payload)
-        self._rank_step.begin(chain_digest(self._rank_step.digest, self._board.payload[:nbytes]))
-        self._board.publish(self._rank_step.step, nbytes)
-        self._publish_s = time.perf_counter() - began_s
-        self._hidden = self._rank_step.forward(inputs.to(self.device.torch))
-        self._sampling_s, self._logits_end_s = 0.0, time.perf_counter()
-        # Other ranks may have these rows: only their number matters here.
-        return torch.empty(1, 1).expand(len(inputs.token_ids), 1)
+    @torch.inference_mode()
+    def _publish(self, flight: _Flight) -> None:
+        inputs, step = self._inputs[flight.plan.micro_batch].prepare(flight.plan), self._rank_step
+        began_s, flight.inputs = time.perf_counter(), inputs
+        flight.rounds = logit_rows(flight.plan, inputs)
+        payload = self._board.payload(step.step + 1)
+        nbytes = pack(inputs, flight.rounds, self.options.block_size, payload)
+        flight.work = step.begin(chain_digest(step.digest, payload[:nbytes]))
+        self._board.publish(step.step, nbytes)
+        flight.publish_s = time.perf_counter() - began_s
+        step.forward(flight.work, inputs.to(self.device.torch))
+        step.pause(flight.work)
+
+    @torch.inference_mode()
+    def _sampled(self, flight: _Flight) -> Step:
+        assert flight.inputs is not None
+        inputs, self._flight = flight.inputs, flight
+        self._rank_step.resume()
+        self._logits_end_s = time.perf_counter()
+        # Other ranks may have the last hidden states: only their number matters here.
+        hidden = torch.empty(1, 1).expand(len(inputs.token_ids), 1)
+        return self.device.run(lambda: self._sample(flight.plan, inputs, hidden, flight.masks)).wait()
 
     def _logits(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
         """Return the logits of the next published round."""
-        wanted = self._rounds.pop(0)
-        self._sampling_s += time.perf_counter() - self._logits_end_s
+        flight = self._flight
+        assert flight is not None and flight.work is not None
+        wanted = flight.rounds.pop(0)
+        flight.sampling_s += time.perf_counter() - self._logits_end_s
         assert len(wanted) == (len(hidden) if rows is None else len(rows)), "other rows than published"
-        logits = self._rank_step.logits(self._hidden, torch.tensor(wanted))
+        logits = self._rank_step.logits(flight.work, torch.tensor(wanted))
         assert logits is not None
         self._logits_end_s = time.perf_counter()
         return logits
 
-    def _times(self, began_s: float, sampled_s: float, num_before: int, nbytes_before: int) -> StepTimes:
-        ended_s = time.perf_counter()
+    def _times(self, flight: _Flight, work: StepWork, sampled_s: float) -> StepTimes:
+        before_s, self._ended_s = self._ended_s, time.perf_counter()
 
-        def seconds(word: BoardWord) -> list[float]:
-            return [self._board.count(rank, word) / 1e9 for rank in range(self._board.world_size)]
+        def seconds(word: StepWord) -> list[float]:
+            ranks = range(self._board.world_size)
+            return [self._board.of_step(rank, work.step, word) / 1e9 for rank in ranks]
 
         return StepTimes(
-            ended_s - began_s,
-            self._publish_s,
-            ended_s - sampled_s,
-            self.clock.num_collectives - num_before,
-            self.clock.collective_nbytes - nbytes_before,
-            seconds(BoardWord.COMPUTE_NS),
-            seconds(BoardWord.COLLECTIVE_NS),
-            seconds(BoardWord.EXCHANGE_NS),
-            seconds(BoardWord.BUBBLE_NS),
-            seconds(BoardWord.ALL_TO_ALL_NS),
+            self._ended_s - max(flight.began_s, before_s),
+            flight.publish_s,
+            self._ended_s - sampled_s,
+            work.spent.num_collectives,
+            work.spent.collective_nbytes,
+            seconds(StepWord.COMPUTE_NS),
+            seconds(StepWord.COLLECTIVE_NS),
+            seconds(StepWord.EXCHANGE_NS),
+            seconds(StepWord.BUBBLE_NS),
+            seconds(StepWord.ALL_TO_ALL_NS),
         )

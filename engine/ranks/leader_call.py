@@ -18,7 +18,7 @@ from queue import SimpleQueue
 import grpc
 import numpy as np
 
-from moonpool.engine.collectives.board import STEP_WORDS, SharedBoard, SharedMemory
+from moonpool.engine.collectives.board import SharedBoard, SharedMemory, StepWord
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.config.agreement import own_version
@@ -138,7 +138,7 @@ class LeaderCall:
         """Tell the leader what this rank posts on ``board``, its view of its machine's."""
 
         def done(step: int) -> None:
-            words = [board.count(board.rank, word) for word in STEP_WORDS]
+            words = [board.of_step(board.rank, step, word) for word in StepWord]
             self._reports.put(node_pb2.RankReport(done=node_pb2.RankDone(step=step, words=words)))
 
         board.on_done.append(done)
@@ -180,9 +180,9 @@ class LeaderCall:
         if not command.HasField("step"):
             board.beat()
             return
-        nbytes = len(command.step.batch)
-        board.payload[:nbytes] = np.frombuffer(command.step.batch, np.uint8)
-        board.publish(command.step.number, nbytes)
+        step, nbytes = command.step.number, len(command.step.batch)
+        board.payload(step)[:nbytes] = np.frombuffer(command.step.batch, np.uint8)
+        board.publish(step, nbytes)
 
     def _log_once(self, message: str) -> None:
         if message != self._last_message:

@@ -71,6 +71,7 @@ def exchange_shape(assignment: Assignment, config: ModelConfig) -> ExchangeShape
         max_tokens=assignment.options.max_batch_tokens,
         max_rows=assignment.max_rows,
         dtype=TORCH_DTYPES[assignment.dtype],
+        steps_in_flight=assignment.steps_in_flight,
     )
 
 
@@ -118,4 +119,14 @@ def _torch_link(
         start_timeout_s=start_timeout_s,
     )
     shard = assignment.shard(config)
-    return TorchLink(ranks, config, assignment.plan, shard, dtype, device, clock, within_stages=within_stages)
+    return TorchLink(
+        ranks,
+        config,
+        assignment.plan,
+        shard,
+        dtype,
+        device,
+        clock,
+        within_stages=within_stages,
+        steps_in_flight=assignment.steps_in_flight,
+    )

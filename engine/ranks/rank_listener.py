@@ -14,7 +14,7 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
-from moonpool.engine.collectives.board import STEP_WORDS, SharedBoard
+from moonpool.engine.collectives.board import SharedBoard, StepWord
 from moonpool.engine.errors import JoinRefused, RankLost
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
@@ -237,8 +237,8 @@ class FarRank:
         elif board is None:
             return
         elif kind == "done":
-            for word, value in zip(STEP_WORDS, report.done.words, strict=True):
-                board.post(word, value)
+            for word, value in zip(StepWord, report.done.words, strict=True):
+                board.post_of_step(report.done.step, word, value)
             board.post_done(report.done.step)
         else:
             board.beat()

@@ -300,7 +300,7 @@ def _run(assignment: Assignment, board: SharedBoard, commands: LeaderCommands) -
     )
     report("loaded", identity=assignment.identity(config))
     try:
-        run_steps(RankStep(model, pool, link, board, clock, options.parallel), board, device)
+        run_steps(RankStep(model, pool, link, board, clock, assignment), board, device)
     finally:
         link.close()
         if memory is not None:

@@ -1,8 +1,9 @@
-"""A cut of the layers into pipeline stages by measured seconds."""
+"""A cut of the layers into pipeline stages by seconds, measured or estimated, and by memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 # Steps that are measured before stages are judged, and the least gain that is worth a restart.
 _LEAST_STEPS = 200
@@ -10,18 +11,39 @@ _LEAST_GAIN = 1.1
 _ROUNDS = 40
 
 
-def cut(layers_s: Sequence[float], head_s: float, num_stages: int) -> tuple[int, ...]:
-    """Return the number of layers of each stage, at least 1, with the fastest slowest stage.
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Bytes of each layer, of the embedding on the first stage and of the head on the last one, and the most
+    that a stage has room for."""
+
+    layers_nbytes: Sequence[float]
+    embedding_nbytes: float
+    head_nbytes: float
+    limit_nbytes: float
+
+    def holds(self, first: int, end: int) -> bool:
+        """Whether the layers ``first`` … ``end`` - 1 fit one stage."""
+        nbytes = sum(self.layers_nbytes[first:end])
+        nbytes += self.embedding_nbytes if first == 0 else 0.0
+        nbytes += self.head_nbytes if end == len(self.layers_nbytes) else 0.0
+        return nbytes <= self.limit_nbytes
+
+
+def cut(
+    layers_s: Sequence[float], head_s: float, num_stages: int, memory: StageMemory | None = None
+) -> tuple[int, ...] | None:
+    """Return the number of layers of each stage, at least 1, with the fastest slowest stage; None: none of
+    these holds the limit of ``memory``.
 
     layers_s: seconds of each layer, in order. head_s: more seconds of the last stage, at least 0.
     """
     assert 1 <= num_stages <= len(layers_s)
     most_s = sum(layers_s) + head_s
-    least_s, found = 0.0, _filled(layers_s, head_s, num_stages, most_s)
-    for _ in range(_ROUNDS):
+    least_s, found = 0.0, _filled(layers_s, head_s, num_stages, most_s, memory)
+    for _ in range(_ROUNDS if found else 0):
         limit_s = (least_s + most_s) / 2
-        filled = _filled(layers_s, head_s, num_stages, limit_s)
-        if slowest_s(layers_s, head_s, filled) <= limit_s:
+        filled = _filled(layers_s, head_s, num_stages, limit_s, memory)
+        if filled is not None:
             most_s, found = limit_s, filled
         else:
             least_s = limit_s
@@ -49,17 +71,26 @@ def better_cut(stages_s: Sequence[float], layers: Sequence[int], num_steps: int)
     layers_s = [layer_s for layer_s, n in zip(of_stages_s, layers, strict=True) for _ in range(n)]
     head_s = stages_s[-1] - layers[-1] * of_stages_s[-1]
     best = cut(layers_s, head_s, len(layers))
+    assert best is not None
     return best if max(stages_s) >= _LEAST_GAIN * slowest_s(layers_s, head_s, best) else None
 
 
-def _filled(layers_s: Sequence[float], head_s: float, num_stages: int, limit_s: float) -> tuple[int, ...]:
-    """Fill each stage up to ``limit_s``, the last one with the rest, which may take longer."""
+def _filled(
+    layers_s: Sequence[float], head_s: float, num_stages: int, limit_s: float, memory: StageMemory | None
+) -> tuple[int, ...] | None:
+    """Give each stage as many layers as take ``limit_s`` and fit; None: some are left over."""
+
+    def fits(first: int, end: int) -> bool:
+        spent_s = sum(layers_s[first:end]) + (head_s if end == len(layers_s) else 0.0)
+        return spent_s <= limit_s and (memory is None or memory.holds(first, end))
+
     counts, first = [], 0
-    for left in range(num_stages - 1, 0, -1):
-        end, spent_s = first + 1, layers_s[first]
-        while end < len(layers_s) - left and spent_s + layers_s[end] <= limit_s:
-            spent_s += layers_s[end]
+    for left in reversed(range(num_stages)):
+        end = first + 1 if left else len(layers_s)
+        while end < len(layers_s) - left and fits(first, end + 1):
             end += 1
+        if not fits(first, end):
+            return None
         counts.append(end - first)
         first = end
-    return (*counts, len(layers_s) - first)
+    return tuple(counts)

@@ -12,6 +12,8 @@ from moonpool.engine.execution.cost_profile import StepCosts
 from moonpool.engine.execution.runner import ModelRunner
 from moonpool.engine.memory.block_pool import BlockPool
 
+_GAIN = 0.1  # of an estimate, by proposal
+
 
 class DraftModel:
     """Proposes the tokens that a smaller model samples next.
@@ -32,6 +34,8 @@ class DraftModel:
         self._copies: dict[Sequence, Sequence] = {}
         self._rows: list[Sequence] = []  # of the step before
         self._version = 0
+        self._num_steps, self._steps_s = 0, 0.0
+        self._beside_s = 0.0  # of a step, for the work beside it
 
     def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
         """Return at most so many tokens, at least 1, for each sequence.
@@ -41,12 +45,16 @@ class DraftModel:
         """
         for sequence in [s for s in self._copies if s.state is not State.DECODING]:
             self._drop(sequence)
+        begun_s, num_before, before_s = self._clock(), self._num_steps, self._steps_s
         try:
             self._propose(wanted)
         except BaseException:
             for sequence, _ in wanted:
                 self._drop(sequence)
             raise
+        if num_steps := self._num_steps - num_before:
+            beside_s = self._clock() - begun_s - (self._steps_s - before_s)
+            self._beside_s += _GAIN * (beside_s / num_steps - self._beside_s)
         return [
             self._copies[sequence].token_ids[sequence.num_tokens :].tolist()
             if sequence in self._copies
@@ -56,7 +64,13 @@ class DraftModel:
 
     def step_s(self, decodes: list[Sequence]) -> float:
         """Return the time in which one token is proposed for each of these sequences."""
-        return self._costs.decode_s(decodes)
+        return self._costs.decode_s(decodes) + self._beside_s
+
+    def missing_s(self, sequence: Sequence) -> float:
+        """Return the time in which the KV that a sequence lacks is computed; 0: only its newest token's."""
+        copy = self._copies.get(sequence)
+        start = 0 if copy is None else min(copy.num_computed_tokens, sequence.num_tokens - 1)
+        return self._costs.chunk_s(start, sequence.num_tokens - 1 - start)
 
     def check_integrity(self) -> None:
         """Assert that each used block belongs to a sequence, in time proportional to the pool."""
@@ -100,7 +114,10 @@ class DraftModel:
         plan = StepPlan(decodes, chunks, [], self._version, [])
         begun_s, predicted_s = self._clock(), self._costs.predict_s(plan)
         output = self._runner.execute(plan)
-        self._costs.correct(plan, predicted_s, self._clock() - begun_s)
+        took_s = self._clock() - begun_s
+        self._costs.correct(plan, predicted_s, took_s)
+        self._num_steps += 1
+        self._steps_s += took_s
         for copy in decodes:
             copy.num_computed_tokens += 1
         for chunk in chunks:

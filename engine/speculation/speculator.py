@@ -40,8 +40,11 @@ _PROPOSERS: dict[str, Callable[[], Proposer]] = {"ngram": NgramProposer, "suffix
 # estimate over all of them, which moves by a hundredth: text without repetitions costs the first ones only.
 _FIRST_ACCEPTANCE = 0.6
 _GAIN, _GAIN_OF_ALL = 0.1, 0.01
-# A sequence with bad proposals tries one again about every thirty tokens; new ones do in one of twenty steps.
+# A sequence with bad proposals from its own tokens tries one again about every thirty tokens; new ones do in
+# one of twenty steps.
 _RECOVERY, _RECOVERY_OF_ALL = 0.001, 0.0001
+# Of the time of decoding: for the draft model to try sequences where it does not seem to pay off.
+_TRIALS = 0.01
 
 
 @dataclass(slots=True)
@@ -60,23 +63,24 @@ class Speculator:
         self,
         options: SpeculativeOptions,
         row_cost: Callable[[list[Sequence]], float] = lambda _: 0.0,
+        step_s: Callable[[list[Sequence]], float] = lambda _: 0.0,
         model: DraftModel | None = None,
     ) -> None:
         """``row_cost(decodes)``: time that one proposed token adds to a step of these sequences, as a part of
-        what the step takes for each of its tokens. ``model``: of the method draft."""
+        what the step takes for each of its tokens. ``step_s(decodes)``: what it takes without. ``model``: of
+        the method draft."""
         self._options = options
         self._row_cost = row_cost
+        self._step_s = step_s
         self._model = model
         self._usual = _FIRST_ACCEPTANCE
+        self._spare_s = 0.0  # for a trial of the draft model
         self._make = _PROPOSERS.get(options.method)
         assert (self._make is None) == (model is not None)
 
     def proposing_s(self, decodes: list[Sequence]) -> float:
         """Return the longest time that proposals for these sequences take, prompts apart; 0: next to none."""
-        if self._model is None:
-            return 0.0
-        least, found = self._row_cost(decodes), (self._of(sequence) for sequence in decodes)
-        if not any(not each.plain and self._length(each.acceptance, least) for each in found):
+        if self._model is None or not self._for_model(self._model, decodes)[0]:
             return 0.0
         return self._options.num_tokens * self._model.step_s(decodes)
 
@@ -86,18 +90,15 @@ class Speculator:
         The last token of a proposal is worth its time: the estimated probability that it is accepted is
         above its cost.
         """
-        least, wanted = self._row_cost(decodes), []
-        for sequence in decodes:
-            drafting = self._of(sequence)
-            if drafting.plain:
-                continue
-            if most := self._length(drafting.acceptance, least):
-                wanted.append((sequence, most))
-            else:
-                drafting.acceptance += _RECOVERY
-                self._usual += _RECOVERY_OF_ALL * (1 - self._usual)
-        groups = [[each] for each in wanted] if self._model is None else [wanted]
-        found = [tokens for group in groups for tokens in self._ask(group)]
+        if self._model is None:
+            wanted = self._for_histories(decodes)
+            found = [tokens for each in wanted for tokens in self._ask([each])]
+        else:
+            self._spare_s += _TRIALS * self._step_s(decodes)
+            wanted, is_trial = self._for_model(self._model, decodes)
+            if is_trial:
+                self._spare_s = 0.0
+            found = self._ask(wanted) if wanted else []
         drafts = zip(wanted, found, strict=True)
         return [Draft(sequence, sequence.num_tokens, tokens) for (sequence, _), tokens in drafts if tokens]
 
@@ -121,6 +122,43 @@ class Speculator:
         while length < self._options.num_tokens and probability > least:
             length, probability = length + 1, probability * acceptance
         return length
+
+    def _for_histories(self, decodes: list[Sequence]) -> list[tuple[Sequence, int]]:
+        """Return which sequences look into their own tokens, for how many."""
+        least, wanted = self._row_cost(decodes), []
+        for sequence in decodes:
+            drafting = self._of(sequence)
+            if drafting.plain:
+                continue
+            if most := self._length(drafting.acceptance, least):
+                wanted.append((sequence, most))
+            else:
+                drafting.acceptance += _RECOVERY
+                self._usual += _RECOVERY_OF_ALL * (1 - self._usual)
+        return wanted
+
+    def _for_model(
+        self, model: DraftModel, decodes: list[Sequence]
+    ) -> tuple[list[tuple[Sequence, int]], bool]:
+        """Return for which sequences the draft model is asked, for how many tokens, and whether one of them
+        is a trial.
+
+        It computes what it lacks of a sequence if the tokens that are left save more time than that takes,
+        and else as a trial, for which there must be time to spare.
+        """
+        least, share_s = self._row_cost(decodes), self._step_s(decodes) / len(decodes)
+        wanted, is_trial = [], False
+        for sequence in decodes:
+            drafting = self._of(sequence)
+            if drafting.plain:
+                continue
+            missing_s, most = model.missing_s(sequence), self._length(drafting.acceptance, least)
+            if most and _saved(sequence, drafting.acceptance, most, least) * share_s >= missing_s:
+                wanted.append((sequence, most))
+            elif not is_trial and self._spare_s > missing_s + least * share_s:
+                is_trial = True
+                wanted.append((sequence, max(most, 1)))
+        return wanted, is_trial
 
     def _ask(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
         """Return what is proposed. After an error these sequences decode plainly."""
@@ -147,6 +185,17 @@ class Speculator:
             proposer = None if plain or self._make is None else self._make()
             sequence.drafting = _Drafting(proposer, plain, self._usual)
         return sequence.drafting
+
+
+def _saved(sequence: Sequence, acceptance: float, most: int, least: float) -> float:
+    """Return how many steps a sequence saves until its end at most, with ``most`` proposed tokens each time.
+
+    A step takes 1 + most * least times as long, for 1 + p + ... + p ** most tokens: p is the probability
+    that one is accepted (Leviathan et al., 2023, theorem 3.8).
+    """
+    num_left = sequence.sampling.max_tokens - (sequence.num_tokens - sequence.num_prompt_tokens)
+    tokens_a_step = sum(acceptance**i for i in range(most + 1))
+    return num_left * (1 - (1 + most * least) / tokens_a_step)
 
 
 def _may_speculate(sequence: Sequence) -> bool:

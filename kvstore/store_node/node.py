@@ -219,6 +219,8 @@ class StoreNode(node_pb2_grpc.NodeServicer):
             pid=os.getpid(),
             rpc_address=self._rpc_address,
             metrics_url=self._metrics_url,
+            region=self.config.node.region,
+            zone=self.config.node.zone,
             extra={
                 "machine": describe_machine(),
                 "version": own_version(),

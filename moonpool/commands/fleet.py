@@ -213,17 +213,25 @@ def rollout_view(found: dict[str, Any]) -> RenderableType:
 
 def fleet_view(found: dict[str, Any]) -> RenderableType:
     """A table with a row for each node."""
-    table = plain_table(_TEXTS, _FIGURES)
+    has_regions = any(node.get("region") for node in found["nodes"])
+    table = plain_table((*_TEXTS, "region") if has_regions else _TEXTS, _FIGURES)
     for node in sorted(found["nodes"], key=lambda node: (node["role"] != "prefill", node["node_id"])):
         states = ", ".join(sorted(set(node["states"]))) or "not in the index"
         supplied = node["supplied"] or {"state": "by others", "reason": ""}
-        row = (node["node_id"], node["role"], states, supplied["state"], supplied["reason"])
+        row = [node["node_id"], node["role"], states, supplied["state"], supplied["reason"]]
+        if has_regions:
+            row.append(region_of(node))
         table.add_row(*row, str(node["num_requests"]))
     provider = found["provider"] or "none: nodes are started and stopped by others"
     parts: list[RenderableType] = [Text(f"provider: {provider}", style="bold"), table]
     if found["trouble"]:
         parts.append(Text(f"the provider does not answer: {found['trouble']}", style="yellow"))
     return Group(*parts)
+
+
+def region_of(node: dict[str, Any]) -> str:
+    """Its region, with its zone if it has one, such as ``eu/a``."""
+    return "/".join(filter(None, (node.get("region"), node.get("zone"))))
 
 
 def plan_view(found: dict[str, Any]) -> RenderableType:

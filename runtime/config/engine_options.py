@@ -61,8 +61,8 @@ class ParallelOptions(Section, name="engine.parallel"):
     pp_layers: str = option(
         "",
         "layers",
-        "pipeline parallel: layers of each stage, such as 17+7; empty: equal numbers. `moonpool doctor` says "
-        "which ones balance, by measured seconds",
+        "pipeline parallel: layers of each stage, such as 17+7; empty: balanced by the weights that a step "
+        "reads and multiplies by. `moonpool doctor` says which ones balance by measured seconds",
     )
     ep: int = option(1, "ranks", "expert parallel: TP ranks that MoE experts are distributed over", least=1)
     expert_plan_path: str = option(
@@ -116,6 +116,14 @@ class ParallelOptions(Section, name="engine.parallel"):
     start_timeout_s: float = option(
         120.0, "seconds", "longest time without progress while the ranks start and load", above=0
     )
+    micro_batches: int = option(
+        0,
+        "micro-batches",
+        "pipeline parallel: parts of the decoding sequences; while one is in a stage, others are in other "
+        "stages; 0: as many as stages",
+        least=0,
+        most=8,
+    )
     micro_batch_tokens: int = option(
         128, "tokens", "pipeline parallel: most prompt tokens in one micro-batch", least=1
     )
@@ -146,6 +154,11 @@ class ParallelOptions(Section, name="engine.parallel"):
             "an address of this machine and a port that the other machines reach, such as 10.0.0.1:7400",
             self.listen,
         )
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Parts of the decoding sequences; at most 8, the steps that a group's board has room for."""
+        return self.micro_batches or min(self.pp, 8)
 
     @property
     def world_size(self) -> int:

@@ -19,6 +19,10 @@ class NodeOptions(Section, name="node"):
         "what store nodes that fail together have in common: copies of an object go to different ones; "
         "empty: the machine",
     )
+    region: str = option(
+        "", "name", "region of this node or conductor, such as eu: what tenants may be confined to"
+    )
+    zone: str = option("", "name", "zone within node.region; shown only")
     orphan_s: float = option(
         5.0, "seconds", "how long a decode node keeps the requests of a conductor that reads no tokens"
     )
@@ -111,6 +115,12 @@ class ConductorOptions(Section, name="conductor"):
         "queue: prompts that wait are placed again where another node would begin a second sooner; empty: "
         "only when asked",
         choices=("drain", "defragment", "hot-spot", "priority", "queue"),
+    )
+    region_links: tuple[str, ...] = option(
+        (),
+        "links",
+        "what lies between regions (node.region), each A:B [rtt_ms=MS] [gbit_s=RATE] [price_gb=MONEY], the "
+        "money in the currency of model.price",
     )
     replicate_nbytes_per_s: int = option(
         256 << 20,

@@ -40,6 +40,7 @@ class Job:
     computing_s: float = 0.0  # start of the prefill
     since_s: float = 0.0  # time of its latest token
     first_token_s: float = -1.0
+    rtt_s: float = 0.0  # between its prefill node and where it comes from
     done_s: float = -1.0
     rejected: str = ""  # the stage
     num_produced: int = 0

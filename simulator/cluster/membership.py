@@ -6,14 +6,17 @@ import random
 from collections.abc import Sequence
 
 from moonpool.conductor.admission.rejection import DecodeOutlook
+from moonpool.conductor.admission.tenants import may_hold
 from moonpool.conductor.costs.links import LinkModel
 from moonpool.conductor.costs.model import CostModel
+from moonpool.conductor.costs.regions import NEAR, RegionLink, RegionLinks
 from moonpool.conductor.placing.cluster_view import ClusterView
 from moonpool.conductor.placing.node_table import NodeTable
 from moonpool.conductor.placing.node_view import NodeView
 from moonpool.kvstore.blocks.keys import KEY_NBYTES
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.index.block_map import BlockMap
+from moonpool.kvstore.index.key_table import PlainKeyTable
 from moonpool.kvstore.index.redis.node_record import stages_of
 from moonpool.simulator.cluster.clock import Clock
 from moonpool.simulator.cluster.job import Job
@@ -31,9 +34,16 @@ class Cluster:
         hardware = scenario.hardware
         decode_hardware = scenario.decode_hardware or hardware
         rate = min(hardware.network_nbytes_per_s, decode_hardware.network_nbytes_per_s)
-        self.network = Network(clock, nbytes_per_s=rate, latency_s=hardware.network_latency_s)
+        self.network = Network(
+            clock, nbytes_per_s=rate, latency_s=hardware.network_latency_s, between=self.between
+        )
         self.costs = CostModel()
-        self.links = LinkModel(latency_s=hardware.network_latency_s, nbytes_per_s=rate, connect_s=0.0)
+        self.links = LinkModel(
+            latency_s=hardware.network_latency_s,
+            nbytes_per_s=rate,
+            connect_s=0.0,
+            regions=RegionLinks.parse(scenario.region_links, node_price=scenario.node_price),
+        )
         self.costs.links = self.links
         self._reality = Reality(scenario.errors, scenario.seed)
         self.block_nbytes = scenario.block_tokens * hardware.kv_token_nbytes
@@ -45,7 +55,8 @@ class Cluster:
         self.decode = NodeTable()
         self._scenario = scenario
         self._clock = clock
-        self._index = BlockMap()
+        # Single blocks change here most often, and a dict has no call of a library.
+        self._index = BlockMap(PlainKeyTable)
         self._hardware = {"prefill": hardware, "decode": decode_hardware, "both": hardware}
         self._on_prefilled = on_prefilled
         self._on_decoded = on_decoded
@@ -60,6 +71,12 @@ class Cluster:
         for role, count in counts.items():
             for _ in range(count):
                 self.join(role)
+
+    def between(self, source: str, target: str) -> RegionLink:
+        """What lies between two nodes."""
+        if not self.links.regions:
+            return NEAR
+        return self.links.regions.between(self.links.region_of(source), self.links.region_of(target))
 
     def keys_of(self, request: TraceRequest) -> list[bytes]:
         """Return the keys of the prompt's full blocks."""
@@ -94,6 +111,9 @@ class Cluster:
             on_decoded=self._on_decoded,
             on_load=self._touch,
         )
+        regions = self._scenario.regions
+        node.view.region = regions[number % len(regions)] if regions else ""
+        self.links.place(name, node.view.region)
         self.nodes[node.node_id] = node
         self._roles[node.node_id] = role
         self.ordered_s[node.node_id] = self._clock.now_s if ordered_s is None else ordered_s
@@ -172,10 +192,21 @@ class Cluster:
         for view in self.decode:
             self.nodes[view.node_id].refresh()
         keys = job.keys
+        prefill, decode = self.prefill, self.decode
         prefixes = self._index.longest_prefix(keys)
+        if regions := job.request.regions:
+            prefill, decode = (
+                NodeTable(view for view in table if may_hold(regions, view.region))
+                for table in (prefill, decode)
+            )
+            prefixes = {
+                node_id: num_blocks
+                for node_id, num_blocks in prefixes.items()
+                if may_hold(regions, self.links.region_of(node_id))
+            }
         return ClusterView(
-            prefill=self.prefill,
-            decode=self.decode,
+            prefill=prefill,
+            decode=decode,
             prefix_blocks=prefixes,
             slow_blocks=self._slow(keys, prefixes),
             links=self.links,

@@ -120,7 +120,16 @@ class Moves:
                 left = self._longest - so_far
                 expected = self._lengths.expected(job.request.input_tokens, so_far, max(left, 1))
                 jobs[name] = job
-                running.append(Running(name, node_id, job.request.input_tokens + so_far, expected))
+                running.append(
+                    Running(
+                        name,
+                        node_id,
+                        job.request.input_tokens + so_far,
+                        expected,
+                        regions=job.request.regions,
+                        region=node.view.region,
+                    )
+                )
             waiting += [
                 Waiting(str(job.number), node_id, job.num_tokens, 0, True)
                 for job in node.waiting_for_blocks()

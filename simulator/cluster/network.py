@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from moonpool.conductor.costs.regions import NEAR, RegionLink
 from moonpool.simulator.cluster.clock import Clock, Event
 
 
@@ -26,17 +27,27 @@ class Flow:
 class Network:
     """A link out and a link in for every node. A flow gets the smaller of its even parts of both.
 
-    ``factors``: by node, its link's bandwidth over ``nbytes_per_s``.
+    ``factors``: by node, its link's bandwidth over ``nbytes_per_s``. A flow between regions is not faster
+    than their link, which each has for itself, and costs money: ``egress`` in all.
     """
 
-    def __init__(self, clock: Clock, *, nbytes_per_s: float, latency_s: float) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        *,
+        nbytes_per_s: float,
+        latency_s: float,
+        between: Callable[[str, str], RegionLink] = lambda source, target: NEAR,
+    ) -> None:
         self._clock = clock
         self._nbytes_per_s = nbytes_per_s
         self._latency_s = latency_s
         # Dicts keep the order of flows; sets would make it depend on memory addresses.
         self._out: dict[str, dict[Flow, None]] = defaultdict(dict)
         self._in: dict[str, dict[Flow, None]] = defaultdict(dict)
+        self._between = between
         self.moved_nbytes = 0.0
+        self.egress = 0.0
         self.factors: dict[str, float] = {}
 
     def start(self, source: str, target: str, nbytes: float, done: Callable[[], None]) -> Flow:
@@ -57,9 +68,14 @@ class Network:
     def _remove(self, flow: Flow) -> None:
         if flow in self._out[flow.source]:
             self._settle(flow)
-            self.moved_nbytes += flow.nbytes - max(flow.left_nbytes, 0.0)
+            self.sent(flow.source, flow.target, flow.nbytes - max(flow.left_nbytes, 0.0))
             del self._out[flow.source][flow], self._in[flow.target][flow]
             self._share(flow.source, flow.target)
+
+    def sent(self, source: str, target: str, nbytes: float) -> None:
+        """Count bytes that were moved, by a flow or beside all flows."""
+        self.moved_nbytes += nbytes
+        self.egress += nbytes * self._between(source, target).price
 
     def _share(self, source: str, target: str) -> None:
         """Update the rates of all flows on the links out of ``source`` and into ``target``."""
@@ -67,7 +83,8 @@ class Network:
             self._settle(flow)
             out = self.factors.get(flow.source, 1.0) / len(self._out[flow.source])
             into = self.factors.get(flow.target, 1.0) / len(self._in[flow.target])
-            flow.rate = self._nbytes_per_s * min(out, into)
+            most = self._between(flow.source, flow.target).nbytes_per_s
+            flow.rate = min(self._nbytes_per_s * min(out, into), most)
             if flow.end is not None:
                 flow.end.cancel()
             flow.end = self._clock.at(self._clock.now_s + flow.left_nbytes / flow.rate, self._end, flow)
@@ -81,4 +98,5 @@ class Network:
         flow.left_nbytes = 0.0
         flow.since_s = self._clock.now_s
         self._remove(flow)
-        flow.end = self._clock.at(self._clock.now_s + self._latency_s, flow.done)
+        latency_s = self._latency_s + self._between(flow.source, flow.target).rtt_s
+        flow.end = self._clock.at(self._clock.now_s + latency_s, flow.done)

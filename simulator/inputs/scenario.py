@@ -8,7 +8,7 @@ from typing import Literal
 
 from moonpool.conductor.admission.rejection import REJECTIONS
 from moonpool.conductor.observing.slo import Slo
-from moonpool.conductor.placing.policies import POLICIES
+from moonpool.conductor.placing.policies import POLICIES, Policy
 from moonpool.conductor.planning.plan import Rules
 from moonpool.kvstore.eviction import POLICIES as EVICTION_POLICIES
 from moonpool.runtime.errors import ConfigError
@@ -64,6 +64,10 @@ class Scenario:
     replicate_nbytes_per_s: float = 0.0  # for copies of hot prefixes; 0: none
     events: Sequence[ClusterEvent] = ()
     elastic: Elastic | None = None  # None: as many nodes as at first
+    regions: Sequence[str] = ()  # of the nodes of each role, in turn; empty: they have none
+    region_links: Sequence[str] = ()  # conductor.region_links
+    node_price: float = 1.0  # of a second: model.price
+    chooser: Policy | None = None  # instead of ``policy``: one that is no option
     errors: Errors = field(default_factory=Errors)  # of what the scheduler believes
     seed: int = 1
 
@@ -97,6 +101,11 @@ class Scenario:
         """Return the capacities of pool, host and SSD of one node, in blocks."""
         size = self.block_tokens
         return max(hardware.pool_tokens // size, 1), hardware.host_tokens // size, hardware.ssd_tokens // size
+
+    @property
+    def placement(self) -> Policy:
+        """The placement policy."""
+        return self.chooser or POLICIES[self.policy]
 
     @property
     def num_gpus(self) -> int:

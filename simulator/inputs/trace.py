@@ -10,6 +10,7 @@ from typing import Annotated
 
 import msgspec
 
+from moonpool.conductor.admission.tenants import EVERYWHERE, Regions
 from moonpool.runtime.errors import ConfigError
 
 # Tokens of one id in a Mooncake trace.
@@ -37,12 +38,18 @@ class TraceInvalid(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """``block_ids``: one for each started block of the prompt; equal ids mean equal prefixes."""
+    """``block_ids``: one for each started block of the prompt; equal ids mean equal prefixes.
+
+    ``origin``: the region that it comes from; ``regions``: those that it is confined to, no others' blocks of
+    the same ids included.
+    """
 
     arrival_s: float
     input_tokens: int
     output_tokens: int
     block_ids: tuple[int, ...]
+    origin: str = ""
+    regions: Regions = EVERYWHERE
 
 
 def load_trace(path: Path, *, block_tokens: int = BLOCK_TOKENS) -> list[TraceRequest]:

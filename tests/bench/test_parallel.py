@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from moonpool.bench.engine.model_shapes import MIXTURE
 from moonpool.bench.parallel import experts, handover
+from moonpool.bench.parallel.bubble import ROWS
 from moonpool.bench.parallel.command import parallel
 from moonpool.bench.parallel.handover import Pools, StridedCopy
 from moonpool.bench.parallel.steps import BATCH, CONTEXT
@@ -72,6 +73,22 @@ def test_stages_on_two_machines_beside_one(tmp_path: Path) -> None:
     assert two["peer_value"] == one["value"] > 0
     for metric in ("batch to the ranks", "until all are done", "an exchange"):
         assert rows[f"tp 1 × pp 2, 2 machines on loopback, {case}", metric]["peer"] == "one machine"
+
+
+@pytest.mark.slow
+def test_the_bubble_of_two_stages(tmp_path: Path) -> None:
+    plot_path = tmp_path / "plot.svg"
+    rows = measured(tmp_path, "--bubble", "--plot", str(plot_path))
+    assert {case.partition(", decode")[0] for case, _ in rows} == {
+        *("one process", "pp 2, 1 micro-batches", "pp 2, 2 micro-batches")
+    }
+    for count in (1, 2):
+        case = f"pp 2, {count} micro-batches, decode, {count * ROWS} sequences, context 64"
+        assert 0 < rows[case, "bubble"]["value"] < 1
+        assert rows[case, "bubble"].get("limit_value") == (0.1 if count == 2 else None)
+        assert rows[case, "decode throughput"]["peer"] == "one process"
+        assert rows[case, "decode throughput, a stage's"]["peer"] == f"one process, {ROWS} sequences"
+    assert "micro-batches of the pipeline" in plot_path.read_text()
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from itertools import pairwise
 
 import pytest
@@ -163,3 +164,26 @@ async def test_without_length_or_chunks_the_end_is_the_connections() -> None:
         async with HttpClient(f"http://{host}:{port}") as http:
             assert read_json(await http.get("/")) == (200, [1, 2])
             assert read_json(await http.get("/")) == (200, [1, 2])
+
+
+async def test_after_a_pause_no_connection_from_before_is_used() -> None:
+    """A server that was stopped closes them when it goes on, each at the next request perhaps."""
+    paused = False
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        before = not paused
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                if paused and before:
+                    break
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        writer.close()
+
+    listener = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = listener.sockets[0].getsockname()[1]
+    async with listener, HttpClient(f"http://127.0.0.1:{port}") as http:
+        await http.warm(2)
+        await asyncio.gather(http.get("/"), http.get("/"))
+        paused = True
+        http.drop_idle()
+        await asyncio.gather(http.get("/"), http.get("/"))

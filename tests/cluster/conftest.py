@@ -17,7 +17,7 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
-from moonpool.client import Client
+from moonpool.client import Client, Reply
 from moonpool.errors import ApiError
 from moonpool.local.cluster import LocalCluster
 from moonpool.runtime import rpc
@@ -82,6 +82,26 @@ async def migrate(client: Client, request_id: str, target: str = "") -> list[dic
         except ApiError as error:
             if "the source goes on" not in str(error):
                 raise
+
+
+async def complete_and_move(
+    client: Client, prompt: str, num_moves: int, **parameters: Any
+) -> tuple[Reply, list[dict[str, Any]]]:
+    """A whole answer, and the moves of its request, one after every fifth piece. On a busy machine the nodes
+    may be done before this process has read so far: then another request."""
+    for _ in range(5):
+        reply, moves, runs = Reply(), list[dict[str, Any]](), True
+        async for _ in client.complete(prompt, reply, **parameters):
+            if runs and len(moves) < num_moves and len(reply.pieces_s) >= 5 * (len(moves) + 1):
+                try:
+                    moves += await migrate(client, reply.id)
+                except ApiError as error:
+                    runs = "no request of this id runs here" not in str(error)
+                    if runs:
+                        raise
+        if len(moves) == num_moves:
+            return reply, moves
+    pytest.fail(f"five times the request had ended before it had moved {num_moves} times")
 
 
 def another(cluster: LocalCluster, name: str, role: str, *options: str) -> Child:

@@ -17,7 +17,7 @@ from moonpool.local.cluster import LocalCluster
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.errors import RemoteError
-from tests.cluster.conftest import channel_as, eventually, kill, migrate, nodes, small_config
+from tests.cluster.conftest import channel_as, complete_and_move, eventually, kill, nodes, small_config
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -159,13 +159,10 @@ async def switch(cluster: LocalCluster, client: Client, name: str, role: str, li
 
 async def test_a_request_moves_to_and_fro(both: Client) -> None:
     """It follows the same request on a node that served its prefill, and comes back to its own blocks."""
-    expected, reply = Reply(), Reply()
-    moves: list[dict[str, Any]] = []
+    expected = Reply()
     async for _ in both.complete(PROMPT, expected, **LONG):
         pass
-    async for _ in both.complete(PROMPT, reply, **LONG):
-        if len(moves) < 2 and len(reply.pieces_s) >= 10 * (len(moves) + 1):
-            moves += await migrate(both, reply.id)
+    reply, moves = await complete_and_move(both, PROMPT, 2, **LONG)
     assert reply.text == expected.text
     assert [one["target"] for one in moves] == [one["source"] for one in reversed(moves)]
     await eventually(lambda: idle(both))

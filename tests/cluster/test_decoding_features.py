@@ -19,10 +19,9 @@ import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
 from moonpool.client import Client, Reply
-from moonpool.errors import ApiError
 from moonpool.local.cluster import LocalCluster
 from moonpool.runtime.config.engine_options import SpeculativeOptions
-from tests.cluster.conftest import eventually, kill, migrate, small_config
+from tests.cluster.conftest import complete_and_move, eventually, kill, small_config
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
@@ -157,18 +156,5 @@ async def test_a_move_does_not_change_the_text(
 ) -> None:
     parameters = {"max_tokens": 2 * NUM_TOKENS, **FEATURES[feature], **sampling}
     expected = await whole(client, "In the beginning ", **parameters, speculation=False)
-    for _ in range(5):
-        reply, num_moves, has_ended = Reply(), 0, False
-        async for _ in client.complete("In the beginning ", reply, **parameters):
-            if num_moves < 2 and not has_ended and len(reply.pieces_s) >= 5 * (num_moves + 1):
-                try:
-                    num_moves += len(await migrate(client, reply.id))
-                except ApiError as error:
-                    # The nodes are done, and this process has not read it all.
-                    has_ended = "no request of this id runs here" in str(error)
-                    if not has_ended:
-                        raise
-        assert reply.text == expected.text
-        if num_moves == 2:
-            return
-    pytest.fail("five times the request had ended before it had moved twice")
+    reply, _ = await complete_and_move(client, "In the beginning ", 2, **parameters)
+    assert reply.text == expected.text

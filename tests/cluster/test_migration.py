@@ -10,7 +10,7 @@ import pytest
 from moonpool.client import Client, Reply
 from moonpool.errors import ApiError
 from moonpool.local.cluster import LocalCluster
-from tests.cluster.conftest import eventually, migrate, nodes
+from tests.cluster.conftest import complete_and_move, eventually, nodes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -32,12 +32,7 @@ async def events_of(client: Client, request_id: str, name: str) -> list[dict[str
 
 async def moved(client: Client, prompt: str, num_moves: int = 3, **parameters: Any) -> Reply:
     """A whole answer whose request moved ``num_moves`` times, to and fro."""
-    reply = Reply()
-    moves: list[dict[str, Any]] = []
-    async for _ in client.complete(prompt, reply, **{**GREEDY, **parameters}):
-        if len(moves) < num_moves and len(reply.pieces_s) >= 5 * (len(moves) + 1):
-            moves += await migrate(client, reply.id)
-    assert len(moves) == num_moves
+    reply, moves = await complete_and_move(client, prompt, num_moves, **{**GREEDY, **parameters})
     assert all(one["source"] == other["target"] for one, other in zip(moves[1:], moves, strict=False))
     return reply
 

@@ -96,7 +96,7 @@ class ScriptedNode(
         self.node_id, self.role, self.script = node_id, role, script
         self.held: dict[BlockKey, Tier] = {}
         self.load = NodeLoad(num_blocks=4096, free_blocks=4096)
-        self.state = "ready"
+        self.state, self.region, self.zone = "ready", "", ""
         self.profile = {"prefill_base_s": 1e-3, "prefill_token_s": 1e-5, "decode_base_s": 1e-3}
         self.num_cached_tokens, self.compute_s = 16, 1e-3  # of every prefill, as it says
         self.spent: dict[str, float] = {}  # of every message with a token: fields of TokenOut
@@ -185,6 +185,8 @@ class ScriptedNode(
             extra={**self.record.extra, "adapters": [version, len(self.adapters)]},
             rpc_address=address,
             state=self.state,
+            region=self.region,
+            zone=self.zone,
             load=self.load,
             profile=self.profile,
             kv_address=kv.SerializeToString(),
@@ -490,13 +492,14 @@ async def running(
     lease_ttl_s: float = LEASE_TTL_S,
     provider: Provider | None = None,
     planner: PlannerOptions | None = None,
+    region: str = "",
     **options: Any,
 ) -> AsyncIterator[Cluster]:
     """A cluster of these nodes on the Redis at ``url``; ``options`` are the conductor's."""
     client = connect(url)
     index_options = IndexOptions(redis_url=url, namespace=namespace, lease_ttl_s=lease_ttl_s)
     conductor = Conductor(
-        MODEL, ConductorOptions(**options), index_options, provider=provider, planner=planner
+        MODEL, ConductorOptions(**options), index_options, provider=provider, planner=planner, region=region
     )
     cluster = Cluster(KVIndex(client, namespace), conductor, lease_ttl_s)
     await conductor.start()

@@ -182,6 +182,8 @@ async def test_a_target_that_dies_after_the_switch(redis: RedisProcess) -> None:
 
         async def dies(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
             if work.attempt == 1 and index == STOP + 2:
+                # Before, the source would go on.
+                await it.cluster.until(lambda: "migrated" in it.cluster.names("r"))
                 await node.die()
 
         it.target.script = dies

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
+from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -48,7 +51,7 @@ async def test_the_engine_with_the_prefix_gets_the_request(url: str) -> None:
         missing = [key for key in keys_of(body["prompt"]) if key not in engine.held]
         await asyncio.sleep(0.01 + 0.01 * len(missing) if index == 0 else 0)
 
-    async with running(url, namespace="prefix", engine_key=KEY) as cluster:
+    async with running(url, namespace="prefix", engine_key=KEY, policy="local-cache") as cluster:
         servers = [EngineServer(f"e{i}", computes) for i in range(3)]
         async with engines(cluster, *servers):
             mirror = cluster.conductor._deps.registry.mirror
@@ -217,6 +220,9 @@ async def test_an_engine_is_told_whose_quota_counts(url: str) -> None:
 
 
 async def test_costs_are_learned(url: str) -> None:
+    """Those that were there: on a busy machine a sleep of 2 ms takes longer."""
+    gaps_s: list[float] = []
+
     async def paced(engine: EngineServer, body: dict[str, Any], index: int) -> None:
         await asyncio.sleep(len(body["prompt"]) * 1e-3 if index == 0 else 2e-3)
 
@@ -224,10 +230,12 @@ async def test_costs_are_learned(url: str) -> None:
         engine = EngineServer("e0", paced)
         async with engines(cluster, engine):
             for i, length in enumerate((50, 100, 150, 50, 100, 150)):
-                await cluster.events(request(f"r{i}", prompt=[i] * length, max_tokens=20))
+                stream = cluster.conductor.generate(request(f"r{i}", prompt=[i] * length, max_tokens=20))
+                times = [time.perf_counter() async for _ in stream]
+                gaps_s += [after - before for before, after in pairwise(times)]
             [member] = cluster.conductor._deps.registry.members.values()
             profile = member.view.cost.profile
             assert profile.prefill_s(120, 0) == pytest.approx(0.12, rel=0.25)
-            assert 2e-3 <= profile.step_s(1, 100) <= 6e-3
+            assert profile.step_s(1, 100) == pytest.approx(fmean(gaps_s), rel=0.5)
             errors = cluster.conductor.cluster()["prediction_errors"]
             assert errors["prefill"]["count"] == 2

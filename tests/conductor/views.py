@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from moonpool.conductor.costs.links import LinkModel
 from moonpool.conductor.costs.model import NodeCost, Profile
 from moonpool.conductor.observing.slo import Slo
@@ -23,7 +25,7 @@ PROFILE = Profile(
 REQUEST = PlaceRequest(num_tokens=1000, remaining_tokens=100, expected_tokens=50, deadline_s=60.0)
 
 
-def node(node_id: str, *, queue_s: float = 0.0, **facts: float) -> NodeView:
+def node(node_id: str, *, queue_s: float = 0.0, **facts: Any) -> NodeView:
     view = NodeView(node_id, NodeCost(PROFILE), num_free_blocks=1000)
     if queue_s:
         view.queue.add("running", order_s=0.0, compute_s=queue_s, now_s=0.0)

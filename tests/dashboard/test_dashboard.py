@@ -268,6 +268,24 @@ async def test_replicas_are_drawn_inside_their_node(page: Page, cluster: LocalCl
     await expect(node).to_have_class(re.compile("good"), timeout=60_000)
 
 
+async def test_regions_are_a_column_once_a_node_has_one(page: Page, cluster: LocalCluster) -> None:
+    await show(page, "Fleet")
+    await expect(page.locator("#nodes thead th")).to_have_count(10)
+    async with cluster.client() as client, aclosing(client.live()) as live:
+        now = await anext(live)
+    draw = """async ([now, places]) => {
+        const { take } = await import('/static/dashboard.js');
+        for (const node of now.cluster.nodes) [node.region, node.zone] = places[node.role];
+        take({ ...now, unix_s: 4e9 });
+        const rows = [...document.querySelectorAll('#nodes tbody tr[data-key]')];
+        const title = document.querySelector('#nodes thead th:last-child').textContent;
+        return [title, rows.map((row) => row.cells[10]?.textContent).sort()];
+    }"""
+    places = {"prefill": ["eu", "a"], "decode": ["", ""]}
+    title, cells = await page.evaluate(draw, [now, places])
+    assert title == "region" and cells == ["", "", "", "", "eu/a"]  # decode nodes and replicas
+
+
 async def test_a_day_of_other_nodes_and_requests_leaves_no_trace(page: Page, cluster: LocalCluster) -> None:
     """Snapshots in which everything has a new name each second: the page has as many elements as before."""
     async with cluster.client() as client, aclosing(client.live()) as live:

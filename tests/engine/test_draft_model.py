@@ -40,6 +40,7 @@ def model_of(driver: Driver) -> DraftModel:
     speculator = driver.engine._scheduler.speculator
     assert isinstance(speculator, Speculator)
     speculator._row_cost = lambda decodes: 0.0
+    speculator._step_s = lambda decodes: 60.0
     model = speculator._model
     assert model is not None
     return model

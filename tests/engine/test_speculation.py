@@ -109,6 +109,43 @@ def test_good_proposals_get_longer_and_costly_ones_are_not_made() -> None:
     assert drafts(speculator, sequence, sequence_of([1])) == []
 
 
+class CostlyModel:
+    """A draft model that lacks a second's work of each new sequence, and proposes what is right or wrong."""
+
+    def __init__(self) -> None:
+        self.known: set[int] = set()
+        self.spent_s = 0.0
+
+    def missing_s(self, sequence: Sequence) -> float:
+        return 0.0 if id(sequence) in self.known else 1.0
+
+    def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
+        self.spent_s += sum(self.missing_s(sequence) for sequence, _ in wanted)
+        self.known |= {id(sequence) for sequence, _ in wanted}
+        return [[1] * most for _, most in wanted]
+
+
+@pytest.mark.parametrize(("right", "lengths"), [(True, {1000}), (False, {1000}), (True, {20})])
+def test_a_draft_model_catches_up_where_that_pays_off_or_as_a_trial(right: bool, lengths: set[int]) -> None:
+    """A trial takes a hundredth of the time at most; a sequence of 20 tokens saves less than a second."""
+    model, num_steps, proposed = CostlyModel(), 0, 0
+    options = SpeculativeOptions(method="draft", num_tokens=4)
+    speculator = Speculator(options, lambda decodes: 0.1, lambda decodes: 0.01, model)  # type: ignore[arg-type]
+    for number in range(30):
+        sequence = sequence_of([number, 2, 3], max_tokens=max(lengths))
+        for _ in range(max(lengths)):
+            num_steps += 1
+            for draft in drafts(speculator, sequence):
+                proposed += 1
+                speculator.verified(draft, draft.num_tokens if right else 0)
+    if right and max(lengths) == 1000:
+        assert proposed == num_steps, "each sequence saves more than the second that it takes"
+    else:
+        # The first sequences are tried while their proposals are thought to be good.
+        assert model.spent_s <= 12 + 0.01 * 0.01 * num_steps
+        assert proposed < num_steps / 20
+
+
 def test_a_proposer_that_raises_is_not_asked_again() -> None:
     class Broken(NgramProposer):
         def propose(self, sequence: Sequence, most: int) -> list[int]:

@@ -304,8 +304,8 @@ async def test_nothing_leaks_over_many_killed_peers(
             await Cycle(agent, transport, turn).run()
             if turn == 99:
                 before = resources()
-            # The region of the peer that was just lost may still be mapped, or not: the least of eight cycles,
-            # which end in every way, is without it.
+            # The region of the peer that was just lost may still be mapped. The least of eight cycles, which
+            # end in every way, is without it.
             if turn % 100 == 92:
                 resident.append(resident_nbytes())
             elif turn % 100 > 92:

@@ -17,12 +17,14 @@ from moonpool.transfer.connections.wire import PAGE_NBYTES
 from moonpool.transfer.memory.chunks import split_runs, vectors, windows
 from moonpool.transfer.native import libc
 from moonpool.transfer.native.arrays import U64, address_of
+from moonpool.transfer.native.compiled_copy import Reply, compiled_copy
 
 _TIMEVAL = struct.Struct("ll")
 # From this size on aligned bytes gain more than padding costs.
 _ALIGNED_NBYTES = 256 << 10
 _LINGER_RESET = struct.pack("ii", 1, 0)
-# tcpi_bytes_acked and tcpi_bytes_received of struct tcp_info.
+# Of struct tcp_info: tcpi_rtt, in microseconds; tcpi_bytes_acked and tcpi_bytes_received.
+_ROUND_TRIP = struct.Struct("68xI")
 _ACKED_AND_RECEIVED = struct.Struct("120xQQ")
 
 
@@ -72,6 +74,13 @@ class ByteStream:
             table = np.concatenate((table, self._table(address, nbytes)))
         self._sent_nbytes += self._each(table, self._send_vectors, socket.MSG_NOSIGNAL)
 
+    def ask_now(self, request: bytes, reply: Reply, wait_s: float) -> bytes | None:
+        """``CompiledCopy.ask_now``. None: also without a compiler, and with TLS."""
+        compiled = compiled_copy()
+        came = None if compiled is None else compiled.ask_now(self._fd, request, reply, wait_s)
+        self._sent_nbytes += 0 if came is None else len(request)
+        return came
+
     def receive_into(self, address: U64, nbytes: U64, wanted: Callable[[], bool] = lambda: True) -> None:
         """Receive into runs of memory. Raises OSError also when not ``wanted()`` any more."""
         self._each(self._table(address, nbytes), self._receive_vectors, socket.MSG_WAITALL, wanted)
@@ -102,6 +111,12 @@ class ByteStream:
         except OSError:
             return 0
         return sum(_ACKED_AND_RECEIVED.unpack(info))
+
+    @property
+    def round_trip_s(self) -> float:
+        """Of a TCP connection, as the kernel has measured it."""
+        info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIP.size)
+        return float(_ROUND_TRIP.unpack(info)[0]) / 1e6
 
     def shut(self) -> None:
         """Make a blocked call fail. Idempotent."""
@@ -187,6 +202,9 @@ class TlsByteStream(ByteStream):
 
     def _receive_vectors(self, fd: int, table: int, count: int, flags: int) -> int:
         return self._each_vector(table, count, self.sock.recv_into)
+
+    def ask_now(self, request: bytes, reply: Reply, wait_s: float) -> bytes | None:
+        return None
 
     @staticmethod
     def _each_vector(table: int, count: int, move: Callable[[memoryview], int]) -> int:

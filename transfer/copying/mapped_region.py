@@ -12,13 +12,12 @@ from moonpool.transfer.copying.peer_memory import Witness
 from moonpool.transfer.copying.pool import INLINE_NBYTES
 from moonpool.transfer.memory.lifeline import lifeline_parts
 from moonpool.transfer.memory.region import Region
-from moonpool.transfer.memory.span import Spans
+from moonpool.transfer.memory.span import Spans, plain_columns
 from moonpool.transfer.native.arrays import address_of
 from moonpool.transfer.native.compiled_copy import CompiledCopy
 
 # `Source` of `read_now.cpp`.
 _SOURCE = struct.Struct("@P16sQQIIi")
-_U32, _U64 = np.dtype(np.uint32), np.dtype(np.uint64)
 
 
 class MappedRegion:
@@ -39,7 +38,7 @@ class MappedRegion:
         self._array = array
         _, (slot, _) = lifeline_parts([region_id])
         self._lifeline = witness.lifeline
-        self._source = _SOURCE.pack(
+        self.source = _SOURCE.pack(
             *(address_of(witness.lifeline), peer.incarnation),
             *(address_of(array), min(nbytes, len(array)), region_id, slot, witness.pidfd),
         )
@@ -52,25 +51,17 @@ class MappedRegion:
         The local bytes are undefined then, and a batch finds out which it is.
         """
         num_spans = len(local.region)
-        offset, nbytes, region_id = local.offset, local.nbytes, local.region
-        there, remote_nbytes, remote_id = remote.offset, remote.nbytes, remote.region
-        # Written out, because a loop would take a microsecond of the ten.
-        if not (
-            (offset.dtype == nbytes.dtype == there.dtype == remote_nbytes.dtype == _U64)
-            and (region_id.dtype == remote_id.dtype == _U32)
-            and (offset.ndim == nbytes.ndim == there.ndim == remote_nbytes.ndim == 1)
-            and (region_id.ndim == remote_id.ndim == 1)
-        ):
+        if not plain_columns(local, remote):
             return 0
         columns = b"".join(
             (
-                *(offset.tobytes(), nbytes.tobytes(), there.tobytes(), remote_nbytes.tobytes(), checksums),
-                *(region_id.tobytes(), remote_id.tobytes()),
+                *(local.offset.tobytes(), local.nbytes.tobytes(), remote.offset.tobytes()),
+                *(remote.nbytes.tobytes(), checksums, local.region.tobytes(), remote.region.tobytes()),
             )
         )
         if len(columns) != (48 if checksums else 40) * num_spans:
             return 0
         return self._read(
-            *(self._source, region.id, region.address, region.nbytes),
+            *(self.source, region.id, region.address, region.nbytes),
             *(num_spans, columns, bool(checksums), INLINE_NBYTES),
         )

@@ -22,6 +22,9 @@ class Span:
     nbytes: int
 
 
+_U32, _U64 = np.dtype(np.uint32), np.dtype(np.uint64)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Spans:
     """Many spans in columns: region uint32 [n], offset uint64 [n], nbytes uint64 [n]."""
@@ -106,6 +109,18 @@ def spans_in(spans: Spans, region_id: int, ids: list[int]) -> Index:
     if len(ids) == 1:
         return np.arange(len(spans))
     return np.flatnonzero(spans.region == region_id)
+
+
+def plain_columns(local: Spans, remote: Spans) -> bool:
+    """Whether the columns have the types and the dimension that ``Spans`` says."""
+    # Written out, because a loop would take a microsecond of the ten of a small read.
+    offset, nbytes, region, there = local.offset, local.nbytes, local.region, remote.offset
+    return bool(
+        (offset.dtype == nbytes.dtype == there.dtype == remote.nbytes.dtype == _U64)
+        and (region.dtype == remote.region.dtype == _U32)
+        and (offset.ndim == nbytes.ndim == there.ndim == remote.nbytes.ndim == 1)
+        and (region.ndim == remote.region.ndim == 1)
+    )
 
 
 def check_pairs(local: Spans, remote: Spans) -> None:

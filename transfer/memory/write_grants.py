@@ -15,6 +15,7 @@ from moonpool.transfer.errors import GrantLapsed, SpanError
 from moonpool.transfer.memory.region import Region
 from moonpool.transfer.memory.span import Spans, region_ids, spans_in
 from moonpool.transfer.native.arrays import U64
+from moonpool.transfer.native.ledger import Ledger
 
 Stop = Callable[[GrantLapsed], object]
 Ranges = dict[int, tuple[U64, U64]]
@@ -83,8 +84,10 @@ class WriteGrants:
     end by themselves, whatever state the writer is in: stopped, dead, or behind a slow network.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, ledger: Ledger | None = None) -> None:
+        """ledger: is told of every grant, and serves small writes."""
         self._loop = loop
+        self._ledger = ledger
         self._lock = threading.Lock()
         # Ids must not be guessed.
         self._rng = SystemRandom()
@@ -100,7 +103,12 @@ class WriteGrants:
         grant = WriteGrant(self, self._rng.getrandbits(63) | 1, _ranges(spans), time.monotonic() + lasts_s)
         with self._lock:
             self._grants[grant.id] = grant
+        self._tell(grant)
         return grant
+
+    def _tell(self, grant: WriteGrant) -> None:
+        if self._ledger is not None:
+            self._ledger.grant(grant.id, grant.ranges, grant.ends_at)
 
     def allow(self, region: Region) -> None:
         """Let all peers write all of ``region``, until it is closed."""
@@ -108,7 +116,8 @@ class WriteGrants:
         with self._lock:
             before = self._grants[STANDING]
             ranges = {**before.ranges, region.id: whole}
-            self._grants[STANDING] = WriteGrant(self, STANDING, ranges, math.inf)
+            grant = self._grants[STANDING] = WriteGrant(self, STANDING, ranges, math.inf)
+        self._tell(grant)
 
     def use(self, grant_id: int, spans: Spans, stop: Stop) -> GrantUse:
         """Begin a write. ``stop``, from any thread, must make it end soon.
@@ -135,6 +144,8 @@ class WriteGrants:
     def revoke(self, grant: WriteGrant, then: Callable[[], None]) -> None:
         with self._lock:
             self._grants.pop(grant.id, None)
+            if self._ledger is not None:
+                self._ledger.grant(grant.id, {}, 0.0)
             users = [use for use in self._uses if use.grant is grant]
             if users:
                 self._revoked.setdefault(grant.id, []).append(then)

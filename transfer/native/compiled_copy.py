@@ -27,10 +27,14 @@ Stop = npt.NDArray[np.uint8]
 NEVER: Stop = np.zeros(1, np.uint8)
 SHORT_NBYTES = 240
 """Checksums of runs up to this size are not computed here."""
+Reply = ctypes.Array[ctypes.c_char]
+"""A buffer for a reply."""
 STRIPE_NBYTES = 64
 """Checksums of several runs process them in stripes of this size."""
 # Up to this size a call takes about 20 µs. Winning the GIL back from a busy thread may take longer.
 _QUICK_NBYTES = 256 << 10
+# So long a reply is awaited with the GIL, for the same reason.
+_SPIN_NS = 30_000
 # More than a core's own cache keeps until the bytes are used.
 _STREAM_NBYTES = 2 << 20
 _BASE_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-w")
@@ -59,6 +63,7 @@ class CompiledCopy:
     """The library's functions."""
 
     def __init__(self, path: Path) -> None:
+        self.path = str(path)
         # Keeps the GIL: winning it back from a busy thread may take longer than the call.
         quick = ctypes.PyDLL(str(path))
         self._call, self._quick = _declare(ctypes.CDLL(str(path))), _declare(quick)
@@ -70,6 +75,21 @@ class CompiledCopy:
             *(bytes_, ctypes.c_uint32, size, size),
             *(ctypes.c_int64, bytes_, ctypes.c_int, size),
         )
+        self._ask_quick, self._ask = quick.moonpool_ask_now, ctypes.CDLL(str(path)).moonpool_ask_now
+        for function in (self._ask_quick, self._ask):
+            function.restype = ctypes.c_int64
+            function.argtypes = (ctypes.c_int, bytes_, size, ctypes.c_void_p, size, size, ctypes.c_int64)
+
+    def ask_now(self, fd: int, request: bytes, reply: Reply, wait_s: float) -> bytes | None:
+        """Send a short request on an idle stream socket, and return its reply; empty, if it is not complete
+        within ``wait_s``. reply: a buffer. None: the request was not sent."""
+        most = len(reply)
+        came = self._ask_quick(fd, request, len(request), reply, most, 0, _SPIN_NS)
+        if came < 0:
+            came = self._ask(fd, None, 0, reply, most, -1 - came, int(wait_s * 1e9))
+        elif not came:
+            return None
+        return ctypes.string_at(reply, max(came, 0))
 
     def move(
         self,

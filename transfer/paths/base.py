@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from moonpool.transfer.connections.wire import RegionInfo
 from moonpool.transfer.copying.attempt import Attempt
@@ -12,6 +13,17 @@ from moonpool.transfer.errors import RegionError
 from moonpool.transfer.memory.chunks import Chunking
 from moonpool.transfer.memory.region import Region
 from moonpool.transfer.memory.span import Spans
+
+
+class WrittenNow(NamedTuple):
+    """nbytes: 0 if not done. unfinished: the connection from which the peer may still take bytes, as in
+    ``Attempt.unfinished_streams``."""
+
+    nbytes: int
+    unfinished: tuple[int, ...] = ()
+
+
+NOT_WRITTEN = WrittenNow(0)
 
 
 class Path(ABC):
@@ -53,6 +65,14 @@ class Path(ABC):
         peer. The local bytes are undefined then.
         """
         return 0
+
+    def write_now(self, local: Spans, remote: Spans, checksums: bytes, grant: int) -> WrittenNow:
+        """Write before this returns, if that takes no longer than posting a batch.
+
+        local: in one region of host memory; nothing else has been checked. checksums: uint64 [n], to verify
+        at the peer, or empty. If it returns 0 bytes, post a batch, which also finds what is wrong.
+        """
+        return NOT_WRITTEN
 
     def progress(self, attempt: Attempt) -> Mapping[object, int]:
         """Per carrier of the attempt a number that changes while bytes move. Empty: it cannot stall."""

@@ -19,7 +19,7 @@ from moonpool.transfer.memory.chunks import Chunking
 from moonpool.transfer.memory.region import Region
 from moonpool.transfer.memory.span import Spans, region_ids
 from moonpool.transfer.native.compiled_copy import compiled_copy
-from moonpool.transfer.paths.base import Path, known_regions
+from moonpool.transfer.paths.base import NOT_WRITTEN, Path, WrittenNow, known_regions
 from moonpool.transfer.paths.tcp.stream_path import StreamPath
 
 
@@ -89,6 +89,12 @@ class ShmPath(Path):
         region_id = remote.region.item(0)
         mapped = self._mapped.get(region_id) or self._find_mapped(region_id)
         return 0 if mapped is None else mapped.read(region, local, remote, checksums)
+
+    def write_now(self, local: Spans, remote: Spans, checksums: bytes, grant: int) -> WrittenNow:
+        info = self._region(remote.region.item(0))
+        if self._streams is None or info is None or info.on_device:
+            return NOT_WRITTEN
+        return self._streams.write_now(local, remote, checksums, grant)
 
     def _find_mapped(self, region_id: int) -> MappedRegion | None:
         """The region, if an earlier batch has mapped it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -54,12 +54,19 @@ class Batch:
     Cancelling an ``await`` cancels the batch, and returns only when nothing touches the local spans any more.
     """
 
-    def __init__(self, owner: BatchOwner, route: PeerRoute, request: BatchRequest) -> None:
+    def __init__(
+        self,
+        owner: BatchOwner,
+        route: PeerRoute,
+        request: BatchRequest,
+        unfinished_streams: Sequence[int] = (),
+    ) -> None:
+        """unfinished_streams: of a write that was begun: see ``Attempt``."""
         self.nbytes = request.nbytes
         self._owner = owner
         self._agent_id = route.agent_id
         self._request = request
-        self._failover = Failover(route, request)
+        self._failover = Failover(route, request, unfinished_streams)
         self._begun = False
         self._task = asyncio.get_running_loop().create_task(self._run())
         self._task.add_done_callback(lambda _: owner.batch_ended(self))

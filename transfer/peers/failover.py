@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moonpool.transfer import metrics
@@ -41,11 +42,13 @@ class Failover:
     Belongs to the event loop's thread.
     """
 
-    def __init__(self, route: PeerRoute, request: BatchRequest) -> None:
+    def __init__(
+        self, route: PeerRoute, request: BatchRequest, unfinished_streams: Sequence[int] = ()
+    ) -> None:
         self.failure: TransferError | None = None
         self._route = route
         self._request = request
-        self._unfinished_streams: list[int] = []
+        self._unfinished_streams = list(unfinished_streams)
         self._loop = asyncio.get_running_loop()
         self._thread_id = threading.get_ident()
 

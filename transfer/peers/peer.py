@@ -25,7 +25,7 @@ from moonpool.transfer.native.arrays import U64
 from moonpool.transfer.paths.base import Path
 from moonpool.transfer.peers.batch import Batch, LoopTurn
 from moonpool.transfer.peers.failover import PeerRoute
-from moonpool.transfer.peers.inline_reads import InlineReads
+from moonpool.transfer.peers.inline import InlineBatches
 from moonpool.transfer.peers.path_choice import PathChoice
 
 
@@ -55,7 +55,7 @@ class Peer:
         self.route = PeerRoute(agent_id, link, PathChoice(paths), regions)
         self.owns_link = owns_link
         self._verify = verify
-        self._inline = InlineReads(self.route, turn, verify=verify)
+        self._inline = InlineBatches(self.route, turn, verify=verify)
         self._batches: set[Batch] = set()
         self._releasing: set[asyncio.Task[None]] = set()
         self._lost: TransferError | None = None
@@ -129,7 +129,19 @@ class Peer:
         After an error the remote spans are undefined. The peer may go on writing what is on its way until it
         revokes the grant (``WriteGrant.revoke``).
         """
-        return self._post("write", local, remote, deadline_s, checksums, notify=notify, grant=grant)
+        unfinished: list[int] = []
+        if notify is None and self._lost is None and 0 < deadline_s < math.inf and len(local) <= INLINE_ROWS:
+            local = local if isinstance(local, Spans) else Spans.of(local)
+            remote = remote if isinstance(remote, Spans) else Spans.of(remote)
+            done = self._inline.write(local, remote, deadline_s, checksums, grant, unfinished)
+            if done is not None:
+                return done
+        return self._post(
+            *("write", local, remote, deadline_s, checksums),
+            notify=notify,
+            grant=grant,
+            unfinished_streams=unfinished,
+        )
 
     def notify(self, payload: bytes) -> None:
         """Send the peer a note of at most 64 KiB. Its ``notifications()`` returns notes in order.
@@ -153,6 +165,7 @@ class Peer:
         notify: bytes | None = None,
         grant: int = STANDING,
         joint: JointRead | None = None,
+        unfinished_streams: Sequence[int] = (),
     ) -> Batch:
         if self._lost is not None:
             raise self._lost
@@ -181,7 +194,7 @@ class Peer:
             local_regions=region_ids(here),
             remote_regions=region_ids(there),
         )
-        batch = Batch(self, self.route, request)
+        batch = Batch(self, self.route, request, unfinished_streams)
         self._batches.add(batch)
         return batch
 

@@ -137,8 +137,13 @@ class HttpClient:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
+        self.drop_idle()
+
+    def drop_idle(self) -> None:
+        """Close the connections that carry no request."""
         for connection in self._idle:
             connection.close()
+        self._idle.clear()
 
     async def get(self, path: str) -> Exchange:
         return await self._send(f"GET {self._base}{path} HTTP/1.1\r\n{self._headers}\r\n".encode())

@@ -4,7 +4,6 @@ and ``vllm`` on a GPU, in ours."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import sys
@@ -43,11 +42,9 @@ class VllmCpu(ServerContestant):
     async def turn(self) -> AsyncIterator[None]:
         """It runs during the block."""
         with self._child.turn():
-            while True:
-                # It closes connections that seem to have been idle for long: go on when it answers.
-                with contextlib.suppress(ServerUnreachable):
-                    await self.server.http.get("/health")
-                    break
+            # It closes those that seem to have been idle for long, at any moment after a pause.
+            self.server.http.drop_idle()
+            await self.server.http.get("/health")
             yield
 
     async def forget(self) -> None:

@@ -16,8 +16,9 @@ export class List {
     this.below = this.above.cloneNode(true);
     for (const space of [this.above, this.below]) space.setAttribute("aria-hidden", "true");
     this.head = within("tr", "", ...columns.map((column, at) => this.#heading(column, at)));
-    this.table.append(within("colgroup", "", ...widths), within("thead", "", this.head), this.body);
-    this.table.style.minWidth = `${columns.reduce((sum, { width }) => sum + width, 0)}px`;
+    this.widths = within("colgroup", "", ...widths);
+    this.table.append(this.widths, within("thead", "", this.head), this.body);
+    this.#setWidth();
     this.none = element("p", undefined, "none");
     this.none.append(...none);
     this.scroller = within("div", "scroll plain", this.table, this.none);
@@ -42,6 +43,16 @@ export class List {
     this.#render();
   }
 
+  // One more column, the last one. Draw the list afterwards.
+  add(column) {
+    const width = element("col");
+    width.style.width = `${column.width}px`;
+    this.columns.push(column);
+    this.widths.append(width);
+    this.head.append(this.#heading(column, this.columns.length - 1));
+    this.#setWidth();
+  }
+
   // Set the focus on a row's link, if the row is in sight.
   focus(key) { this.body.querySelector(`tr[data-key="${CSS.escape(key)}"] a`)?.focus(); }
 
@@ -52,6 +63,8 @@ export class List {
   }
 
   remove() { this.observer.disconnect(); }
+
+  #setWidth() { this.table.style.minWidth = `${this.columns.reduce((sum, { width }) => sum + width, 0)}px`; }
 
   #heading(column, at) {
     const made = element("th", column.by && this.live ? undefined : column.title);

@@ -15,6 +15,9 @@ export function stateOf(node) {
   return node.state === "partial" ? `${node.num_serving} of ${node.num_replicas} serve` : node.state;
 }
 
+// Text: its region, with its zone if it has one.
+export const regionOf = (node) => [node.region, node.zone].filter(Boolean).join("/");
+
 // Everything with a name of its own: replicas, or nodes without replicas.
 export const holders = (node) => (node.replicas?.length ? node.replicas : [node]);
 

@@ -79,16 +79,18 @@ class BatchSlice:
         return part
 
 
-def micro_batches(inputs: StepInputs, num_stages: int, max_tokens: int) -> list[BatchSlice]:
-    """Split the batch in order: decodes into ``num_stages`` parts, prompts into at most ``max_tokens`` each.
+def micro_batches(inputs: StepInputs, decode_parts: int, max_tokens: int) -> list[BatchSlice]:
+    """Split the batch in order: decodes into ``decode_parts``, prompts into at most ``max_tokens`` each; 0:
+    nothing is split.
 
     A long chunk is split, too: a micro-batch reads the KV that those before it wrote.
     """
     n = inputs.num_decodes
     starts = [] if inputs.chunk_starts is None else inputs.chunk_starts.tolist()
-    if num_stages == 1:
+    if not max_tokens:
         return [BatchSlice(range(n), _runs(starts, range(starts[-1] if starts else 0)))]
-    found = [BatchSlice(range(n * i // num_stages, n * (i + 1) // num_stages)) for i in range(num_stages)]
+    ends = [n * i // decode_parts for i in range(decode_parts + 1)]
+    found = [BatchSlice(range(*each)) for each in pairwise(ends)]
     if starts:
         found += [
             BatchSlice(range(0), _runs(starts, range(first, min(first + max_tokens, starts[-1]))))

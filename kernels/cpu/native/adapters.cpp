@@ -1,5 +1,6 @@
 // LoRA adapters: a product to a few ranks and one back, each row with its own adapter.
 
+#include <algorithm>
 #include <vector>
 
 #include "lanes.h"
@@ -11,10 +12,8 @@ namespace {
 constexpr double VALUE_NS = 0.05;
 // Rows of one adapter that share a read of it.
 constexpr int64_t ROWS = 4;
-// Ranks that share a read of M rows, and vectors of outputs that are read side by side: as many sums as there are
-// registers for, and where an adapter has one row whole cache lines of it.
+// Ranks that share a read of M rows: as many sums as there are registers for.
 constexpr int ranks_of(int m) { return m == 1 ? 8 : 4; }
-constexpr int vectors_of(int m) { return m <= 2 ? 4 : 2; }
 
 // low[m * rank + k] = a[k] · x[m] for M rows and K ranks. Each has a sum of its own, in the order of `ins`: the
 // result of a row does not depend on the others.
@@ -36,40 +35,46 @@ MP_INLINE void down_part(const T* x, const T* a, int64_t ins, float* low, int64_
         for (int k = 0; k < K; k++) low[m * rank + k] = sum(sums[m][k]);
 }
 
-// y[m] += low[m][k] * b[k], summed over the ranks, for M rows and C vectors of outputs.
-template <class T, int M, int C>
-MP_INLINE void up_part(const float* low, const T* b, int64_t outs, int64_t rank, T* y, int64_t stride, int count) {
-    vf sums[M][C] = {};
-    for (int64_t k = 0; k < rank; k++) {
-        vf factor[C];
+// total[m] += low[m][k] * b[k] for M rows and K ranks, in the order of the ranks: whole rows of B are read, one
+// after the other, as memory gives them fastest.
+template <class T, int M, int K>
+MP_INLINE void up_part(const float* low, const T* b, int64_t outs, int64_t rank, float* total) {
+    vf one[M][K];
 #pragma GCC unroll 8
-        for (int c = 0; c < C; c++) factor[c] = load_some(b + k * outs + c * W, count);
-#pragma GCC unroll 8
-        for (int m = 0; m < M; m++)
-#pragma GCC unroll 8
-            for (int c = 0; c < C; c++) {
-                const vf one = splat(low[m * rank + k]);
-                sums[m][c] = fused(factor[c], one, sums[m][c]);
-            }
-    }
     for (int m = 0; m < M; m++)
-        for (int c = 0; c < C; c++) {
-            T* target = y + m * stride + c * W;
-            store_some(target, load_some(target, count) + sums[m][c], count);
+#pragma GCC unroll 8
+        for (int k = 0; k < K; k++) one[m][k] = splat(low[m * rank + k]);
+    for_vectors(outs, [&](int64_t i, int count) {
+        vf sums[M];
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) sums[m] = load_some(total + m * outs + i, count);
+#pragma GCC unroll 8
+        for (int k = 0; k < K; k++) {
+            const vf factor = load_some(b + k * outs + i, count);
+#pragma GCC unroll 8
+            for (int m = 0; m < M; m++) sums[m] = fused(factor, one[m][k], sums[m]);
         }
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) store_some(total + m * outs + i, sums[m], count);
+    });
 }
 
 template <class T, int M>
 void add_rows(T* y, int64_t stride, const T* x, const T* a, const T* b, int64_t rank, int64_t ins, int64_t outs,
               float* low) {
-    constexpr int K = ranks_of(M), C = vectors_of(M);
+    constexpr int K = ranks_of(M);
+    float* total = low + M * rank;
+    std::fill_n(total, M * outs, 0.0f);
     int64_t k = 0;
     for (; k + K <= rank; k += K) down_part<T, M, K>(x, a + k * ins, ins, low + k, rank);
     for (; k < rank; k++) down_part<T, M, 1>(x, a + k * ins, ins, low + k, rank);
-    int64_t at = 0;
-    for (; at + C * W <= outs; at += C * W) up_part<T, M, C>(low, b + at, outs, rank, y + at, stride, W);
-    for (; at + W <= outs; at += W) up_part<T, M, 1>(low, b + at, outs, rank, y + at, stride, W);
-    if (at < outs) up_part<T, M, 1>(low, b + at, outs, rank, y + at, stride, (int)(outs - at));
+    for (k = 0; k + K <= rank; k += K) up_part<T, M, K>(low + k, b + k * outs, outs, rank, total);
+    for (; k < rank; k++) up_part<T, M, 1>(low + k, b + k * outs, outs, rank, total);
+    for (int m = 0; m < M; m++)
+        for_vectors(outs, [&](int64_t i, int count) {
+            T* target = y + m * stride + i;
+            store_some(target, load_some(target, count) + load_some(total + m * outs + i, count), count);
+        });
 }
 
 template <class T>
@@ -81,7 +86,7 @@ void add_lora(T* y, int64_t stride, const T* x, const T* a, const T* b, const in
         for (count = 1; row + count < n && count < ROWS && ids[row + count] == id;) count++;
         if (id < 0) continue;
         const int64_t first = extents[2 * id], rank = extents[2 * id + 1];
-        scratch.resize(ROWS * rank);
+        scratch.resize(ROWS * (rank + outs));
         const auto add = count == 4   ? add_rows<T, 4>
                          : count == 3 ? add_rows<T, 3>
                          : count == 2 ? add_rows<T, 2>

@@ -6,7 +6,7 @@ meaning; batches are applied in order, and applying one twice is harmless.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from struct import Struct
 
@@ -23,13 +23,13 @@ _OPS = frozenset([*map(int, Tier), REMOVED])
 
 
 def encode(stored: Mapping[BlockKey, Tier], removed: Iterable[BlockKey]) -> bytes:
-    groups: dict[int, list[BlockKey]] = {}
-    for key, tier in stored.items():
-        groups.setdefault(int(tier), []).append(key)
-    gone = list(removed)
-    if gone:
-        groups[REMOVED] = gone
-    return b"".join(_GROUP.pack(op, len(keys)) + b"".join(keys) for op, keys in groups.items())
+    tiers, gone = set(stored.values()), list(removed)
+    groups: list[tuple[int, Collection[BlockKey]]] = [(REMOVED, gone)] if gone else []
+    if len(tiers) == 1:  # nearly always: then no key is looked at
+        groups.append((int(tiers.pop()), stored))
+    else:
+        groups += [(int(tier), [key for key in stored if stored[key] == tier]) for tier in sorted(tiers)]
+    return b"".join(_GROUP.pack(op, len(keys)) + b"".join(keys) for op, keys in groups)
 
 
 def batches(held: Iterable[tuple[BlockKey, Tier]], num_keys: int) -> Iterator[bytes]:

@@ -113,8 +113,9 @@ class KVIndex(RedisCalls):
         Raises ``NodeUnknown``, ``EpochSuperseded``; nothing has changed then. ``EntryCorrupt``: the node was
         registered by another process, and its record cannot be used.
         """
-        gone = set(removed)
-        held = {key: tier for key, tier in stored if key not in gone}
+        gone, held = set(removed), dict(stored)
+        for key in gone & held.keys():
+            del held[key]
         await self.publish_changes(node_id, epoch, encode(held, gone))
 
     async def publish_changes(

@@ -87,6 +87,8 @@ class NodeRecord:
     links: dict[str, float] = field(default_factory=dict)  # recent bytes/s by node_id
     replica: Replica | None = None  # None: the whole node
     stages: tuple[str, ...] = ()  # that it can serve, whatever its role; empty: those of its role
+    region: str = ""  # node.region; empty: none was given
+    zone: str = ""
     extra: dict[str, Any] = field(default_factory=dict)  # fields of a newer version, kept as they are
 
     def can(self, stage: str) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moonpool.engine.collectives.board import BoardWord, SharedBoard, SharedMemory
+from moonpool.engine.collectives.board import BoardWord, SharedBoard, SharedMemory, StepWord
 from moonpool.engine.errors import RankLost
 from moonpool.engine.ranks import leader_call
 from moonpool.engine.ranks.leader_call import LeaderCall
@@ -134,18 +134,18 @@ async def test_steps_go_one_way_and_what_became_of_them_the_other(
         def lead() -> None:
             for step in range(1, 51):
                 batch = np.frombuffer(os.urandom(1 + step * 1000), np.uint8)
-                relay.board.payload[: len(batch)] = batch
+                relay.board.payload(step)[: len(batch)] = batch
                 relay.board.publish(step, len(batch))
                 for rank in (2, 3):
                     relay.board.wait_done(rank, step)
-                    assert relay.board.count(rank, BoardWord.DIGEST) == rank * int(batch.sum())
-                    assert relay.board.count(rank, BoardWord.BUBBLE_NS) == step
+                    assert relay.board.of_step(rank, step, StepWord.DIGEST) == rank * int(batch.sum())
+                    assert relay.board.of_step(rank, step, StepWord.BUBBLE_NS) == step
 
         def follow(board: SharedBoard) -> None:
             for step in range(1, 51):
                 assert board.wait_step(step - 1) == step
-                board.post(BoardWord.DIGEST, board.rank * int(board.batch().sum()))
-                board.post(BoardWord.BUBBLE_NS, step)
+                board.post_of_step(step, StepWord.DIGEST, board.rank * int(board.batch(step).sum()))
+                board.post_of_step(step, StepWord.BUBBLE_NS, step)
                 board.post_done(step)
 
         relay.board.beat()

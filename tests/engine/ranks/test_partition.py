@@ -111,7 +111,7 @@ def test_slices_of_a_prompt_attend_to_equally_many_keys(
     """Exactly so if its blocks can be divided evenly."""
     cached *= block_size
     whole = batch(0, [(cached, 2 * cp_size * size * block_size)])
-    (micro_batch,) = micro_batches(whole, 1, 1)
+    (micro_batch,) = micro_batches(whole, 1, 0)
     slices = split_tokens(micro_batch, cp_size, chunk_offsets(whole), block_size)
     seen = [int((cached + one.rows(0) + 1).sum()) for one in slices]
     assert len(set(seen)) == 1

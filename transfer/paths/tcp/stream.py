@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import struct
 import threading
 from collections import deque
 from dataclasses import replace
@@ -34,13 +37,19 @@ from moonpool.transfer.errors import (
     SpanError,
     TransferError,
 )
+from moonpool.transfer.memory.span import Spans
 from moonpool.transfer.native.arrays import Index
+from moonpool.transfer.paths.base import WrittenNow
 
 # Requests sent before the first is answered: the server starts the next while the last bytes travel.
 _DEPTH = 2
 # A request that follows an unanswered one must fit the server's smallest receive buffer: the server may be
 # blocked sending what we do not receive yet.
 _MAX_AHEAD_NBYTES = 16 << 10
+# The longest wait for a peer's reply on the caller's thread.
+_NOW_S = 2e-3
+MAX_READ_NOW_NBYTES = 64 << 10
+_DONE = Reply(Status.OK, 0, 0).pack()
 
 
 class Task:
@@ -83,6 +92,7 @@ class Stream:
         self._path = path
         self._sent: deque[Task] = deque()
         self._next: deque[Task] = deque()
+        self._reply = ctypes.create_string_buffer(REPLY_NBYTES + MAX_READ_NOW_NBYTES)
         self.interrupted = False
 
     def start(self) -> None:
@@ -96,6 +106,35 @@ class Stream:
     def carries(self, attempt: Attempt) -> bool:
         """Whether requests of ``attempt`` are in progress here. From any thread."""
         return any(task.attempt is attempt for task in tuple(self._sent))
+
+    def pull_now(self, local: Spans, remote: Spans, checksums: bytes, grant: int) -> WrittenNow:
+        """``Path.write_now``: ask the peer to copy ``local`` to ``remote``. If it takes too long the
+        connection is cut, as it may still be copying."""
+        op = Op.PULL_CHECKED if checksums else Op.PULL
+        found = self._ask(op, remote, pack_sources(local), grant)
+        if found is None:
+            return WrittenNow(0, (self.number,) if self.interrupted else ())
+        return WrittenNow(sum(remote.nbytes.tolist()) if found == checksums else 0)
+
+    def read_now(self, remote: Spans) -> bytes | None:
+        """The bytes of ``remote``, joined. None: it did not work at once."""
+        return self._ask(Op.READ, remote, b"", 0)
+
+    def _ask(self, op: Op, spans: Spans, more: bytes, grant: int) -> bytes | None:
+        """Make a request on an idle stream, and return what the reply carries. None: it was refused, or was
+        not made; if ``interrupted`` it took too long, and a late reply would be taken for another one."""
+        request = Request(op, len(spans), int(_NOW_S * 1000) + 1, sum(spans.nbytes.tolist()), grant=grant)
+        came = self.bytes.ask_now(request.pack() + pack_spans(spans) + more, self._reply, _NOW_S)
+        if came is None:
+            return None
+        if came == _DONE:
+            return b""
+        with contextlib.suppress(WireError, struct.error):
+            reply, found = Reply.unpack(came[:REPLY_NBYTES]), came[REPLY_NBYTES:]
+            if len(found) == reply.nbytes and not reply.padding:
+                return found if reply.status is Status.OK else None
+        self._interrupt()
+        return None
 
     def _interrupt(self) -> None:
         self.interrupted = True

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import itertools
 import queue
 import socket
 import threading
+import time
+from array import array
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -18,9 +21,12 @@ from moonpool.transfer.connections.wire import MAX_REQUEST_SPANS, WRITES, Op
 from moonpool.transfer.copying.attempt import Attempt
 from moonpool.transfer.copying.batch_request import Direction
 from moonpool.transfer.errors import PathFailed, TransferError
+from moonpool.transfer.memory.checksum import checksum
 from moonpool.transfer.memory.chunks import Chunking
-from moonpool.transfer.paths.base import Path
-from moonpool.transfer.paths.tcp.stream import Stream, Task
+from moonpool.transfer.memory.region import Region
+from moonpool.transfer.memory.span import Spans, plain_columns
+from moonpool.transfer.paths.base import NOT_WRITTEN, Path, WrittenNow
+from moonpool.transfer.paths.tcp.stream import MAX_READ_NOW_NBYTES, Stream, Task
 
 # A chunk acquires the GIL twice on either side, so chunks are large. Verified chunks are small, so that they
 # are still in the cache then.
@@ -33,6 +39,10 @@ _CHUNKS_A_STREAM = 4
 # Time limits of connecting to an address, without and with other connections.
 _CONNECT_S = 5.0
 _PROBE_S = 1.0
+
+# Requests that take longer, on average of so many, are none for the event loop's thread: posting a batch
+# takes it 0.15 ms.
+_QUICK_S, _QUICK_REQUESTS = 0.4e-3, 8
 
 # The numbers of this process's data connections.
 _NUMBERS = itertools.count(1)
@@ -49,6 +59,18 @@ class Rail:
     backoff: Backoff = field(default_factory=Backoff)
     num_streams: int = 0
     connecting: asyncio.Task[None] | None = None
+
+
+def _fits(region: Region, local: Spans) -> bool:
+    """Whether all spans are of ``region``, within it, and do not overlap."""
+    if set(local.region.tolist()) != {region.id}:
+        return False
+    end = 0
+    for offset, nbytes in sorted(zip(local.offset.tolist(), local.nbytes.tolist(), strict=True)):
+        if offset < end or not nbytes:
+            return False
+        end = offset + nbytes
+    return bool(end <= region.nbytes)
 
 
 class StreamPath(Path):
@@ -85,6 +107,11 @@ class StreamPath(Path):
         self._streams: dict[Stream, Rail] = {}
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._num_idle = 0
+        # Equal when no thread is about to work on a task.
+        self._num_put = 0
+        self._num_taken = 0
+        self._quick = Backoff()  # of requests on the event loop's thread, after slow ones
+        self._usual_s = 0.0  # that they take
 
     def chunking(self, direction: Direction, nbytes: int, verified: bool) -> Chunking:
         if direction == "write" and self.write_op in (Op.PULL, Op.FETCH):
@@ -148,8 +175,8 @@ class StreamPath(Path):
             await asyncio.wait(connecting)
         with self._lock:
             streams = list(self._streams)
-        for _ in streams:
-            self._tasks.put(None)
+            for _ in streams:
+                self._put(None)
         for stream in streams:
             stream.close()
 
@@ -165,12 +192,62 @@ class StreamPath(Path):
         with self._lock:
             if self._streams:
                 for chunk in range(len(attempt.plan.chunks)):
-                    self._tasks.put(Task(attempt, chunk, op))
+                    self._put(Task(attempt, chunk, op))
                 if attempt.unfinished_streams:
                     attempt.expect(1)
-                    self._tasks.put(Task(attempt, len(attempt.plan.chunks), Op.END))
+                    self._put(Task(attempt, len(attempt.plan.chunks), Op.END))
                 return
         attempt.stop(PathFailed(self.name, "its connections broke"))
+
+    def write_now(self, local: Spans, remote: Spans, checksums: bytes, grant: int) -> WrittenNow:
+        stream = self._idle_stream() if self.write_op is Op.PULL else None
+        if stream is None:
+            return NOT_WRITTEN
+        began = time.perf_counter()
+        written = stream.pull_now(local, remote, checksums, grant)
+        self._took(time.perf_counter() - began)
+        return written
+
+    def read_now(self, region: Region, local: Spans, remote: Spans, checksums: bytes) -> int:
+        if not plain_columns(local, remote) or local.nbytes.tobytes() != remote.nbytes.tobytes():
+            return 0
+        sizes = local.nbytes.tolist()
+        nbytes, stream = sum(sizes), self._idle_stream()
+        if stream is None or not 0 < nbytes <= MAX_READ_NOW_NBYTES or not _fits(region, local):
+            return 0
+        if stream.bytes.round_trip_s > _QUICK_S:
+            return 0
+        began = time.perf_counter()
+        found = stream.read_now(remote)
+        self._took(time.perf_counter() - began)
+        if found is None or len(found) != nbytes:
+            return 0
+        at, sums = 0, array("Q")
+        for offset, size in zip(local.offset.tolist(), sizes, strict=True):
+            part = found[at : at + size]
+            ctypes.memmove(region.address + offset, part, size)
+            at += size
+            if checksums:
+                sums.append(checksum(part))
+        return nbytes if sums.tobytes() == checksums else 0
+
+    def _idle_stream(self) -> Stream | None:
+        """A connection that the event loop's thread may use until it returns. None: there is work for the
+        connections' threads, or the peer was slow lately."""
+        if not self._quick.ready:
+            return None
+        with self._lock:
+            # New work comes from the thread that we are on, or from one that is not idle.
+            idle = 0 < len(self._streams) == self._num_idle and self._num_put == self._num_taken
+            return next((one for one in self._streams if not one.interrupted), None) if idle else None
+
+    def _took(self, seconds: float) -> None:
+        self._usual_s += (seconds - self._usual_s) / _QUICK_REQUESTS
+        if self._usual_s > _QUICK_S:
+            self._usual_s = 0.0
+            self._quick.failed()
+        elif seconds < _QUICK_S:
+            self._quick.succeeded()
 
     def progress(self, attempt: Attempt) -> dict[object, int]:
         with self._lock:
@@ -202,14 +279,23 @@ class StreamPath(Path):
             if self._tasks.qsize() <= self._num_idle:
                 return None
             with contextlib.suppress(queue.Empty):
-                return self._tasks.get_nowait()
+                task = self._tasks.get_nowait()
+                with self._lock:
+                    self._num_taken += 1
+                return task
             return None
         with self._lock:
             self._num_idle += 1
         task = self._tasks.get()
         with self._lock:
             self._num_idle -= 1
+            self._num_taken += 1
         return task
+
+    def _put(self, task: Task | None) -> None:
+        """Under the lock."""
+        self._num_put += 1
+        self._tasks.put(task)
 
     def cannot_pull(self) -> None:
         self.write_op = self.device_write_op = Op.WRITE
@@ -229,15 +315,16 @@ class StreamPath(Path):
             if self._streams:
                 if isinstance(error, PathFailed):
                     for task in tasks:
-                        self._tasks.put(task)
+                        self._put(task)
                     for attempt in writes:
                         attempt.expect(1)
-                        self._tasks.put(Task(attempt, len(attempt.plan.chunks), Op.END))
+                        self._put(Task(attempt, len(attempt.plan.chunks), Op.END))
                     return True
                 return False
             orphans = []
             while not self._tasks.empty():
                 task_left = self._tasks.get()
+                self._num_taken += 1
                 if task_left is not None:
                     orphans.append(task_left)
         for orphan in orphans:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import select
@@ -29,16 +30,18 @@ from moonpool.transfer.connections.wire import (
     unpack_spans,
 )
 from moonpool.transfer.copying.device import receive, send
+from moonpool.transfer.copying.mapped_region import MappedRegion
 from moonpool.transfer.copying.peer_memory import CopySource, ProcessMemory
 from moonpool.transfer.errors import GrantLapsed, RegionError, SpanError
 from moonpool.transfer.memory.chunks import based, windows
-from moonpool.transfer.memory.lifeline import readable_process
+from moonpool.transfer.memory.lifeline import RegionLocation, readable_process
 from moonpool.transfer.memory.region import Hold, RegionTable
 from moonpool.transfer.memory.span import Spans, check_bounds, region_ids, spans_in
 from moonpool.transfer.memory.write_grants import GrantUse, WriteGrants
 from moonpool.transfer.native.arrays import U64
 from moonpool.transfer.native.compiled_copy import Stop, compiled_copy
 from moonpool.transfer.native.cuda import CudaError
+from moonpool.transfer.native.ledger import Ledger
 
 _log = logging.getLogger(__name__)
 _MAX_BUDGET_S = 600.0
@@ -46,6 +49,8 @@ _MAX_BUDGET_S = 600.0
 _LOOK_NBYTES = 16 << 20
 # Without the compiled copy verifying is a second pass. So few bytes are still in the cache then.
 _CACHED_NBYTES = 2 << 20
+# Of connections, for the ledger.
+_NUMBERS = itertools.count(1)
 
 
 # (client, local spans, the client's spans, seconds, grant) -> a future that ends when the bytes have arrived.
@@ -55,11 +60,20 @@ Fetch = Callable[[Authenticated, Spans, Spans, float, int], "Future[object]"]
 class StreamServer:
     """Serves the regions of one agent to its peers' data connections."""
 
-    def __init__(self, regions: RegionTable, grants: WriteGrants, slice_nbytes: int, fetch: Fetch) -> None:
-        """``fetch`` reads spans of a client's regions, as a peer; from any thread."""
+    def __init__(
+        self,
+        regions: RegionTable,
+        grants: WriteGrants,
+        slice_nbytes: int,
+        fetch: Fetch,
+        ledger: Ledger | None = None,
+    ) -> None:
+        """``fetch`` reads spans of a client's regions, as a peer; from any thread. ``ledger``: serves small
+        writes; None: it cannot be compiled, or is not needed."""
         self.regions = regions
         self.grants = grants
         self.fetch = fetch
+        self.ledger = ledger
         self.slice_nbytes = slice_nbytes
         self._lock = threading.Lock()
         self._threads: dict[threading.Thread, ServerConnection] = {}
@@ -124,18 +138,30 @@ class ServerConnection:
         self.stream = stream
         self.remote = remote
         self._server = server
+        self._number = next(_NUMBERS)
+        ledger = server.ledger if type(stream) is ByteStream else None
+        self._ledger = ledger if stream.sock.family == socket.AF_UNIX else None
         self._memory: ProcessMemory | None = None
+        # The client's regions that the ledger knows. It has their addresses.
+        self._mapped: dict[int, MappedRegion] = {}
+        self._mapping = threading.Lock()
         self._stop: Stop = np.zeros(1, np.uint8)
         self._poll = select.poll()
         self._poll.register(stream.sock, select.POLLRDHUP)
 
     def forget(self, region_id: int) -> None:
+        if self._ledger is not None:
+            with self._mapping:
+                self._ledger.source(self._number, region_id, None)
+                self._mapped.pop(region_id, None)
         if self._memory is not None:
             self._memory.forget(region_id)
 
     def run(self) -> None:
         try:
             while True:
+                if self._ledger is not None and self._mapped:
+                    self._ledger.serve(self.stream.sock.fileno(), self._number)
                 self._answer(Request.unpack(self.stream.receive(REQUEST_NBYTES)))
                 self.stream.limit(0)
         except (OSError, WireError) as error:
@@ -143,6 +169,8 @@ class ServerConnection:
         except CudaError as error:
             _log.error("data connection of %s ended: %s", self.remote.identity.agent_id, error)
         finally:
+            if self._ledger is not None:
+                self._ledger.source(self._number, 0, None)
             if self._memory is not None:
                 self._memory.close()
             self.stream.close()
@@ -279,7 +307,22 @@ class ServerConnection:
                 return None
             check_bounds(sources, region_id, location.nbytes, spans_in(sources, region_id, ids))
             addresses[region_id] = location.address
+            if self._ledger is not None and region_id not in self._mapped:
+                self._remember(self._ledger, region_id, location, self._memory)
         return self._memory.source(addresses, hold)
+
+    def _remember(
+        self, ledger: Ledger, region_id: int, location: RegionLocation, memory: ProcessMemory
+    ) -> None:
+        """Let the ledger serve small writes from a region of the client, if it is mapped."""
+        compiled, array, witness = compiled_copy(), memory.mapping(region_id), memory.witness()
+        if compiled is None or array is None or witness is None:
+            return
+        client = self.remote.identity
+        mapped = MappedRegion(compiled, region_id, array, location.nbytes, client, witness)
+        with self._mapping:
+            self._mapped[region_id] = mapped
+            ledger.source(self._number, region_id, mapped.source)
 
     def _fetch(self, spans: Spans, sources: Spans, budget_s: float, grant: int) -> None:
         """Read the client's regions as a peer, until the client hangs up."""

@@ -1,7 +1,7 @@
 // The nodes with their load and state, one of them in detail, and the plan.
 import { bytes, cell, element, fill, format, patch, percent, pill, row, say, scrolling, seconds, table, within } from "../elements.js";
 import { List } from "../list.js";
-import { heldBy, stateClass, stateOf } from "../nodes.js";
+import { heldBy, regionOf, stateClass, stateOf } from "../nodes.js";
 import { canariesOf } from "../panels/canaries.js";
 import { drawModels } from "../panels/models.js";
 import { drawPlan } from "../panels/plan.js";
@@ -28,6 +28,9 @@ function stateCell(node) {
   if (node.reasons?.length) made.append(" ", element("small", node.reasons.join("; "), "bad"));
   return made;
 }
+
+// Nodes without a region have no such column.
+const REGION = { title: "region", width: 100, cell: regionOf, by: regionOf };
 
 function columnsOf(page) {
   const name = (node) => {
@@ -61,7 +64,7 @@ function nodeView(node, frame) {
   const pairs = [
     ["state", stateOf(node)], ...(node.reasons?.length ? [["why", node.reasons.join("; ")]] : []),
     ...(node.warnings?.length ? [["warnings", node.warnings.join("; ")]] : []),
-    ["role", node.role], ["host, process", `${node.host}, ${node.pid}`], ["ranks", node.ranks || "one process"],
+    ...(regionOf(node) ? [["region", regionOf(node)]] : []), ["role", node.role], ["host, process", `${node.host}, ${node.pid}`], ["ranks", node.ranks || "one process"],
     ["load", `${load(node, "num_running")} running, ${load(node, "num_waiting")} waiting, ${format.format(load(node, "num_queued_tokens"))} tokens queued`],
     ...(free ? [["host's memory, CPU", `${bytes(free)} free, ${percent(cpu)}`]] : []), ...gpus(node),
     ...(node.join_s ? [["joined in", seconds(node.join_s)]] : []), ...(node.num_starts > 1 ? [["starts", node.num_starts]] : []),
@@ -110,6 +113,7 @@ export function mount(root, page) {
     const lines = frame.nodes.flatMap((node) => [node, ...(node.replicas ?? [])]);
     const words = page.param("q").toLowerCase().split(/\s+/).filter(Boolean);
     const shown = lines.filter((node) => isShown(node, words));
+    if (!list.columns.includes(REGION) && lines.some(regionOf)) list.add(REGION);
     if (page.live) {
       if (document.activeElement !== search) search.value = page.param("q");
       role.value = page.param("role");
