@@ -60,8 +60,8 @@ class KeyTable(Protocol):
     def select(
         self, part: int, num_parts: int, wanted: npt.NDArray[np.uint8]
     ) -> tuple[list[bytes], list[int]]:
-        """The keys with a last byte of ``part`` modulo ``num_parts`` whose set is ``wanted`` (non-zero at its
-        number), and their sets."""
+        """The keys with a last byte of ``part`` modulo ``num_parts`` and a wanted set (``wanted`` is not 0
+        at its number), and their sets."""
 
 
 class PlainKeyTable:

@@ -189,8 +189,8 @@ EXPORT int64_t moonpool_index_runs(Table* table, PyObject* list, uint32_t* runs)
 }
 
 // Move the packed keys from `start` on from their sets to others. changes: int32 [num_changes][3]: a set, the set that
-// replaces it (0: erase), and what that adds to the number of blocks. Returns where it stopped: `count`, or a key whose
-// set is not in `changes`; -1: no memory. result: what was added, and the set that is missing.
+// replaces it (0: erase), and what that adds to the number of blocks. Returns where it stopped: `count`, or a key
+// with a set that is not in `changes`; -1: no memory. result: what was added, and the set that is missing.
 EXPORT int64_t moonpool_index_move(Table* table, const uint8_t* keys, int64_t count, int64_t start,
                                    const int32_t* changes, int64_t num_changes, int64_t* result) {
     constexpr int64_t AHEAD = 8;
