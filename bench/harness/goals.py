@@ -104,7 +104,8 @@ GOALS: dict[str, tuple[Goal, ...]] = {
     "index": (
         least(5_000_000.0, _ANY, "publish"),
         most(40.0, _ANY, "Redis memory, logs( and stream)?"),
-        most(3.0, _ANY, "bootstrap of a mirror"),
+        most(3.0, r"10,000,000 blocks .*", "bootstrap of a mirror"),
+        most(2.5, _ANY, "bootstrap of a mirror"),
         most(60.0, _ANY, "mirror memory"),
         least(500_000.0, _ANY, "lookups of 128 blocks", "plain dict"),
         least(250_000.0, _ANY, "lookups of 1024 blocks", "plain dict"),

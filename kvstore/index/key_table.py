@@ -60,8 +60,8 @@ class KeyTable(Protocol):
     def select(
         self, part: int, num_parts: int, wanted: npt.NDArray[np.uint8]
     ) -> tuple[list[bytes], list[int]]:
-        """The keys with a last byte of ``part`` modulo ``num_parts`` whose set is ``wanted`` (non-zero at its
-        number), and their sets."""
+        """The keys with a last byte of ``part`` modulo ``num_parts`` and a wanted set (``wanted`` is not 0
+        at its number), and their sets."""
 
 
 class PlainKeyTable:
@@ -78,23 +78,24 @@ class PlainKeyTable:
         return self._sets.get(key, 0)
 
     def runs(self, keys: Sequence[bytes]) -> list[tuple[int, int]]:
-        get, found = self._sets.get, []
-        first, bound, then = 0, len(keys), 0
+        get, found = self._sets.get, list[tuple[int, int]]()
         here = get(keys[0], 0) if keys else 0
-        while here:
-            low, high = first, bound
+        # (low, high, first, last): a bound between two blocks, and their sets.
+        bounds = [(0, len(keys), here, 0)] if here else []
+        while bounds:
+            low, high, first, last = bounds.pop()
             while (middle := (low + high) >> 1) != low:
-                seen = get(keys[middle], 0)
-                if seen == here:
+                here = get(keys[middle], 0)
+                if here == first:
                     low = middle
+                elif here == last:
+                    high = middle
                 else:
-                    high, then = middle, seen
-                    if not seen:
-                        bound = middle
-            found.append((high, here))
-            if high == bound:
+                    bounds.append((middle, high, here, last))
+                    high, last = middle, here
+            found.append((high, first))
+            if not last:
                 break
-            first, here = high, then
         return found
 
     def move(self, packed: bytes, change: Change, guess: int) -> int:

@@ -15,7 +15,7 @@ MASK_WIDTH = len(Tier) + 1
 
 
 def flag_bits(flag: int) -> int:
-    """All bits of the node whose lowest bit is ``flag``."""
+    """All bits of a node, of which ``flag`` is the lowest."""
     return flag * ((1 << MASK_WIDTH) - 1)
 
 

@@ -3,6 +3,7 @@
 // 256 parts, by the keys' last byte, so that growing takes well under a millisecond at a time, and one key in N can be
 // listed without visiting the others. Linear probing; an erased entry is filled by its followers.
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -158,39 +159,64 @@ EXPORT int64_t moonpool_index_size(const Table* table) { return table->size; }
 EXPORT uint32_t moonpool_index_get(Table* table, const char* key) { return table->get(key); }
 
 // Divide a chain, a list of bytes, into runs of blocks with one set each, until the first unknown block. Blocks of equal
-// sets have no other between them, so each bound takes a binary search. Returns the number of runs; of a single one,
-// the negative of `end << 32 | set`. runs: uint32 [len(keys)][2]: where each ends, and its set.
+// sets have no other between them, so bounds are found by binary search: of all runs in step, as the time goes into
+// waiting for memory. Returns the number of runs; of a single one, the negative of `end << 32 | set`. runs: uint32
+// [len(keys)][2]: where each ends, and its set.
 EXPORT int64_t moonpool_index_runs(Table* table, PyObject* list, uint32_t* runs) {
+    struct Bound {
+        int64_t low, high;     // it lies between these blocks
+        uint32_t first, last;  // their sets; the end of the chain is like an unknown block
+    };
     const Keys keys{list};
-    int64_t bound = PyList_Size(list), first = 0, found = 0;
-    if (bound <= 0) return 0;
-    uint32_t set = set_at(*table, keys, 0), then = 0;
-    while (set) {
-        int64_t low = first, high = bound;
-        for (int step = 0; high - low > 1; step++) {
-            if (step % 3 == 0) prefetch_steps(*table, keys, low, high);
-            const int64_t middle = (low + high) >> 1;
-            const uint32_t here = set_at(*table, keys, middle);
-            if (here == set) {
-                low = middle;
-            } else {
-                high = middle;
-                then = here;
-                if (!here) bound = middle;
-            }
+    int64_t low = 0, high = PyList_Size(list);
+    const uint32_t first = high > 0 ? set_at(*table, keys, 0) : 0;
+    if (!first) return 0;
+    // The end of the first run, which is usually the only one.
+    uint32_t last = 0;
+    std::vector<Bound> bounds, next;
+    for (int step = 0; high - low > 1; step++) {
+        if (step % 3 == 0) prefetch_steps(*table, keys, low, high);
+        const int64_t middle = (low + high) >> 1;
+        const uint32_t here = set_at(*table, keys, middle);
+        if (here == first) {
+            low = middle;
+            continue;
         }
-        runs[2 * found] = (uint32_t)high;
-        runs[2 * found++ + 1] = set;
-        if (high == bound) break;
-        first = high;
-        set = then;
+        if (here != last) bounds.push_back({middle, high, here, last});
+        high = middle, last = here;
     }
-    return found == 1 ? -((int64_t)runs[0] << 32 | runs[1]) : found;
+    if (!last) return -(high << 32 | first);
+    std::reverse(bounds.begin(), bounds.end());
+    bool more = true;
+    for (int step = 0; more; step++, bounds.swap(next)) {
+        if (step % 3 == 0)
+            for (const Bound& bound : bounds) prefetch_steps(*table, keys, bound.low, bound.high);
+        more = false;
+        next.clear();
+        for (const Bound& bound : bounds) {
+            const int64_t middle = (bound.low + bound.high) >> 1;
+            const uint32_t here = middle == bound.low ? bound.first : set_at(*table, keys, middle);
+            if (here != bound.first) next.push_back({bound.low, middle, bound.first, here});
+            if (here != bound.last) next.push_back({middle, bound.high, here, bound.last});
+            more |= bound.high - bound.low > 2;
+        }
+    }
+    int64_t found = 0;
+    const auto add = [&](int64_t end, uint32_t set) {
+        runs[2 * found] = (uint32_t)end;
+        runs[2 * found++ + 1] = set;
+    };
+    add(high, first);
+    for (const Bound& bound : bounds) {
+        add(bound.high, bound.first);
+        if (!bound.last) break;
+    }
+    return found;
 }
 
 // Move the packed keys from `start` on from their sets to others. changes: int32 [num_changes][3]: a set, the set that
-// replaces it (0: erase), and what that adds to the number of blocks. Returns where it stopped: `count`, or a key whose
-// set is not in `changes`; -1: no memory. result: what was added, and the set that is missing.
+// replaces it (0: erase), and what that adds to the number of blocks. Returns where it stopped: `count`, or a key
+// with a set that is not in `changes`; -1: no memory. result: what was added, and the set that is missing.
 EXPORT int64_t moonpool_index_move(Table* table, const uint8_t* keys, int64_t count, int64_t start,
                                    const int32_t* changes, int64_t num_changes, int64_t* result) {
     constexpr int64_t AHEAD = 8;
