@@ -45,7 +45,11 @@ class Cluster:
             regions=RegionLinks.parse(scenario.region_links, node_price=scenario.node_price),
         )
         self.costs.links = self.links
-        self._reality = Reality(scenario.errors, scenario.seed)
+        num_nodes = {
+            "prefill": scenario.num_prefill + scenario.num_both,
+            "decode": scenario.num_decode + scenario.num_both,
+        }
+        self._reality = Reality(scenario.errors, scenario.seed, num_nodes)
         self.block_nbytes = scenario.block_tokens * hardware.kv_token_nbytes
         self.nodes: dict[str, Node] = {}
         self.former: list[Node] = []  # those that failed or left

@@ -53,8 +53,10 @@ class Node:
         )
         self._costs = costs
         self._reality = reality
-        self._step_factor = reality.node_factor()
-        true = hardware.scaled(prefill=reality.node_factor(), decode=self._step_factor)
+        role = node_id.rpartition("-")[0]
+        self._step_factor = 1.0 if role == "prefill" else reality.node_factor("decode")
+        prefill_factor = 1.0 if role == "decode" else reality.node_factor("prefill")
+        true = hardware.scaled(prefill=prefill_factor, decode=self._step_factor)
         self.engine = StepEngine(
             clock,
             true.profile,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from statistics import NormalDist, fmean
 from typing import Any
 
 from moonpool.kvstore.blocks.tier import Tier
@@ -15,13 +17,28 @@ from moonpool.simulator.inputs.errors import Errors
 class Reality:
     """Draws the truth. Without errors nothing is drawn, and every factor is exactly 1."""
 
-    def __init__(self, errors: Errors, seed: int) -> None:
+    def __init__(self, errors: Errors, seed: int, num_nodes: Mapping[str, int]) -> None:
+        """``num_nodes``: at the start, by stage."""
         self._errors = errors
         self._rng = random.Random(f"reality {seed}")
+        self._num_nodes = num_nodes
+        self._nodes: dict[str, list[float]] = {}  # factors of nodes to come, by stage
 
-    def node_factor(self) -> float:
-        """Real over believed seconds of a new node's prefills, or of its decode steps."""
-        return self._factor(self._errors.node)
+    def node_factor(self, stage: str) -> float:
+        """Real over believed seconds of a new node's prefills, or of its decode steps.
+
+        The nodes of the start have the quantiles of the distribution, scaled so that they do as much together
+        as is believed: errors make a cluster neither faster nor slower.
+        """
+        spread = self._errors.node
+        if not spread:
+            return 1.0
+        if not (coming := self._nodes.get(stage)):
+            count = max(self._num_nodes[stage], 1)
+            speeds = [math.exp(spread * NormalDist().inv_cdf((i + 0.5) / count)) for i in range(count)]
+            coming = self._nodes[stage] = [fmean(speeds) / speed for speed in speeds]
+            self._rng.shuffle(coming)
+        return coming.pop()
 
     def work_factor(self) -> float:
         """Real over expected seconds of one prefill, or of one run of decode steps."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from moonpool.bench.simulation.command import simulate
 from moonpool.conductor.observing.slo import Slo
 from moonpool.runtime.errors import ConfigError
+from moonpool.simulator.cluster.reality import Reality
 from moonpool.simulator.inputs.errors import Errors
 from moonpool.simulator.inputs.scenario import Scenario
 from moonpool.simulator.inputs.trace import TraceRequest
@@ -41,18 +42,24 @@ def test_whatever_is_wrong_no_request_and_no_block_is_lost(errors: Errors, seed:
 
 
 def test_the_scheduler_learns_what_a_node_really_takes() -> None:
-    scenario = replace(TWO, num_prefill=1, num_decode=1, errors=Errors(node=0.5))
-    simulation = Simulation(scenario, apart(30))
+    simulation = Simulation(replace(TWO, errors=Errors(node=0.5), policy="round-robin"), apart(60))
     simulation.run()
+    exact = Simulation(replace(TWO, policy="round-robin"), apart(60))
+    exact.run()
     for name, busy in (("prefill-0", "prefill_busy_s"), ("decode-0", "decode_busy_s")):
         cost = simulation.nodes[name].view.cost
-        true_s = getattr(simulation.nodes[name].engine, busy)
-        exact = Simulation(replace(scenario, errors=Errors()), apart(30))
-        exact.run()
-        believed_s = getattr(exact.nodes[name].engine, busy)
+        true_s, believed_s = (getattr(one.nodes[name].engine, busy) for one in (simulation, exact))
         learned = cost.prefill_correction if name.startswith("prefill") else cost.decode_correction
         assert not math.isclose(true_s, believed_s, rel_tol=0.02), "the truth differs"
         assert learned.factor(simulation.clock.now_s) == pytest.approx(true_s / believed_s, rel=0.1)
+
+
+@given(st.floats(0, 1.5), st.integers(1, 40), st.integers(0, 1 << 16))
+def test_errors_of_nodes_leave_what_a_cluster_can_do(spread: float, count: int, seed: int) -> None:
+    reality = Reality(Errors(node=spread), seed, {"prefill": count, "decode": 1})
+    factors = [reality.node_factor("prefill") for _ in range(count)]
+    assert math.fsum(1 / factor for factor in factors) == pytest.approx(count)
+    assert spread < 0.01 or count == 1 or max(factors) > min(factors)
 
 
 def test_without_errors_nothing_is_learned() -> None:
