@@ -41,10 +41,19 @@ cache_hints = Counter(
 first_token_moves = Histogram(
     "moonpool_first_token_moving_ratio",
     "Share of the time to the first token in which cached blocks moved, of requests that had some: fetched "
-    "from another node, or loaded from the node's own memory or disk",
-    ["path"],
+    "from another node, or loaded from its own memory or disk. speed: at most so many GB/s, of a fetch",
+    ["path", "speed"],
     buckets=(0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
 )
+_SPEEDS = ("0.1", "1", "10")
+
+
+def speed_class(nbytes: int, seconds: float) -> str:
+    """Return the label ``speed`` of ``first_token_moves``."""
+    gb_s = nbytes / max(seconds, 1e-9) / 1e9
+    return next((bound for bound in _SPEEDS if gb_s <= float(bound)), "inf")
+
+
 part_s = Counter(
     "moonpool_request_part_seconds_total",
     "Seconds of sequences that have ended, by part, as in their timelines: the parts sum to the seconds from "

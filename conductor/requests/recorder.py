@@ -62,7 +62,8 @@ class Recorder:
         self._first_s = 0.0  # time of the first token; 0: none yet
         self._predicted_ttft_s = 0.0
         self._placed_s = 0.0  # of the latest attempt
-        self._moving_s: dict[str, float] = {}  # blocks, before the first token; by path
+        # Blocks, before the first token; by path and speed.
+        self._moving_s: dict[tuple[str, str], float] = {}
         self._recovery = Recovery()
 
     def queued(self, prompt_tokens: int, max_tokens: int) -> None:
@@ -160,7 +161,8 @@ class Recorder:
         self._activity.prompt(self._tenant, {"computed": computed_tokens} | sources)
         if reply.fetch_error:
             self._activity.not_moved(placed.fetch_from, node_id)
-        self._moving_s = {"fetched": reply.fetch_s, "loaded": reply.load_s}
+        fetched = "fetched", core_metrics.speed_class(reply.fetched_nbytes, reply.fetch_s)
+        self._moving_s = {fetched: reply.fetch_s, ("loaded", ""): reply.load_s}
         if plan.prefill.engine is None and plan.prefill.load.prefilled_alone(plan.key):
             self._cost_model.observe_prefill(
                 plan.prefill.view.cost,
@@ -186,10 +188,10 @@ class Recorder:
             "first_token", now_s, ttft_s=self._summary.ttft_s, predicted_ttft_s=self._predicted_ttft_s
         )
         self._cost_model.observe_ttft(self._predicted_ttft_s, self._summary.ttft_s)
-        for path, seconds in self._moving_s.items():
+        for labels, seconds in self._moving_s.items():
             if seconds:
                 share = min(seconds / max(self._summary.ttft_s, seconds), 1.0)
-                core_metrics.first_token_moves.labels(path).observe(share)
+                core_metrics.first_token_moves.labels(*labels).observe(share)
 
     def transferred(self, plan: AttemptPlan, received: node_pb2.KvReceived) -> None:
         summary = self._summary

@@ -99,6 +99,7 @@ class ScriptedNode(
         self.state, self.region, self.zone = "ready", "", ""
         self.profile = {"prefill_base_s": 1e-3, "prefill_token_s": 1e-5, "decode_base_s": 1e-3}
         self.num_cached_tokens, self.compute_s = 16, 1e-3  # of every prefill, as it says
+        self.prefill_facts: dict[str, Any] = {}  # further fields of its replies
         self.spent: dict[str, float] = {}  # of every message with a token: fields of TokenOut
         self.works: list[node_pb2.Work] = []
         self.prefills: list[node_pb2.PrefillRequest] = []
@@ -210,6 +211,7 @@ class ScriptedNode(
             token=self.token(work, index, next_token(lineage(work))),
             num_cached_tokens=self.num_cached_tokens,
             compute_s=self.compute_s,
+            **self.prefill_facts,
         )
 
     # ------------------------------------------------------------------ decode

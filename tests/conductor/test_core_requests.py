@@ -87,6 +87,22 @@ async def test_parts_are_counted_and_what_its_reader_takes_is_not_the_nodes(url:
         assert {name: pytest.approx(seconds) for name, seconds in grown.items() if seconds} == parts
 
 
+async def test_what_moved_is_counted_by_path_and_speed(url: str) -> None:
+    def counted() -> set[tuple[str, str]]:
+        (family,) = core_metrics.first_token_moves.collect()
+        return {
+            (one.labels["path"], one.labels["speed"])
+            for one in family.samples
+            if one.name.endswith("_count") and one.value
+        }
+
+    async with running(url, "p0", "d0", namespace="moved") as cluster:
+        before = counted()
+        cluster.nodes["p0"].prefill_facts = {"fetched_nbytes": 2_000_000, "fetch_s": 0.001, "load_s": 0.002}
+        await cluster.generate(request())
+        assert counted() - before <= {("fetched", "10"), ("loaded", "")} <= counted()
+
+
 @pytest.mark.parametrize("jump_s", [3600.0, -3600.0])
 async def test_a_wall_clock_that_jumps_moves_no_time_of_a_request(
     url: str, monkeypatch: pytest.MonkeyPatch, jump_s: float
