@@ -83,13 +83,17 @@ class Target:
         whole = [file.read_text().rpartition("\n")[0] for file in files]
         return [json.loads(line) for text in whole for line in text.splitlines()]
 
+    def has_logged(self, **wanted: str) -> bool:
+        """Whether there is an audit line with these texts in its fields."""
+        return any(
+            all(text in str(line.get(name, "")) for name, text in wanted.items()) for line in self.lines()
+        )
+
     async def logged(self, **wanted: str) -> None:
         """Wait for an audit line with these texts in its fields."""
 
         async def found() -> bool:
-            return any(
-                all(text in str(line.get(name, "")) for name, text in wanted.items()) for line in self.lines()
-            )
+            return self.has_logged(**wanted)
 
         await eventually(found, timeout_s=20)
 

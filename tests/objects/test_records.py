@@ -198,15 +198,23 @@ async def test_time_to_live_and_pins(cluster: StoreCluster) -> None:
         await store.put("soft", value, pin="soft")
         for number in range(20):
             await store.put(f"{number}", value)
-        kept = {each.name: each.pin for each in await store.ls()}
-        assert kept == {"long": "", "hard": "hard", "soft": "soft", **{str(n): "" for n in range(14, 20)}}
+        expected = {"long": "", "hard": "hard", "soft": "soft", **{str(n): "" for n in range(14, 20)}}
+
+        async def are_kept() -> bool:
+            return {each.name: each.pin for each in await store.ls()} == expected
+
+        await until(are_kept)  # the record of what was evicted goes a moment later
         await store.put("hard 2", value, pin="hard")
         await store.put("hard 3", value, pin="hard")
         with pytest.raises(PutFailed, match="half of its room"):
             await store.put("hard 4", value, pin="hard")
         # What is not pinned goes first, then what is softly.
         await store.put("large", np.zeros(640 << 10, np.uint8))
-        assert {each.name for each in await store.ls()} == {"long", "hard", "hard 2", "hard 3", "large"}
+
+        async def are_left() -> bool:
+            return {each.name for each in await store.ls()} == {"long", "hard", "hard 2", "hard 3", "large"}
+
+        await until(are_left)
 
 
 async def is_gone(store: StoreClient, name: str) -> bool:
