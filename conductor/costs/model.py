@@ -120,6 +120,11 @@ class NodeCost:
         self.prefill_correction = Correction(prefill)
         self.decode_correction = Correction(decode)
 
+    @property
+    def knows_prefills(self) -> bool:
+        """Whether enough was measured to judge the node by what its prefills should take."""
+        return True
+
     def prefill_s(self, uncached_tokens: int, cached_tokens: int, now_s: float) -> float:
         return self.profile.prefill_s(uncached_tokens, cached_tokens) * self.prefill_correction.factor(now_s)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -68,6 +69,8 @@ class LoadLedger:
         queue, now_s = self.view.queue, self._clock()
         self._alone = None if len(queue) or self._decoding else key
         order_s, ready_s = now_s + patience_s, now_s + starts_in_s
+        if not self.view.cost.knows_prefills:
+            ready_s = math.inf  # whatever it takes, it is not overdue
         queue.add(key, order_s=order_s, compute_s=compute_s, now_s=now_s, ready_s=ready_s)
         self._prefills[key] = tenant, num_tokens
         self._tenant_tokens[tenant] += num_tokens

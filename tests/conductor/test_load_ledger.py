@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from moonpool.conductor.costs.learned import LearnedCosts
 from moonpool.conductor.placing.load_ledger import LoadLedger
-from moonpool.conductor.placing.node_view import Load
+from moonpool.conductor.placing.node_view import Load, NodeView
 from tests.conductor.views import node
 
 
@@ -34,6 +35,19 @@ def test_a_decode_is_scheduled_with_its_average_context(ledger: LoadLedger) -> N
     begin_decode(ledger, "a", num_tokens=1000, expected_tokens=60)
     ledger.decoding("a")
     assert ledger.schedule.batch_at(100.0, 100.0) == (1, 1030)
+
+
+def test_an_engine_is_overdue_once_it_is_known_what_it_takes() -> None:
+    cost = LearnedCosts().new()
+    view = NodeView("e0", cost, num_free_blocks=1000)
+    ledger = LoadLedger(view, lambda: 100.0, lambda view: None)
+    ledger.begin_prefill("a", 0.01, 0.0)
+    assert view.queue.overdue_s(160.0) == 0
+    ledger.end_prefill("a")
+    for _ in range(4):
+        cost.learn_prefill(1000, 0, 0.5)
+    ledger.begin_prefill("b", 0.5, 0.0)
+    assert view.queue.overdue_s(160.0) == pytest.approx(59.5)
 
 
 def test_context_follows_the_delivered_tokens_and_ends_at_zero(ledger: LoadLedger) -> None:
