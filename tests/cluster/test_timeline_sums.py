@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -44,6 +45,7 @@ class Seen:
 
     client_s: list[float] = field(default_factory=list)
     parts_s: list[float] = field(default_factory=list)
+    healthz_s: list[float] = field(default_factory=list)  # of requests that take no time themselves
     names: Counter[str] = field(default_factory=Counter)  # requests with such a part
     most_attempts: int = 0
 
@@ -83,9 +85,18 @@ async def load(client: Client, seen: Seen, halfway: Callable[[], None]) -> None:
                 halfway()
             await asked(client, number, seen)
 
+    async def nothing() -> None:
+        while True:
+            began_s = time.monotonic()
+            await client._read("/healthz", "GET")
+            seen.healthz_s.append(time.monotonic() - began_s)
+            await asyncio.sleep(0.05)
+
+    beside = asyncio.create_task(nothing())
     async with asyncio.TaskGroup() as group:
         for _ in range(AT_ONCE):
             group.create_task(one_after_the_other())
+    beside.cancel()
 
 
 async def all_ready(client: Client) -> bool:
@@ -125,5 +136,7 @@ async def test_the_parts_are_what_clients_wait(
     assert expected <= seen.names.keys(), seen.names
     assert (seen.most_attempts > 1) == (counts is SPLIT)
     assert len(seen.client_s) == NUM_REQUESTS * 49 // 50
-    # The rest is in sockets, while one of two event loops is busy with another request.
-    assert sum(seen.parts_s) == pytest.approx(sum(seen.client_s), rel=0.1)
+    # The rest is in sockets, while one of two event loops is busy with another request: as long as that of a
+    # request which takes no time itself.
+    rest_s = len(seen.client_s) * fmean(seen.healthz_s)
+    assert sum(seen.parts_s) + rest_s == pytest.approx(sum(seen.client_s), rel=0.1)
