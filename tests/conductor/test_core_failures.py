@@ -164,16 +164,20 @@ async def test_tokens_renew_the_attempts(url: str) -> None:
     """A long stream outlives more failures than attempts are allowed without a token between them."""
     # The lease outlives any pause of the machine: a node that is lost would be one failure more.
     async with running(url, "p0", "d0", "d1", namespace="renew", max_attempts=2, lease_ttl_s=60.0) as cluster:
-        broken: set[int] = set()
+        broken, received = set[int](), list[int]()
 
         async def breaks_often(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
             if index % 4 == 3 and index not in broken:
                 broken.add(index)
+                # A real one cannot break before its prefill has answered.
+                await cluster.until(lambda: len(received) >= index)
                 await breaks(node, work, index)
 
         for name in ("d0", "d1"):
             cluster.nodes[name].script = breaks_often
-        assert await cluster.generate(request(max_tokens=24)) == continuation(PROMPT, 24)
+        async for event in cluster.conductor.generate(request(max_tokens=24)):
+            received.append(event.token_id)
+        assert received == continuation(PROMPT, 24)
         assert cluster.names("r").count("retry") == len(broken) == 6
 
 
