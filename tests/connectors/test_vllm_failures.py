@@ -135,7 +135,8 @@ def test_salt_adapter_and_image_are_in_the_keys(vllm_python: Path) -> None:
     done = run(vllm_python, "tests/connectors/vllm_keys.py")
     assert done.returncode == 0, done.stderr
     keys = json.loads(done.stdout.splitlines()[-1])
-    assert keys.pop("hints") == {"pin_s": 5, "prefetch": True, "drop_from": 32}, "of vLLM's own envelope"
+    hints = {"pin_s": 5, "prefetch": True, "drop_from": 32, "drop_after": False}
+    assert keys.pop("hints") == hints, "of vLLM's own envelope"
     assert keys.pop("plain again") == keys["plain"]
     every = [key for chain in keys.values() for key in chain]
     assert len(every) == 3 * 7 and len(set(every)) == len(every), "two requests share a block"
