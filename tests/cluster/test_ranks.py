@@ -182,10 +182,11 @@ async def test_a_rank_that_is_stopped_now_and_then_is_named_within_10_s(
 async def test_a_rank_lost_while_decoding_costs_no_token(
     cluster: LocalCluster, client: Client, number: signal.Signals
 ) -> None:
-    prompt = "And the LORD said unto him " * 8
-    expected = await whole(client, prompt)
+    # Long enough that it has not ended when the rank is gone.
+    prompt, greedy = "And the LORD said unto him " * 8, {**GREEDY, "max_tokens": 1500}
+    expected = await whole(client, prompt, **greedy)
     reply, before = Reply(), dict[str, Any]()
-    async for _ in client.complete(prompt, reply, **GREEDY):
+    async for _ in client.complete(prompt, reply, **greedy):
         if not before and len(reply.pieces_s) >= 20:
             name = (await client.timeline(reply.id))["summary"]["decode_node"]
             before = (await nodes(client))[name]
@@ -195,7 +196,7 @@ async def test_a_rank_lost_while_decoding_costs_no_token(
     events = [event["event"] for event in (await client.timeline(reply.id))["events"]]
     assert "retry" in events
     await eventually(lambda: is_back(client, before))
-    assert await whole(client, prompt) == expected
+    assert await whole(client, prompt, **greedy) == expected
 
 
 @pytest.mark.slow
