@@ -70,8 +70,8 @@ def test_killed_with_loads_and_saves_under_way_and_restarted_on_its_disk(
 
 
 def test_aborts_while_loading_leak_nothing(started: Started) -> None:
-    """The other engine is stopped, so that loads from it are under way when their requests are aborted. None has
-    ended before: until one has, no engine computes faster than it would load."""
+    """The other engine is stopped, so that loads from it are under way when their requests are aborted. None
+    has ended before: until one has, no engine computes faster than it would load."""
     first, second = started.server("source"), started.server("aborts", "transfer.deadline_s=3")
     for server in (first, second):
         server.wait_ready()
