@@ -31,6 +31,7 @@ _SIGNATURES = {
     "argmax_rows": "logits: strided [n, vocab]",
     "checksum_spans": "memory: [n]; offsets: int64 [k]; nbytes: int64 [k]",
     "combine_experts": "weights: float32 [n, k]; order: int64 [n * k]; rows: strided [n * k, hidden]",
+    "forbid_tokens": "scores: [n, vocab]; masks: int32 [n, words]",
     "group_by_expert": "expert_ids: int32 [n, k]",
     "group_rows": "x: strided [n, width]; order: int64 [n * k]",
     "grouped_matmul": "weights: strided [experts, out, in]; x: [m, in]; offsets: int32 [experts + 1]",
@@ -233,6 +234,11 @@ def _check_offsets(a: Arguments) -> None:
     _require(valid, f"offsets must rise from 0 to at most {num_rows}, are {offsets}")
 
 
+def _check_masks(a: Arguments) -> None:
+    found, vocab = a["masks"].shape[1], a["scores"].shape[1]
+    _require(found == -(-vocab // 32), f"{vocab} tokens need masks of {-(-vocab // 32)} words, got {found}")
+
+
 def _check_adapter_ids(a: Arguments) -> None:
     extents, num_rows = a["extents"], a["a"].shape[0]
     last = len(extents) - 1
@@ -261,6 +267,7 @@ def _check_codes(a: Arguments) -> None:
 _MORE: dict[str, Callable[[Arguments], None]] = {
     "add_lora": _check_adapter_ids,
     "combine_experts": _check_order,
+    "forbid_tokens": _check_masks,
     "group_by_expert": _check_expert_ids,
     "group_rows": _check_order,
     "grouped_matmul": _check_offsets,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from moonpool.bench.engine.driver import DecodeSteps, session
+from moonpool.bench.harness.turns import spread
 from moonpool.engine.batching.sampling import Sampling
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.runtime.config.options import EngineOptions
@@ -64,12 +65,17 @@ async def rows(
                 plain.append(await running.decode(batch, _CONTEXT, num_steps, drawn))
                 automata = [await grammars.automaton(_LINES) for _ in range(batch)]
                 structured.append(await running.decode(batch, _CONTEXT, num_steps, masked, automata))
-            case = f"{name}, decode, batch {batch}"
-            for what, unit_s in (("step", 1e3), ("CPU of a step", 1e3)):
-                pick = (lambda s: s.step_s) if what == "step" else (lambda s: s.cpu_s)
-                without = statistics.median(map(pick, plain)) * unit_s
-                row = Row(case, f"{what} with masks", statistics.median(map(pick, structured)) * unit_s, "ms")
-                yield versus(row, "without", without)
+            yield step_row(f"{name}, decode, batch {batch}", structured, plain)
+
+
+def step_row(case: str, masked: Sequence[DecodeSteps], plain: Sequence[DecodeSteps]) -> Row:
+    """``masked``, ``plain``: of the same rounds, in turn."""
+    seconds, without = ([steps.step_s for steps in each] for each in (masked, plain))
+    row = versus(
+        spread(case, "step with masks", seconds, "ms", 1e3), "without", 1e3 * statistics.median(without)
+    )
+    ratio = statistics.median(mine / theirs for mine, theirs in zip(seconds, without, strict=True))
+    return replace(row, ratio=ratio)
 
 
 def _mask_seconds(automaton: Automaton, vocab_size: int) -> list[float]:

@@ -119,6 +119,8 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         least(2.5, r"qwen3-0.6b, .*, int4 weights, decode, batch 1, .*", "rate", "plain weights"),
         most(1.01, r"shipped model, (int8 weights|(fp8_e4m3|int8) KV), .*", "perplexity", "plain weights"),
         most(1.05, r"shipped model, int4 weights, .*", "perplexity", "plain weights"),
+        most(1.03, r"vocabulary of .*, decode, batch \d+", "step with masks", "without"),
+        least(1.3, r"shipped model and draft, prose, .*", r"tokens a step, \d proposed"),
     ),
     "parallel": (
         # What a step may cost beside its tensors, and how much faster two stages must be than one.

@@ -16,6 +16,8 @@ from moonpool.runtime.cost_profile import CostProfile
 
 # How much one step's error moves the estimates.
 _GAIN = 0.05
+# Of a prediction, at most: a step that took longer was disturbed.
+_MOST_TIMES = 4.0
 # The part of the time between two tokens that a step may take: the rest is for bookkeeping and messages.
 _STEP_PART = 0.9
 _BUDGET_S = 1.2
@@ -44,11 +46,11 @@ class StepCosts:
 
     def predict_s(self, plan: StepPlan) -> float:
         """Seconds the step will take."""
-        seconds, profile = 0.0, self.profile
+        seconds = 0.0
         if plan.decodes:
             seconds = self.decode_s(plan.decodes)
         for draft in plan.drafts:
-            seconds += self.draft_scale * profile.prefill_token_s * draft.num_tokens
+            seconds += self._drafted_token_s * draft.num_tokens
         for chunk in plan.chunks:
             seconds += self.chunk_s(chunk.start, chunk.num_tokens)
         return self.mixed_scale * seconds if plan.decodes and plan.chunks else seconds
@@ -65,8 +67,12 @@ class StepCosts:
     def draft_row_cost(self, decodes: list[Sequence], proposing_s: float = 0.0) -> float:
         """Time that a drafted token adds to a step of these sequences, as a part of what the step takes for
         each of its tokens. ``proposing_s``: time in which one is proposed for each."""
-        added_s = self.draft_scale * self.profile.prefill_token_s * len(decodes) + proposing_s
+        added_s = self._drafted_token_s * len(decodes) + proposing_s
         return added_s / max(self.decode_s(decodes), 1e-9)
+
+    @property
+    def _drafted_token_s(self) -> float:
+        return max(self.draft_scale, 0.0) * self.profile.prefill_token_s
 
     def timely_tokens(self, decodes: list[Sequence], start: int, tbt_s: float) -> int:
         """Prompt tokens after ``start`` earlier ones that fit into a step with ``decodes`` of ``tbt_s``."""
@@ -85,13 +91,14 @@ class StepCosts:
         """Learn from a step. A single outlier (a busy machine) changes little."""
         if predicted_s <= 0:
             return
-        gain = 1 + _GAIN * (min(actual_s / predicted_s, 4.0) - 1)
+        gain = 1 + _GAIN * (min(actual_s / predicted_s, _MOST_TIMES) - 1)
         if plan.drafts:
-            tokens_s = self.profile.prefill_token_s * sum(draft.num_tokens for draft in plan.drafts)
-            plain_s = predicted_s - self.draft_scale * tokens_s
-            if tokens_s > 0:
-                found = max(actual_s - plain_s, 0.0) / tokens_s
-                self.draft_scale *= 1 + _GAIN * (min(found / self.draft_scale, 2.0) - 1)
+            num_tokens = sum(draft.num_tokens for draft in plan.drafts)
+            plain_s = predicted_s - self._drafted_token_s * num_tokens
+            if (tokens_s := self.profile.prefill_token_s * num_tokens) > 0:
+                # A difference of two noisy times may be below 0. Only if it counts, too, is the mean right.
+                found = (min(actual_s, _MOST_TIMES * predicted_s) - plain_s) / tokens_s
+                self.draft_scale += _GAIN * (found - self.draft_scale)
         elif plan.decodes and plan.chunks:
             self.mixed_scale *= gain
         elif plan.decodes:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moonpool.engine.batching.sequence import Sequence, TokenLogprobs
 from moonpool.engine.device.device import Device
-from moonpool.kernels.dispatch import argmax_rows
+from moonpool.kernels.dispatch import argmax_rows, forbid_tokens
 
 _NO_LOGPROBS: list[TokenLogprobs | None] = []
 _GROUP_ELEMENTS = 1 << 18  # logits sampled at once on a CPU: a megabyte
@@ -83,12 +83,12 @@ class _Group:
         """Return the index of the output token that is sampled next."""
         return self._sequences[row].num_output_tokens + self.num_unknown[row]
 
-    def adjust(self, logits: Tensor) -> Tensor:
-        """Return logits (float32 [n, vocab]) with min_tokens, bias, penalties and token masks applied, in new
-        memory."""
+    def adjust(self, logits: Tensor, *, in_place: bool = False) -> Tensor:
+        """Return logits (float32 [n, vocab]) with min_tokens, bias, penalties and token masks applied: in
+        new memory, or ``in_place``."""
         if not (self._biased or self._min_tokens or self._penalized or self._automata):
             return logits
-        scores = logits.clone()
+        scores = logits if in_place else logits.clone()
         for i in self._min_tokens:
             sequence = self._sequences[i]
             if self._index(i) < sequence.sampling.min_tokens and sequence.stop_ids:
@@ -99,7 +99,7 @@ class _Group:
         if self._penalized:
             self._penalize(scores)
         if self._automata:
-            forbid(scores, self._masks(), self._device)
+            forbid_tokens(scores, self._device.upload(torch.from_numpy(self._masks())))
         return scores
 
     def _masks(self) -> npt.NDArray[np.int32]:
@@ -147,26 +147,6 @@ class _Group:
         return self._device.upload(torch.tensor(values, dtype=torch.float32)[:, None])
 
 
-def forbid(scores: Tensor, masks: npt.NDArray[np.int32], device: Device) -> None:
-    """Set the scores of forbidden tokens to -inf, in place.
-
-    scores: float32 [n, vocab]. masks: int32 [n, ceil(vocab / 32)]; bit ``i % 32`` of word ``i // 32`` is set
-    where token ``i`` is allowed.
-    """
-    vocab_size = scores.shape[-1]
-    if scores.device.type == "cpu":
-        bits = np.unpackbits((~masks).view(np.uint8), axis=-1, count=vocab_size, bitorder="little")
-        forbidden = torch.from_numpy(bits).int()
-    else:
-        words = device.upload(torch.from_numpy(~masks))
-        shifts = torch.arange(32, dtype=torch.int32, device=scores.device)
-        forbidden = ((words[:, :, None] >> shifts) & 1).flatten(1)[:, :vocab_size].contiguous()
-    # The float32 of these bits is inf, with its sign set where the token is forbidden. A choice by condition
-    # takes several times as long on a CPU.
-    limit = forbidden.bitwise_left_shift_(31).bitwise_or_(0x7F800000).view(torch.float32)
-    torch.minimum(scores, limit, out=scores)
-
-
 def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, list[TokenLogprobs | None]]:
     """logits: [n, vocab], row i of the batch's sequence i.
 
@@ -183,7 +163,9 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, list[TokenLogp
             chosen.append(argmax_rows(rows))
             continue
         raw = rows.float()
-        tokens = _choose(group.adjust(raw), group)
+        # Those of a model in 16 bits are new already. Logprobs are of the model's own logits.
+        in_place = raw is not rows and not group.logprob_rows
+        tokens = _choose(group.adjust(raw, in_place=in_place), group)
         chosen.append(tokens)
         if group.logprob_rows:
             asked = group.logprob_rows

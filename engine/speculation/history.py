@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import count
+from itertools import count, cycle, islice
 from typing import Protocol
 
 from moonpool.engine.batching.sequence import Sequence
@@ -33,7 +33,7 @@ class NgramProposer:
 
     def propose(self, sequence: Sequence, most: int) -> list[int]:
         position = self._look_up(sequence)
-        return [] if position is None else sequence.token_ids[position : position + most].tolist()
+        return [] if position is None else _following(sequence, position, most)
 
     def _look_up(self, sequence: Sequence) -> int | None:
         """Return the position after the last earlier place of the newest tokens."""
@@ -58,5 +58,11 @@ class SuffixProposer(NgramProposer):
         length = min(position, _LONGEST_MATCH)
         same = tokens[position - length : position][::-1] == tokens[len(tokens) - length :][::-1]
         matched = length if same.all() else int(same.argmin())
-        proposed: list[int] = tokens[position : position + min(most, matched)].tolist()
-        return proposed
+        return _following(sequence, position, min(most, matched))
+
+
+def _following(sequence: Sequence, position: int, num_tokens: int) -> list[int]:
+    """Return the tokens from ``position`` on. Those up to the sequence's end are repeated where there are
+    fewer: the newest tokens of a loop are found one turn before."""
+    tokens: list[int] = sequence.token_ids[position : position + num_tokens].tolist()
+    return list(islice(cycle(tokens), num_tokens))

@@ -50,6 +50,7 @@ _FUNCTIONS: dict[str, tuple[dict[Any, str], list[Any]]] = {
     "rms_norm": (DTYPE_NAMES, [_P, _P, _P, _P, _P, _I, _I, _F]),
     "silu_mul": (DTYPE_NAMES, [_P, _P, _I, _I]),
     "argmax_rows": (DTYPE_NAMES, [_P, _P, _I, _I]),
+    "forbid_tokens": (_UNTYPED, [_P, _P, _I, _I]),
     "merge": (DTYPE_NAMES, [_P, _P, _P, _P, _I, _I, _I]),
     "pack": ({**DTYPE_NAMES, **KINDS}, [_P, _P, _I, _I]),
     "unpack": (DTYPE_NAMES, [_P, _P, _I, _I]),

@@ -34,6 +34,7 @@ _MAX_DECODE_ROWS = {True: 8, False: 16}
 _rms_norm = LIBRARY.gil_held["rms_norm"]
 _silu_mul = LIBRARY.gil_held["silu_mul"]
 _argmax_rows = LIBRARY.gil_held["argmax_rows"]
+_forbid_tokens = LIBRARY.gil_held["forbid_tokens"][None]
 _write_kv = LIBRARY.gil_held["write_kv"]
 _rotate_and_write = LIBRARY.gil_held["rotate_and_write"]
 _decode = LIBRARY.gil_held["decode"]
@@ -90,6 +91,13 @@ def argmax_rows(logits: Tensor) -> Tensor:
     out = torch.empty(n, dtype=torch.int64)
     function(logits.data_ptr(), out.data_ptr(), n, vocab)
     return out
+
+
+def forbid_tokens(scores: Tensor, masks: Tensor) -> None:
+    if scores.dtype is not torch.float32 or not (scores.is_contiguous() and masks.is_contiguous()):
+        reference.forbid_tokens(scores, masks)
+        return
+    _forbid_tokens(scores.data_ptr(), masks.data_ptr(), *scores.shape)
 
 
 def write_kv(

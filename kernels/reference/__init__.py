@@ -26,7 +26,7 @@ from moonpool.kernels.reference.experts import (
 )
 from moonpool.kernels.reference.kv import rotate, rotate_and_write, write_kv
 from moonpool.kernels.reference.quantised import QuantisedWeight, quantised_matmul
-from moonpool.kernels.reference.rows import argmax_rows, rms_norm, silu_mul
+from moonpool.kernels.reference.rows import argmax_rows, forbid_tokens, rms_norm, silu_mul
 
 __all__ = [
     "FP8",
@@ -38,6 +38,7 @@ __all__ = [
     "checksum_spans",
     "codes_and_scales",
     "combine_experts",
+    "forbid_tokens",
     "group_by_expert",
     "group_rows",
     "grouped_matmul",

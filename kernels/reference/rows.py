@@ -42,3 +42,14 @@ def argmax_rows(logits: Tensor) -> Tensor:
     logits: [n, vocab].
     """
     return logits.argmax(-1)
+
+
+def forbid_tokens(scores: Tensor, masks: Tensor) -> None:
+    """Set the scores of forbidden tokens to -inf, in place.
+
+    scores: [n, vocab]; masks: int32 [n, ceil(vocab / 32)]. Bit i % 32 of word i // 32 is set where token i is
+    allowed.
+    """
+    shifts = torch.arange(32, dtype=torch.int32, device=masks.device)
+    allowed = (masks[:, :, None] >> shifts & 1).flatten(1)[:, : scores.shape[1]]
+    scores.masked_fill_(allowed == 0, float("-inf"))

@@ -20,6 +20,7 @@ from moonpool.engine.batching.step_plan import StepEvent
 from moonpool.engine.device.device import CpuDevice, Device
 from moonpool.engine.device.selection import choose_device
 from moonpool.engine.engine import Engine
+from moonpool.engine.speculation.speculator import Speculator
 from moonpool.runtime.config.options import EngineOptions, ModelOptions
 from tests.lazily import Lazily
 
@@ -203,6 +204,18 @@ class Driver:
             self.engine.add(sequence, prefill_only=prefill_only)
         await self.until(lambda: all(r.token_ids if prefill_only else r.finish_reason for r in results))
         return results
+
+
+def proposing(engine: Engine) -> Speculator:
+    """The engine's speculator. From now on it proposes as much as it may in every step, whatever that costs
+    on this machine: what is accepted depends on no time."""
+    speculator = engine._scheduler.speculator
+    assert isinstance(speculator, Speculator)
+    speculator._row_cost = lambda decodes: 0.0
+    speculator._step_s = lambda decodes: 1.0
+    if speculator._model is not None:
+        speculator._model.missing_s = lambda sequence: 0.0
+    return speculator
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -12,11 +12,10 @@ from prometheus_client import REGISTRY
 
 from moonpool.engine.batching.step_plan import StepOutput, StepPlan
 from moonpool.engine.speculation.draft_model import DraftModel
-from moonpool.engine.speculation.speculator import Speculator
 from moonpool.errors import ConfigError
 from moonpool.runtime.config.engine_options import SpeculativeOptions
 from moonpool.runtime.config.options import ModelOptions
-from tests.engine.conftest import Driver, Reference, prompt
+from tests.engine.conftest import Driver, Reference, prompt, proposing
 
 NUM_TOKENS = 50
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -37,11 +36,7 @@ def by(draft: Reference, **words: Any) -> SpeculativeOptions:
 
 def model_of(driver: Driver) -> DraftModel:
     """The driver's draft model. From now on it proposes, whatever a token costs on this machine."""
-    speculator = driver.engine._scheduler.speculator
-    assert isinstance(speculator, Speculator)
-    speculator._row_cost = lambda decodes: 0.0
-    speculator._step_s = lambda decodes: 60.0
-    model = speculator._model
+    model = proposing(driver.engine)._model
     assert model is not None
     return model
 
@@ -164,13 +159,12 @@ async def test_an_error_ends_the_proposals_of_its_sequences_only(checkpoint, ser
 @pytest.mark.asyncio
 async def test_it_turns_itself_off_where_a_proposal_costs_too_much(checkpoint, serve) -> None:
     async with serve(checkpoint.path, speculative=by(checkpoint)) as driver:
-        model = model_of(driver)
-        speculator = driver.engine._scheduler.speculator
-        assert isinstance(speculator, Speculator)
+        speculator = proposing(driver.engine)
         speculator._row_cost = lambda decodes: 0.7
         (result,) = await driver.run(driver.sequence(prompt(9), max_tokens=40))
         assert not any(event.accepted for event in result.events)
-        assert not model._copies
+        assert speculator._model is not None
+        assert not speculator._model._copies
 
 
 def write_tokenizer(directory: Path, vocab: dict[str, int], added: dict[str, int]) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from moonpool.conductor.costs.model import CostModel, Profile
 from moonpool.engine.batching.sampling import Sampling
 from moonpool.engine.batching.sequence import Sequence
-from moonpool.engine.batching.step_plan import Chunk, StepPlan
+from moonpool.engine.batching.step_plan import Chunk, Draft, StepPlan
 from moonpool.engine.device.device import CpuDevice
 from moonpool.engine.execution.cost_profile import StepCosts, measure
 from moonpool.runtime.config.engine_options import CPU_LIMITS
@@ -47,6 +48,21 @@ def decode_plan(n: int, context: int) -> StepPlan:
 def prefill_plan(start: int, n: int) -> StepPlan:
     sequence = Sequence("r", 0, [0] * (start + n), start + n, sampling=Sampling(), root_key=b"")
     return StepPlan([], [Chunk(sequence, start, n, True)], [], 0, [])
+
+
+def test_a_drafted_tokens_cost_is_learned_on_a_busy_machine() -> None:
+    """Every fifth step, of either kind, takes three times as long: the mean of a token's cost is found."""
+    costs = StepCosts(CostProfile(1e-3, 1e-4, 0, 1e-3, 1e-4, 0))
+    rng, plain, drafted = np.random.default_rng(0), decode_plan(8, 100), decode_plan(8, 100)
+    drafted.drafts += [Draft(sequence, 100, [1]) for sequence in drafted.decodes]
+    found = []
+    for _ in range(4000):
+        for plan, true_s in ((plain, 1.8e-3), (drafted, 1.8e-3 + 8 * 0.5e-4)):
+            disturbed = 3.0 if rng.random() < 0.2 else rng.uniform(0.8, 1.2)
+            costs.correct(plan, costs.predict_s(plan), disturbed * true_s)
+        found.append(costs.draft_row_cost(drafted.decodes))
+    # As a part of what the step takes without.
+    assert np.mean(found[500:]) == pytest.approx(8 * 0.5e-4 / 1.8e-3, rel=0.25)
 
 
 @pytest.mark.parametrize("plan", [decode_plan(5, 700), prefill_plan(100, 300), prefill_plan(0, 7)])

@@ -38,9 +38,17 @@ def test_what_followed_the_newest_tokens_is_proposed(make: Any) -> None:
     assert proposer.propose(sequence, 3) == [4, 5, 9], "of two places the last one"
 
 
+@pytest.mark.parametrize("make", [NgramProposer, SuffixProposer])
+@pytest.mark.parametrize("period", [1, 2, 3, 4])
+def test_a_loop_goes_on(make: Any, period: int) -> None:
+    """Its newest tokens stand one turn before, which is shorter than a proposal."""
+    loop = [7 + i % period for i in range(30)]
+    assert make().propose(sequence_of(loop[:20]), 8) == loop[20:28]
+
+
 def test_a_suffix_proposes_no_more_than_it_matches() -> None:
     tokens = [*range(10), 50, 7, 8, 9]
-    assert NgramProposer().propose(sequence_of(tokens), 8) == [50, 7, 8, 9]
+    assert NgramProposer().propose(sequence_of(tokens), 8) == [50, 7, 8, 9, 50, 7, 8, 9]
     assert SuffixProposer().propose(sequence_of(tokens), 8) == [50, 7, 8]
     long = [*range(10), 50, 51, 52, 53, *range(2, 10)]
     assert SuffixProposer().propose(sequence_of(long), 8) == [50, 51, 52, 53, 2, 3, 4, 5]

@@ -16,7 +16,8 @@ from moonpool.engine.batching.sampling import Sampling
 from moonpool.engine.batching.sequence import FinishReason, Sequence
 from moonpool.engine.device.device import CpuDevice
 from moonpool.engine.device.selection import choose_device
-from moonpool.engine.execution.sampler import SamplingBatch, forbid, sample
+from moonpool.engine.execution.sampler import SamplingBatch, sample
+from moonpool.kernels.dispatch import forbid_tokens
 from moonpool.runtime.structure.automaton import Automaton
 from moonpool.runtime.structure.grammars import Grammars, Structure
 
@@ -73,7 +74,7 @@ def test_bits_are_tokens(vocab_size: int, device: str) -> None:
     masks = np.stack([words_of(np.flatnonzero(row).tolist(), vocab_size) for row in allowed])
     scores = torch.randn(3, vocab_size, device=chosen.torch)
     expected = scores.cpu().clone().masked_fill_(torch.from_numpy(~allowed), float("-inf"))
-    forbid(scores, masks, chosen)
+    forbid_tokens(scores, chosen.upload(torch.from_numpy(masks)))
     assert torch.equal(scores.cpu(), expected)
 
 

@@ -50,6 +50,13 @@ def test_wrong_decodes(changes: dict[str, Any], sentence: str) -> None:
         checked(reference.paged_decode_attention)(**decode_arguments(**changes))
 
 
+def test_wrong_masks() -> None:
+    forbid = checked(reference.forbid_tokens)
+    forbid(torch.zeros(2, 33), torch.zeros(2, 2, dtype=torch.int32))
+    with pytest.raises(KernelMisuse, match="33 tokens need masks of 2 words, got 1"):
+        forbid(torch.zeros(2, 33), torch.zeros(2, 1, dtype=torch.int32))
+
+
 def test_wrong_slots() -> None:
     pool = torch.zeros(2, 1, 2, 1, 8, 4)
     k = torch.zeros(2, 1, 4)

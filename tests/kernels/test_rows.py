@@ -87,7 +87,23 @@ def test_argmax_is_torchs(values: list[float]) -> None:
     assert torch.equal(ops.argmax_rows(logits), logits.argmax(-1))
 
 
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 2048, 32_001])
+def test_forbidden_tokens(form: ModuleType, vocab: int) -> None:
+    """Words of no token, of some and of all; what is forbidden may be NaN."""
+    allowed = (
+        torch.rand(5, -(-vocab // 32), 32)
+        < torch.tensor([0, 0.5, 0.5, 1]).repeat(vocab)[: -(-vocab // 32), None]
+    )
+    words = (allowed.long() << torch.arange(32)).sum(-1).int()
+    scores = torch.randn(5, vocab)
+    expected = torch.where(allowed.flatten(1)[:, :vocab], scores, float("-inf"))
+    scores[expected == float("-inf")] = float("nan")
+    form.forbid_tokens(scores, words)
+    assert torch.equal(scores, expected)
+
+
 def test_no_rows(form: ModuleType) -> None:
     assert form.rms_norm(torch.empty(0, 40), torch.ones(40), EPS).shape == (0, 40)
     assert form.silu_mul(torch.empty(0, 40)).shape == (0, 20)
     assert form.argmax_rows(torch.empty(0, 40)).shape == (0,)
+    form.forbid_tokens(torch.empty(0, 40), torch.empty(0, 2, dtype=torch.int32))

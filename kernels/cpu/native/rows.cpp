@@ -1,4 +1,4 @@
-// Operations on rows of activations: RMS norm, SiLU-and-multiply, the index of the largest value.
+// Operations on rows of activations: RMS norm, SiLU-and-multiply, the index of the largest value, token masks.
 
 #include <cmath>
 
@@ -9,7 +9,7 @@
 namespace {
 
 // Nanoseconds of one thread for a value, roughly.
-constexpr double NORM_NS = 0.15, SILU_NS = 0.4, ARGMAX_NS = 0.1;
+constexpr double NORM_NS = 0.15, SILU_NS = 0.4, ARGMAX_NS = 0.1, FORBID_NS = 0.05;
 
 template <class T>
 void rms_norm(const T* x, const T* residual, const T* weight, T* normed, T* total, int64_t n, int64_t hidden,
@@ -78,6 +78,23 @@ void argmax_rows(const T* x, int64_t* out, int64_t n, int64_t vocab) {
     for (int64_t row = 0; row < n; row++) out[row] = argmax(x + row * vocab, vocab);
 }
 
+// Sets x[i] to -inf where bit i % 32 of mask[i / 32] is clear.
+void forbid(float* x, const uint32_t* mask, int64_t n) {
+    vu lanes;
+    for (int j = 0; j < W; j++) lanes[j] = 1u << j;
+    for (int64_t i = 0; i < n; i += 32) {
+        const uint32_t allowed = mask[i / 32];
+        if (allowed == 0xffffffffu) continue;
+        if (n - i < 32) {
+            for (int64_t j = i; j < n; j++)
+                if (!(allowed >> (j - i) & 1)) x[j] = -INF;
+            continue;
+        }
+        for (int j = 0; j < 32; j += W)
+            store(x + i + j, ((lanes & allowed >> j) != 0) ? load(x + i + j) : splat(-INF));
+    }
+}
+
 }  // namespace
 
 #define MP_ROWS(T, NAME)                                                                                     \
@@ -101,3 +118,10 @@ void argmax_rows(const T* x, int64_t* out, int64_t n, int64_t vocab) {
     }
 
 MP_FOR_DTYPES(MP_ROWS)
+
+MP_EXPORT void forbid_tokens(float* scores, const uint32_t* masks, int64_t n, int64_t vocab) {
+    const int64_t words = (vocab + 31) / 32;
+    parallel_ranges(n, FORBID_NS * vocab, [=](int64_t first, int64_t end) {
+        for (int64_t row = first; row < end; row++) forbid(scores + row * vocab, masks + row * words, vocab);
+    });
+}

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from moonpool.engine.speculation.speculator import Speculator
 from moonpool.runtime.config.engine_options import SpeculativeOptions
-from tests.engine.conftest import Driver, prompt
+from tests.engine.conftest import Driver, prompt, proposing
 from tests.engine.ranks.conftest import serving
 from tests.engine.test_speculation_families import Script
 
@@ -41,9 +40,7 @@ async def test_tokens_are_those_of_plain_decoding_on_one_rank(
         plain = await answers(driver)
     options = SpeculativeOptions(method=method, num_tokens=5, draft_path=str(checkpoint.path))
     async with serving(checkpoint.path, max_batch_tokens=64, speculative=options, **plan) as driver:
-        speculator = driver.engine._scheduler.speculator
-        assert isinstance(speculator, Speculator)
-        speculator._row_cost = lambda decodes: 0.0  # whatever a token costs on this machine
+        speculator = proposing(driver.engine)
         if method == "ngram":  # every fourth token is wrong; a draft of the same weights is always right
             speculator._make = lambda: Script(plain, 4)
         assert await answers(driver) == plain
