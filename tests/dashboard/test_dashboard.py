@@ -213,6 +213,15 @@ async def test_every_view_fits_its_screen(page: Page, theme: str, width: int) ->
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     for view in VIEWS:
         await show(page, view)
+        # Its name is in sight.
+        named = page.get_by_role("navigation").get_by_role("link", name=view, exact=True)
+        assert await named.evaluate("(one) => one.getBoundingClientRect().right <= innerWidth"), view
+        if view == "Cluster":
+            await expect(page.locator("#events li").first).to_be_visible()
+        # Bars that are compared begin and end alike.
+        tracks = """[...document.querySelectorAll('.bars')].map((box) =>
+            new Set([...box.querySelectorAll('.track')].map((one) => one.clientWidth)).size)"""
+        assert max(await page.evaluate(tracks), default=0) <= 1, view
         # Nothing is wider than the page, but for what scrolls in itself.
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
         if width == 1440:

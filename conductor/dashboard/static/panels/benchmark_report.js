@@ -53,7 +53,7 @@ function measured(name, same, full) {
   const shares = [own.p50, own.p90, own.p95, own.p99];
   const spread = own.p99 === undefined ? "" : shares.map((one) => (one === undefined ? "–" : number(one))).join(" / ");
   const onValue = own.limit !== undefined ? own.limit_value : undefined;
-  const lines = [row(name, bar(own.value, full, "", onValue), cell(number(own.value), "number"), cell(spread, "number soft"), cell(""), limitCell(own))];
+  const lines = [row(name, bar(own.value, full, "", onValue), cell(number(own.value), "number"), cell(spread, "number soft"), cell("", "number"), limitCell(own))];
   for (const one of same.filter((each) => each.peer !== undefined)) {
     const ratio = one.ratio === undefined ? "" : `× ${number(one.ratio)}`;
     lines.push(row(within("th", "peer", one.peer_kind === "limit" ? `limit: ${one.peer}` : one.peer), bar(one.peer_value, full, "peer"), cell(number(one.peer_value), "number soft"), cell(""), cell(ratio, "number"), one.ratio === undefined ? cell("") : limitCell(one)));
