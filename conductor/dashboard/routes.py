@@ -38,7 +38,7 @@ _PAGE_HEADERS = {
 EVERY_S = 1.0
 # Snapshots take at most this part of a core, for all viewers together: of large clusters they come less
 # often, but not less than that. With what sending them takes, a viewer costs less than 2 %.
-_SHARE, _SLOWEST_S = 0.015, 5.0
+_SHARE, _SLOWEST_S = 0.01, 5.0
 _REQUESTS_SHOWN = 40
 
 
