@@ -160,8 +160,8 @@ docs: ## make docs/reference from the code
 	@$(BIN)/python -m moonpool.commands.reference_pages
 
 .PHONY: picture
-picture: env ## take docs/dashboard.png, the README's picture of the dashboard; needs chromium
-	@$(BIN)/python docs/picture.py
+picture: env ## take docs/dashboard.png, the README's picture of the dashboard, and with ARGS=DIR every view; needs chromium
+	@$(BIN)/python docs/picture.py $(ARGS)
 
 .PHONY: clean
 clean: ## remove the environment and everything made here

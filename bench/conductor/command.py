@@ -6,9 +6,10 @@ from functools import partial
 
 import click
 
+from moonpool.bench.conductor.dashboard import dashboard_rows
 from moonpool.bench.conductor.decisions import Settings, scale_rows
 from moonpool.bench.conductor.matching import matching_rows
-from moonpool.bench.conductor.overhead import dashboard_rows, http_rows, sse_rows
+from moonpool.bench.conductor.overhead import http_rows, sse_rows
 from moonpool.bench.harness.command import Run, benchmark
 from moonpool.bench.harness.peers import python_of
 from moonpool.conductor.placing.policies import POLICIES
@@ -36,6 +37,7 @@ _OWN = ("scale", "http", "sse", "dashboard")
 def conductor(run: Run, policy: str, decisions: int, requests: int, full: bool) -> Settings:
     """Measure decisions in clusters of many sizes, and the conductor's cost of a request.
 
+    dashboard: what a viewer costs, and a frame in Chromium, with 64 nodes and, --full, 1,024.
     matching: prefix matching alone, beside Dynamo's with --peer dynamo.
     """
     if "dynamo" in run.peers and "matching" not in run.parts:

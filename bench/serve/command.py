@@ -15,6 +15,7 @@ from moonpool.bench.harness.models import models_of
 from moonpool.bench.harness.peers import python_of
 from moonpool.bench.harness.shapes import SHAPES, shape_directory
 from moonpool.bench.serve import cases
+from moonpool.bench.serve.against import against_rows, node_rows
 from moonpool.bench.serve.agents import Waits
 from moonpool.bench.serve.client.workload import Workload
 from moonpool.bench.serve.figures import Slo
@@ -41,7 +42,8 @@ _WARM_UP = (
         "second-turn": cases.second_turn_rows,
         "load": cases.workload_rows,
         "load-sweep": cases.load_sweep,
-        "against": cases.against_rows,
+        "against": against_rows,
+        "nodes": node_rows,
         "perimeter": cases.perimeter_rows,
         "colocated": cases.colocated,
         "adapters": cases.adapters,
@@ -124,10 +126,13 @@ _WARM_UP = (
     "target of their steps.",
 )
 def serve(run: Run, **given: Any) -> cases.Settings:
-    """Measure serving: throughput, latencies, cache hits, the path's own cost; and peers doing the same."""
+    """Measure serving: throughput, latencies, cache hits, the path's own cost; and peers doing the same.
+
+    --case nodes: two nodes against one, with a core each: scaling efficiency.
+    """
     if given["compare"] and not run.named:
         run.parts = [given["compare"]]
-    for case in ("colocated", "agents"):
+    for case in ("colocated", "agents", "nodes"):
         if case in run.parts and given["url"]:
             raise ConfigError(f"--case {case} starts clusters of its own: leave --url out", key="url")
     if given["load_sweep"] and not run.named:

@@ -18,7 +18,7 @@ from moonpool.bench.serve.client.answer import Answer
 from moonpool.bench.serve.client.server import Outcome, RequestFailed, Server
 from moonpool.bench.serve.client.workload import Prompts, Workload
 from moonpool.bench.serve.figures import Slo, output_rate
-from moonpool.bench.serve.occupancy import Occupancy, Watch
+from moonpool.bench.serve.occupancy import FIGURES, Occupancy, Watch, figures_of
 from moonpool.runtime.reports.report import Curve, Row, number
 
 # The first load, of what one request at a time would be; each further one is higher by this factor.
@@ -170,17 +170,8 @@ def _throughput(turn: Turn) -> float:
     return output_rate(turn.outcome)
 
 
-def _occupancy(of: Callable[[Occupancy], float]) -> Callable[[Turn], float]:
-    return lambda turn: 0.0 if turn.occupancy is None else of(turn.occupancy)
-
-
-# Metric, unit and figure of a turn.
-_OCCUPANCY: tuple[tuple[str, str, Callable[[Turn], float]], ...] = (
-    ("utilisation of cores", "%", _occupancy(lambda one: 100 * one.cores)),
-    ("utilisation of cores, client", "%", _occupancy(lambda one: 100 * one.client_cores)),
-    ("mean batch size", "sequences", _occupancy(lambda one: one.batch_size)),
-    ("mean queue length", "sequences", _occupancy(lambda one: one.queue_length)),
-)
+def _of_occupancy(figure: Callable[[Occupancy], float]) -> Callable[[Turn], float]:
+    return lambda turn: 0.0 if turn.occupancy is None else figure(turn.occupancy)
 
 
 def _figures(step: Step, slo: Slo) -> dict[str, tuple[str, Callable[[Turn], float]]]:
@@ -192,8 +183,9 @@ def _figures(step: Step, slo: Slo) -> dict[str, tuple[str, Callable[[Turn], floa
     }
     if slo.ttft_s or slo.tpot_s:
         found["goodput"] = ("requests/s", lambda turn: turn.reached(slo))
-    if all(turn.occupancy is not None for turn in step.turns):
-        found |= {metric: (unit, figure) for metric, unit, figure in _OCCUPANCY}
+    busy = [turn.occupancy for turn in step.turns if turn.occupancy is not None]
+    if len(busy) == len(step.turns):
+        found |= {metric: (unit, _of_occupancy(figure)) for metric, unit, figure in figures_of(busy[0])}
     return found
 
 
@@ -251,5 +243,9 @@ def _curves(steps: Sequence[Step], knee: int | None, slo: Slo) -> Iterator[Curve
         reached["within the SLOs"] = [step.mean(lambda turn: turn.reached(slo)) for step in steps]
     yield from lines("Throughput against load", "requests/s", reached)
     if all(turn.occupancy is not None for step in steps for turn in step.turns):
-        counts = {name: [step.mean(figure) for step in steps] for name, _, figure in _OCCUPANCY[2:]}
+        counts = {
+            name: [step.mean(_of_occupancy(figure)) for step in steps]
+            for name, unit, figure in FIGURES
+            if unit == "sequences"
+        }
         yield from lines("Batch and queue against load", "sequences", counts)

@@ -1,11 +1,12 @@
-"""How busy a cluster is meanwhile: its cores, its batches, its queues."""
+"""How busy a cluster is meanwhile: its cores and GPUs, what its steps consist of, its queues."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -15,22 +16,39 @@ from moonpool.bench.serve.client.http_client import HttpClient, ServerUnreachabl
 from moonpool.bench.serve.client.server import Server
 from moonpool.runtime.machine.processor import usable_cores
 from moonpool.runtime.observing.metrics_server import own_metrics_key
+from moonpool.runtime.reports.report import Row
 
 # A reading costs each process a few milliseconds.
 _PERIOD_S = 0.25
 _CPU = re.compile(r"^process_cpu_seconds_total (\S+)", re.MULTILINE)
+_STEP_TOKENS = re.compile(r'^moonpool_step_tokens_sum\{kind="(\w+)"\} (\S+)', re.MULTILINE)
+_GPUS = re.compile(r'^moonpool_gpu_utilization_ratio\{gpu="[^"]*"\} (\S+)', re.MULTILINE)
 _SEQUENCES = re.compile(r'^moonpool_engine_requests\{state="(\w+)"\} (\S+)', re.MULTILINE)
 
 
 @dataclass
+class _Reading:
+    """Sums over all processes: CPU seconds, tokens of steps by kind, sequences by state. ``gpus``: how busy
+    each one is, 0 to 1."""
+
+    cpu_s: float = 0.0
+    step_tokens: Counter[str] = field(default_factory=Counter)
+    sequences: Counter[str] = field(default_factory=Counter)
+    gpus: list[float] = field(default_factory=list)
+
+
+@dataclass
 class Occupancy:
-    """cpu_s: of the cluster's processes, in ``seconds``. running, waiting: a reading each, of all engines."""
+    """cpu_s: of the cluster's processes, in ``seconds``. step_tokens: by kind. running, waiting: a reading
+    each, of all engines; gpus: the mean of each reading, empty without GPUs."""
 
     cpu_s: float = 0.0
     client_cpu_s: float = 0.0
     seconds: float = 0.0
+    step_tokens: Counter[str] = field(default_factory=Counter)
     running: list[float] = field(default_factory=list)
     waiting: list[float] = field(default_factory=list)
+    gpus: list[float] = field(default_factory=list)
 
     @property
     def cores(self) -> float:
@@ -41,6 +59,11 @@ class Occupancy:
     def client_cores(self) -> float:
         """The share that the load itself used."""
         return self.client_cpu_s / (self.seconds * usable_cores())
+
+    @property
+    def prompt_share(self) -> float:
+        """The share of the tokens of all steps that were of prompts."""
+        return self.step_tokens["prompt"] / max(self.step_tokens.total(), 1.0)
 
     @property
     def batch_size(self) -> float:
@@ -78,7 +101,7 @@ class Watch:
         """What is yielded is complete after the block. Raises ``ServerUnreachable``."""
         found = Occupancy()
         began_s, client_s = time.perf_counter(), time.process_time()
-        before_s, _ = await self._read()
+        before = await self._read()
         reading = asyncio.create_task(self._keep_reading(found))
         try:
             yield found
@@ -86,24 +109,47 @@ class Watch:
             reading.cancel()
             with suppress(asyncio.CancelledError):
                 await reading
-        after_s, _ = await self._read()
-        found.cpu_s = after_s - before_s
+        after = await self._read()
+        found.cpu_s = after.cpu_s - before.cpu_s
+        found.step_tokens = after.step_tokens - before.step_tokens
         found.seconds = time.perf_counter() - began_s
         found.client_cpu_s = time.process_time() - client_s
 
     async def _keep_reading(self, found: Occupancy) -> None:
         while True:
             await asyncio.sleep(_PERIOD_S)
-            _, counts = await self._read()
-            found.running.append(counts["running"])
-            found.waiting.append(counts["waiting"])
+            now = await self._read()
+            found.running.append(now.sequences["running"])
+            found.waiting.append(now.sequences["waiting"])
+            if now.gpus:
+                found.gpus.append(fmean(now.gpus))
 
-    async def _read(self) -> tuple[float, dict[str, float]]:
-        """CPU seconds of all processes, and sequences of all engines by state."""
+    async def _read(self) -> _Reading:
         gets = (self._server.http.get("/metrics"), *(page.get("") for page in self._pages))
-        cpu_s, counts = 0.0, {"running": 0.0, "waiting": 0.0}
+        found = _Reading()
         for text in map(read_text, await asyncio.gather(*gets)):
-            cpu_s += sum(map(float, _CPU.findall(text)))
-            for state, count in _SEQUENCES.findall(text):
-                counts[state] = counts.get(state, 0.0) + float(count)
-        return cpu_s, counts
+            found.cpu_s += sum(map(float, _CPU.findall(text)))
+            for counts, pattern in ((found.step_tokens, _STEP_TOKENS), (found.sequences, _SEQUENCES)):
+                counts.update({name: float(value) for name, value in pattern.findall(text)})
+            found.gpus += map(float, _GPUS.findall(text))
+        return found
+
+
+# Metric, unit and figure.
+FIGURES: tuple[tuple[str, str, Callable[[Occupancy], float]], ...] = (
+    ("utilisation of cores", "%", lambda one: 100 * one.cores),
+    ("utilisation of cores, client", "%", lambda one: 100 * one.client_cores),
+    ("utilisation of GPUs", "%", lambda one: 100 * fmean(one.gpus or [0.0])),
+    ("mean batch size", "sequences", lambda one: one.batch_size),
+    ("prompts' share of steps", "% of tokens", lambda one: 100 * one.prompt_share),
+    ("mean queue length", "sequences", lambda one: one.queue_length),
+)
+
+
+def occupancy_rows(case: str, found: Occupancy) -> list[Row]:
+    return [Row(case, metric, figure(found), unit) for metric, unit, figure in figures_of(found)]
+
+
+def figures_of(found: Occupancy) -> list[tuple[str, str, Callable[[Occupancy], float]]]:
+    """``FIGURES``; those of GPUs where there are any."""
+    return [one for one in FIGURES if found.gpus or "GPU" not in one[0]]

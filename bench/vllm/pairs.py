@@ -106,7 +106,6 @@ async def _load(ask: Ask, prompts: Prompts) -> dict[str, float]:
     gaps = [b - a for answer in answers for a, b in pairwise(answer.token_s)]
     return {
         "TTFT of a long prompt": median(answer.ttft_s for answer in long),
-        "ITL of the streams, p50": quantile(gaps, 0.5),
-        "ITL of the streams, p95": quantile(gaps, 0.95),
+        **{f"ITL of the streams, p{share}": quantile(gaps, share / 100) for share in (50, 90, 95, 99)},
         "longest gap of the streams": max(gaps),
     }

@@ -30,6 +30,7 @@ from prometheus_client import Counter as Metric
 from moonpool.conductor.accounts.node_totals import NodeTotals
 from moonpool.conductor.accounts.spent import USEFUL, WASTES, Spent
 from moonpool.kvstore.errors import IndexUnavailable
+from moonpool.kvstore.eviction.tenant_metrics import TenantLabels
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.lua_scripts import Script
 from moonpool.kvstore.index.redis.node_record import NodeRecord
@@ -39,6 +40,8 @@ from moonpool.runtime.service.vital import cancel_and_wait, restarted
 log = logging.getLogger(__name__)
 
 KEEP_DAYS: Final = 35
+MOST_TENANTS: Final = 1000
+"""With Prometheus series of their own."""
 MAX_FIELDS: Final = 1 << 14
 """Of a day's hash: a thousand tenants. Those that come later are one, ``OTHERS``."""
 MAX_NODES: Final = 4096
@@ -81,6 +84,7 @@ class Ledger:
         """``records``: of the nodes. Raises ``ConfigError``: this process has the key of one role only."""
         self._index, self._model, self._records, self._clock = index, model, records, unix_clock
         key = key_of_cluster("usage of tenants")
+        self._labels = TenantLabels(MOST_TENANTS)
         self._cipher = AESGCM(key)
         self._digest: Callable[[bytes], Any] = lambda name: blake2b(name, key=key, digest_size=8)
         self._flushed = f"{{{index.namespace}}}:usage:flushed:{conductor_id}"
@@ -115,7 +119,7 @@ class Ledger:
             | uses,
         )
         for use, seconds in uses.items():
-            spent_seconds.labels(self._model, tenant, use).inc(seconds)
+            spent_seconds.labels(self._model, tenant and self._labels.of(tenant), use).inc(seconds)
 
     def add_late(self, seconds: float) -> None:
         """A node worked for a request that has ended, or for an attempt that was given up."""

@@ -12,6 +12,7 @@ from moonpool.conductor.api.context import ApiContext
 from moonpool.conductor.errors import RequestFailed
 from moonpool.conductor.observing.request_metrics import SequenceClock
 from moonpool.conductor.request import GenerateRequest, TokenEvent
+from moonpool.runtime.observing import tracing
 
 # Of one HTTP request. More sequences wait, so that a large batch is not rejected for its size.
 MAX_PARALLEL = 64
@@ -58,7 +59,11 @@ async def _run(
         # By then the leader's prompt is in the cache: it is computed once and not n times.
         await run.leader.has_token.wait()
     run.clock = clock = SequenceClock(
-        context.metrics, arrived_s, len(run.choice.prompt.token_ids), run.request.request_id
+        context.metrics,
+        arrived_s,
+        len(run.choice.prompt.token_ids),
+        run.request.request_id,
+        tracing.trace_id(),
     )
     async with slots:
         reason, request = "cancelled", run.request

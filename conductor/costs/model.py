@@ -138,6 +138,10 @@ class NodeCost:
         return self.profile.step_s(num_sequences, context_tokens) * self.decode_correction.factor(now_s)
 
 
+# Of prediction errors.
+QUANTILES = (0.5, 0.9, 0.95, 0.99)
+
+
 class PredictionErrors:
     """Absolute errors in percent of what was measured, and the latest pairs of predicted and measured."""
 
@@ -164,7 +168,8 @@ class PredictionErrors:
         return ordered[min(int(q * len(ordered)), len(ordered) - 1)]
 
     def to_dict(self) -> dict[str, float | int | None]:
-        return {"count": self.count, "p50_percent": self.quantile(0.5), "p90_percent": self.quantile(0.9)}
+        percents = {f"p{100 * q:g}_percent": self.quantile(q) for q in QUANTILES}
+        return {"count": self.count, **percents}
 
 
 class CostModel:
@@ -177,7 +182,7 @@ class CostModel:
         self.errors = {name: PredictionErrors() for name in ("ttft", "prefill", "step", "transfer")}
         self._histograms = {name: core_metrics.prediction_error.labels(name) for name in self.errors}
         for name, errors in self.errors.items():
-            for q in (0.5, 0.9):
+            for q in QUANTILES:
                 gauge = core_metrics.prediction_error_percent.labels(name, f"{100 * q:g}")
                 gauge.set_function(partial(_percent, errors, q))
         self.output_lengths = OutputLengths()

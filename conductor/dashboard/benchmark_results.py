@@ -42,8 +42,10 @@ class BenchResults:
         self._known: dict[str, _Read] = {}
 
     def listed(self) -> list[dict[str, Any]]:
-        """Name, date and reached limits of each file; or why it is not shown."""
-        return [self._summary(name, read) for name, read in self._read_all().items()]
+        """Name, date and reached limits of each file, or why it is not shown. By the date of the run, the latest
+        first: a checkout gives all files one date."""
+        found = [self._summary(name, read) for name, read in self._read_all().items()]
+        return sorted(found, key=lambda one: one.get("date", ""), reverse=True)
 
     def report(self, name: str) -> dict[str, Any]:
         """One file, as ``moonpool.runtime.reports.report`` documents it. Raises ``ResultUnknown``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from heapq import nlargest
 from typing import Any
 
 from moonpool.conductor.observing import scheduling_metrics as core_metrics
@@ -15,6 +16,10 @@ from moonpool.kvstore.eviction.reuse_distance import ReuseDistance
 _EVENTS_KEPT = 200
 # Pairs of nodes that are counted; beyond, the pair without transfers for longest is dropped.
 _MAX_ROUTES = 512
+# Tenants that are counted, those that asked last; a snapshot names those with most prompt tokens. All others
+# are one.
+_MAX_TENANTS, _TENANTS_SHOWN = 1000, 100
+_OTHERS = "(others)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +56,7 @@ class Activity:
 
     unix_clock: Callable[[], float]
     tokens: Counter[str] = field(default_factory=Counter)  # prompt tokens by source of their KV
-    # Configured ones: prompt tokens, cached ones, and by source as in ``tokens``.
+    # Configured ones, the latest last: prompt tokens, cached ones, and by source as in ``tokens``.
     tenants: dict[str, Counter[str]] = field(default_factory=dict)
     reuse: ReuseDistance = field(
         default_factory=lambda: ReuseDistance(core_metrics.reuse_distance, core_metrics.reuse_first_uses)
@@ -61,6 +66,7 @@ class Activity:
     paths_taken: Counter[str] = field(default_factory=Counter)
     rejections: Counter[str] = field(default_factory=Counter)
     events: deque[ClusterEvent] = field(default_factory=lambda: deque(maxlen=_EVENTS_KEPT))
+    _others: Counter[str] = field(default_factory=Counter)
     _routes: dict[tuple[str, str], Route] = field(default_factory=dict)
     _num_events: int = 0
 
@@ -68,7 +74,9 @@ class Activity:
         """A prompt was prefilled: ``tokens_by_source`` names computed, pool, host, ssd and fetched."""
         self.tokens.update(tokens_by_source)
         if tenant:
-            counts = self.tenants.setdefault(tenant, Counter())
+            counts = self.tenants[tenant] = self.tenants.pop(tenant, None) or Counter()
+            if len(self.tenants) > _MAX_TENANTS:
+                self._others.update(self.tenants.pop(next(iter(self.tenants))))
             counts["prompt"] += sum(tokens_by_source.values())
             counts["cached"] += sum(tokens_by_source.values()) - tokens_by_source["computed"]
             counts.update(tokens_by_source)
@@ -91,7 +99,7 @@ class Activity:
         """Plain JSON types. All counts are totals, so that missed snapshots lose nothing."""
         return {
             "tokens": dict(self.tokens),
-            "tenants": {name: dict(counts) for name, counts in self.tenants.items()},
+            "tenants": self._shown_tenants(),
             "placements": dict(self.placements),
             "placement_paths": dict(self.paths_taken),
             "rejections": dict(self.rejections),
@@ -99,6 +107,14 @@ class Activity:
             "reuse": {"num_uses": self.reuse.num_uses, "hit_ratios": self.reuse.hit_ratios()},
             "events": [asdict(event) for event in self.events],
         }
+
+    def _shown_tenants(self) -> dict[str, dict[str, int]]:
+        shown, others = self.tenants, self._others
+        if len(shown) > _TENANTS_SHOWN:
+            names = nlargest(_TENANTS_SHOWN, shown, key=lambda name: self.tenants[name]["prompt"])
+            shown = {name: self.tenants[name] for name in names}
+            others = sum((counts for name, counts in self.tenants.items() if name not in shown), others)
+        return {name: dict(counts) for name, counts in {**shown, _OTHERS: others}.items() if counts}
 
     def _route(self, source: str, target: str) -> Route:
         route = self._routes.get((source, target))

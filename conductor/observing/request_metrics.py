@@ -14,6 +14,7 @@ from prometheus_client.samples import Sample
 
 from moonpool.conductor.observing import scheduling_metrics as core_metrics
 from moonpool.conductor.observing.slo import Slo
+from moonpool.kvstore.eviction.tenant_metrics import TenantLabels
 from moonpool.kvstore.index.redis.node_record import ROLES
 
 _SECONDS = (
@@ -24,7 +25,9 @@ _GAPS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0
 _STAGES = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0)
 _TOKENS = tuple(float(2**power) for power in range(18))
 
-_MOST_EXEMPLAR_CHARS = 118  # OpenMetrics allows 128 with the label's name
+# Tenants with series of their own: as many as a day's usage names. Later ones are "other".
+MOST_TENANTS = 1000
+_MOST_EXEMPLAR_CHARS = 128  # of names and values together, in OpenMetrics
 
 # Our name -> vLLM's name of the same metric.
 VLLM_NAMES = {
@@ -103,6 +106,7 @@ class RequestMetrics:
         self._model = model
         self._own: CollectorRegistry = CollectorRegistry() if beside is None else beside._own
         self._families: dict[str, Any] = {} if beside is None else beside._families
+        self._tenants: TenantLabels = TenantLabels(MOST_TENANTS) if beside is None else beside._tenants
         own, families = self._own, self._families
 
         def family(kind: type[Any], name: str, text: str, labels: Sequence[str], **options: Any) -> Any:
@@ -176,6 +180,7 @@ class RequestMetrics:
 
     def of_tenant(self, tenant: str, status: str, tokens: Mapping[str, int]) -> None:
         """One HTTP request of a configured tenant ended; ``tokens`` by kind: prompt, cached, output."""
+        tenant = self._tenants.of(tenant)
         self._tenant_requests.labels(tenant, status).inc()
         for kind, count in tokens.items():
             self._tenant_tokens.labels(tenant, kind).inc(count)
@@ -200,13 +205,14 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class SequenceClock:
-    """Observes one sequence. ``arrived_s``: of its HTTP request. ``request_id``: the exemplar of its
-    latencies; the timeline under it says where the time went."""
+    """Observes one sequence. ``arrived_s``: of its HTTP request. ``request_id``, and ``trace_id`` where
+    its trace is exported: the exemplar of its latencies; timeline and trace say where the time went."""
 
     metrics: RequestMetrics
     arrived_s: float
     num_prompt_tokens: int
     request_id: str
+    trace_id: str = ""
     first_s: float = 0.0
     last_s: float = 0.0
     num_tokens: int = 0
@@ -252,4 +258,6 @@ class SequenceClock:
             metrics.good.inc()
 
     def _exemplar(self) -> dict[str, str]:
-        return {"request_id": self.request_id[:_MOST_EXEMPLAR_CHARS]}
+        traced = {"trace_id": self.trace_id} if self.trace_id else {}
+        most_chars = _MOST_EXEMPLAR_CHARS - len("request_id" + "".join((*traced, *traced.values())))
+        return {"request_id": self.request_id[:most_chars], **traced}

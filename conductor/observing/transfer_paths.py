@@ -12,7 +12,7 @@ _MAX_PATHS = 16
 
 
 def paths_of(records: Iterable[NodeRecord]) -> list[dict[str, Any]]:
-    """Totals of each path, with two quantiles of a batch's seconds; None: no batch, or beyond the last
+    """Totals of each path, with quantiles of a batch's seconds; None: no batch, or beyond the last
     bucket.
 
     Entries in another form, such as of another version, are left out.
@@ -41,8 +41,7 @@ def _summary(name: str, totals: dict[str, Any]) -> dict[str, Any]:
     return {
         "path": name,
         **totals,
-        "p50_s": histogram_quantile(buckets, totals["batches"], 0.5),
-        "p99_s": histogram_quantile(buckets, totals["batches"], 0.99),
+        **{f"p{q}_s": histogram_quantile(buckets, totals["batches"], q / 100) for q in (50, 90, 95, 99)},
     }
 
 

@@ -56,6 +56,11 @@ def sampled() -> bool:
     return _export is not None and trace.get_current_span().get_span_context().trace_flags.sampled
 
 
+def trace_id() -> str:
+    """Of the current span, if its trace is exported; else empty."""
+    return f"{trace.get_current_span().get_span_context().trace_id:032x}" if sampled() else ""
+
+
 def span(name: str, **attributes: Attribute) -> AbstractContextManager[Span]:
     """A span of work for the current request; nested spans become its children."""
     if _export is None or not trace.get_current_span().get_span_context().is_valid:

@@ -27,6 +27,7 @@ class FakeServer:
         self.first_id = 7
         self.step = 0
         self.hanging = False
+        self.num_scrapes = 0
         self._closing = asyncio.Event()
         self._arrived = 0
         self._complete = asyncio.Event()
@@ -76,8 +77,12 @@ class FakeServer:
         )
 
     async def _metrics(self, request: web.Request) -> web.Response:
+        self.num_scrapes += 1
         lines = (
             'moonpool_model_seconds_sum{kind="decode"} 0.5',
+            f'moonpool_step_tokens_sum{{kind="prompt"}} {30 * self.num_scrapes}.0',
+            f'moonpool_step_tokens_sum{{kind="decoded"}} {10 * self.num_scrapes}.0',
+            'moonpool_gpu_utilization_ratio{gpu="0"} 0.5',
             'moonpool_engine_requests{state="running"} 3.0',
             'moonpool_engine_requests{state="waiting"} 2.0',
             "process_cpu_seconds_total 1.5",

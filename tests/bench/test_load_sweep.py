@@ -88,6 +88,8 @@ async def test_batches_and_queues_are_read_of_every_process(
     # The fake is the API and a node at the same time.
     assert (found.batch_size, found.queue_length, found.cpu_s) == (6.0, 4.0, 0.0)
     assert found.seconds > 0.02
+    assert found.prompt_share == 0.75
+    assert set(found.gpus) == {0.5}
 
 
 async def test_the_command_draws_latency_against_load(
@@ -110,7 +112,8 @@ async def test_the_command_draws_latency_against_load(
         first
     )
     assert {"utilisation of cores", "utilisation of cores, client"} <= set(first)
-    assert {"mean batch size", "mean queue length"} <= set(first)
+    assert {"mean batch size", "prompts' share of steps", "mean queue length"} <= set(first)
+    assert first["utilisation of GPUs"] == 50
     rates = [float(case.split()[0]) for case in by_case if not case.startswith("knee")]
     assert len(rates) > 1
     assert rates == sorted(rates)

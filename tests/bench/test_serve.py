@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from moonpool.bench.cli import bench
 from moonpool.bench.harness.turns import quantile
-from moonpool.bench.serve.cases import FAMILY_GOALS, peer_rows, side_rows
+from moonpool.bench.serve.against import side_rows
+from moonpool.bench.serve.cases import FAMILY_GOALS, peer_rows
 from moonpool.bench.serve.client import load
 from moonpool.bench.serve.client.answer import Answer
 from moonpool.bench.serve.client.http_client import HttpClient
@@ -198,6 +199,18 @@ async def test_two_clusters_are_compared(tmp_path: Path) -> None:
     report.validate(content)
     found = {row["metric"]: row["value"] for row in content["rows"]}
     assert found["output throughput, B over A"] > 0
+
+
+@pytest.mark.slow
+async def test_two_nodes_are_measured_against_one(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    arguments = ["serve", "--case", "nodes", "--quick", "--rounds", "1", "--json", str(file)]
+    result = await asyncio.to_thread(CliRunner().invoke, bench, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    content = json.loads(file.read_text())
+    report.validate(content)
+    found = {row["metric"]: row["value"] for row in content["rows"]}
+    assert found["scaling efficiency"] == pytest.approx(found["output throughput, B over A"] / 2)
 
 
 @pytest.mark.slow

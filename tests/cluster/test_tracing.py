@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -144,7 +145,7 @@ async def test_spans_of_every_process_hang_together(
 ) -> None:
     await _complete(traced.url, "traced-1")
     wanted = {
-        "conductor": {"/v1/completions", "place", "first token", "done"},
+        "conductor": {"/v1/completions", "request", "place", "first token", "done"},
         "prefill-0": {"PrefillNode/Prefill", "compute chunk", "PrefillNode/Follow"},
         "decode-0": {"DecodeNode/Decode", "read blocks", "decode"},
     }
@@ -157,6 +158,13 @@ async def test_spans_of_every_process_hang_together(
         )
 
     await eventually(all_there)
+    # A latency leads to its trace.
+    accept = {"Accept": "application/openmetrics-text;version=1.0.0"}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"{traced.url}/metrics", headers=accept) as page,
+    ):
+        assert re.search(rf'# {{request_id="cmpl-traced-1-\w+",trace_id="{TRACE_ID}"}}', await page.text())
     spans = collector[0].spans[TRACE_ID]
     ids = {span.span_id for _, span in spans}
     outside = [span for _, span in spans if span.parent_span_id not in ids]
@@ -165,6 +173,10 @@ async def test_spans_of_every_process_hang_together(
     assert sum(span.name == "compute chunk" for _, span in spans) == NUM_CHUNKS
     for _, span in spans:
         assert span.end_time_unix_nano >= span.start_time_unix_nano > 0
+    request = next(span for _, span in spans if span.name == "request")
+    parts = {pair.key: pair.value.double_value for pair in request.attributes if "part." in pair.key}
+    whole_s = 1e-9 * (request.end_time_unix_nano - request.start_time_unix_nano)
+    assert sum(parts.values()) == pytest.approx(whole_s, rel=0.02)
 
 
 async def test_a_prefix_from_a_peer_is_a_child_of_who_fetched_it(
@@ -235,6 +247,9 @@ async def test_a_trace_needs_no_collector(traced: LocalCluster, client_of: Clien
         assert event["ts"] >= request["ts"] - 1e5
         assert event["ts"] + event.get("dur", 0) <= request["ts"] + request["dur"] + 1e3
     assert {event["name"] for event in by_process["decode-0"]} >= {"read blocks", "decode"}
+    divided = {name: value for name, value in request["args"].items() if name.startswith("part.")}
+    assert {"part.prefill_s", "part.transfer_s", "part.decode_s"} <= divided.keys()
+    assert 1e6 * sum(divided.values()) == pytest.approx(request["dur"], rel=0.01)
     timeline = await client_of.timeline("traced-2")
     parts = {part["name"]: part["seconds"] for part in timeline["parts"]}
     assert sum(parts.values()) == pytest.approx(timeline["api"]["e2e_s"], rel=0.02)

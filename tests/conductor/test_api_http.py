@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -311,3 +312,23 @@ async def test_a_snapshot_that_fails_ends_its_viewers_and_no_later_ones(
         assert await asyncio.wait_for(feed.next(None), 60) == b"data: {}"
     assert feed._task is not None
     await feed._task
+
+
+async def test_viewers_that_come_together_share_a_snapshot_that_costs_much(
+    api: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed, made = routes.LiveFeed(api.context, Lanes.alone(api.context)), []
+
+    def event(scope: str | None) -> bytes:
+        until_s = time.thread_time() + 0.02  # an event lasts for 1.3 s then
+        while time.thread_time() < until_s:
+            pass
+        made.append(scope)
+        return b"data: {}"
+
+    monkeypatch.setattr(feed, "event", event)
+    assert {feed.first(None) for _ in range(8)} == {b"data: {}"}
+    feed.first("a tenant")
+    assert made == [None, "a tenant"]
+    monkeypatch.setattr(feed, "event", lambda scope: b"data: 1")
+    assert feed.first("another") == b"data: 1"

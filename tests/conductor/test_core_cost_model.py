@@ -177,7 +177,7 @@ def test_a_pair_in_use_is_not_forgotten_for_newer_ones() -> None:
 
 def test_prediction_errors_report_quantiles_of_the_latest() -> None:
     errors = PredictionErrors(window=10)
-    assert errors.to_dict() == {"count": 0, "p50_percent": None, "p90_percent": None}
+    assert errors.to_dict() == {"count": 0} | {f"p{share}_percent": None for share in (50, 90, 95, 99)}
     for actual in range(1, 21):
         errors.add(predicted=0.0, actual=actual)
     errors.add(predicted=1.0, actual=2.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +12,10 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, Page, async_playwright, expect
 
+from moonpool.bench.conductor.frames import CHROMIUM
 from moonpool.local.cluster import LocalCluster
 from tests.cluster.conftest import small_config
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 NEEDS_BROWSER = pytest.mark.skipif(
     CHROMIUM is None, reason="needs a browser: apt install chromium; CI has it"
 )

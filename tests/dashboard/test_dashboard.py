@@ -113,7 +113,7 @@ async def test_transfers_are_those_of_the_nodes_metrics(page: Page, cluster: Loc
         return await row.locator("td").nth(3).text_content() == f"{await count_of(path):.0f}"
 
     await eventually(is_shown)
-    for place in (6, 7, 8):  # nothing under way, nothing failed
+    for place in (8, 9, 10):  # nothing under way, nothing failed
         await expect(row.locator("td").nth(place)).to_have_text("0")
 
 
@@ -206,13 +206,27 @@ async def test_usage_says_what_tenants_took_and_nodes_did(page: Page, cluster: L
 
 
 @pytest.mark.parametrize(("theme", "width"), [("light", 1440), ("dark", 1440), ("light", 390), ("dark", 390)])
-async def test_every_view_fits_its_screen(page: Page, theme: str, width: int) -> None:
+async def test_every_view_fits_its_screen(page: Page, cluster: LocalCluster, theme: str, width: int) -> None:
+    for _ in range(3):
+        await ask(cluster.url, "Two kinds of outcomes: a prompt that is new, and the same again. " * 4)
     await page.emulate_media(color_scheme=theme)  # type: ignore[arg-type]
     await page.set_viewport_size({"width": width, "height": 900})
     await expect(page.locator("#map svg .node")).to_have_count(4)
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     for view in VIEWS:
         await show(page, view)
+        # Its name is in sight.
+        named = page.get_by_role("navigation").get_by_role("link", name=view, exact=True)
+        assert await named.evaluate("(one) => one.getBoundingClientRect().right <= innerWidth"), view
+        if view == "Cluster":
+            await expect(page.locator("#events li").first).to_be_visible()
+            assert await page.locator("#events ol").evaluate("(one) => one.clientHeight") > 40
+        if view == "Cache":
+            await expect(page.locator("#outcomes .track").nth(1)).to_be_visible()
+        # Bars that are compared begin and end alike.
+        tracks = """[...document.querySelectorAll('.bars')].map((box) =>
+            new Set([...box.querySelectorAll('.track')].map((one) => one.clientWidth)).size)"""
+        assert max(await page.evaluate(tracks), default=0) <= 1, view
         # Nothing is wider than the page, but for what scrolls in itself.
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
         if width == 1440:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from contextlib import aclosing
 from statistics import median
 
 import pytest
-from playwright.async_api import Browser, Page, expect
+from playwright.async_api import Browser, expect
 
+from moonpool.bench.conductor.frames import TAKE, busy_s
 from moonpool.local.cluster import LocalCluster
 from tests.dashboard.conftest import NEEDS_BROWSER, SCREENSHOTS, ask, show, signed_in
 from tests.dashboard.made_up import large
@@ -20,16 +20,6 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), NEEDS_BROWSER, pytest.m
 FRAME_MS, TABLE_MS = 50, 90.0
 SECONDS = 6
 VIEWS = ("Cluster", "Cache", "Transfers", "Requests", "Latency", "Fleet")
-# Take in one snapshot as it comes from the conductor, and wait until it is painted.
-TAKE = """async (second) => {
-    const { take } = await import('/static/dashboard.js');
-    const now = JSON.parse(snapshots[second % snapshots.length]);
-    now.unix_s = 4e9 + second;
-    take(now);
-    await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
-}"""
-
-
 # Lay out a table that is made anew.
 TABLE = """() => {
     const table = document.createElement('table');
@@ -42,28 +32,6 @@ TABLE = """() => {
     table.remove();
     return height;
 }"""
-
-
-async def busy_s(page: Page, numbers: range) -> list[float]:
-    """Seconds of the page's main thread for each snapshot, of its own time: other processes do not count."""
-    return await _busy_s(page, TAKE, numbers)
-
-
-async def _busy_s(page: Page, script: str, numbers: Iterable[int]) -> list[float]:
-    session = await page.context.new_cdp_session(page)
-    await session.send("Performance.enable", {"timeDomain": "threadTicks"})
-
-    async def thread_s() -> float:
-        metrics = (await session.send("Performance.getMetrics"))["metrics"]
-        return next(float(one["value"]) for one in metrics if one["name"] == "TaskDuration")
-
-    found = []
-    for number in numbers:
-        before_s = await thread_s()
-        await page.evaluate(script, number)
-        found.append(await thread_s() - before_s)
-    await session.detach()
-    return found
 
 
 @pytest.mark.parametrize("num_nodes", [64, 1024])
@@ -82,7 +50,7 @@ async def test_a_large_cluster_is_fluid(browser: Browser, cluster: LocalCluster,
     for number, view in enumerate(VIEWS):
         await page.evaluate(TAKE, number * SECONDS)
         await show(page, view)
-        some = await busy_s(page, range(number * SECONDS + 1, (number + 1) * SECONDS))
+        some = await busy_s(page, TAKE, range(number * SECONDS + 1, (number + 1) * SECONDS))
         frames_ms[view] = tuple(round(1000 * each, 1) for each in (min(some), median(some), max(some)))
         # As many as are in sight, not as there are nodes.
         assert await page.evaluate("document.querySelectorAll('.view *').length") < 2000, view
@@ -91,7 +59,7 @@ async def test_a_large_cluster_is_fluid(browser: Browser, cluster: LocalCluster,
         await page.screenshot(path=SCREENSHOTS / f"{view.lower()}-{num_nodes}-nodes.png")
     print(f"{num_nodes} nodes, ms of the main thread a snapshot, least, median and most: {frames_ms}")
     # Machines differ, and each from hour to hour. The least of them: what else runs slows the others.
-    table_ms = 1000 * min(await _busy_s(page, TABLE, range(5)))
+    table_ms = 1000 * min(await busy_s(page, TABLE, range(5)))
     print(f"a table of 5,000 cells: {table_ms:.1f} ms")
     allowed_ms = FRAME_MS * max(table_ms / TABLE_MS, 1.0)
     assert max(least for least, _, _ in frames_ms.values()) <= allowed_ms, (frames_ms, table_ms)

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 from playwright.async_api import Browser
 
+from moonpool.bench.conductor.frames import TAKE
 from moonpool.local.cluster import LocalCluster
 from tests.dashboard.conftest import NEEDS_BROWSER, SCREENSHOTS, ask, show, signed_in
 from tests.dashboard.made_up import large
 from tests.dashboard.test_dashboard import VIEWS
-from tests.dashboard.test_many_nodes import TAKE
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), NEEDS_BROWSER]
 

@@ -19,6 +19,7 @@ import yaml
 
 from moonpool.client import Client, Reply
 from moonpool.local.cluster import LocalCluster
+from moonpool.runtime.config.options import HealthOptions
 from moonpool.runtime.health.judge import CHECKS
 from moonpool.runtime.observing.metrics_server import metrics_key
 from moonpool.runtime.security.call_tokens import RoleKeys
@@ -147,10 +148,13 @@ READINGS = {
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_every_check_of_a_node_has_a_panel_and_says_what_to_do(check: str) -> None:
-    queries = [query for _, query in dashboard_queries()]
-    assert any(re.search(rf"\b{READINGS[check]}\b", query) for query in queries), "no panel"
+    panels = [name for name, query in dashboard_queries() if re.search(rf"\b{READINGS[check]}\b", query)]
     guide = (DEPLOY.parent / "docs/troubleshooting.md").read_text()
-    assert f"| `{check}` |" in guide
+    row = re.search(rf"^\| `{check}` \|.*", guide, re.MULTILINE)
+    assert row is not None
+    _, _, _, option, panel, todo, _ = row[0].split("|")
+    assert panel.strip() in panels and todo.strip()
+    assert hasattr(HealthOptions(), option.split("`")[1])
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

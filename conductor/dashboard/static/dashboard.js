@@ -54,6 +54,9 @@ function open(view) {
   mounted = VIEWS[view].mount(root, page);
   document.title = `${root.querySelector("h2").textContent} · Moonpool`;
   main.scrollTop = 0;
+  // On a phone the names of the views are one line, wider than the screen.
+  const link = document.querySelector(`nav [data-view=${view}]`);
+  link.parentElement.scrollLeft = link.offsetLeft - link.parentElement.clientWidth / 2;
   if (moved) main.focus({ preventScroll: true });
 }
 

@@ -3,7 +3,7 @@ import { OUTCOMES, SOURCES, parts, wholeHits } from "./cache_words.js";
 import { prefixesOf } from "./frames.js";
 
 export const KEPT = 3600; // seconds
-export const QUANTILES = [0.5, 0.9, 0.99];
+export const QUANTILES = [0.5, 0.9, 0.95, 0.99];
 export const QUANTILES_OVER_S = 10; // a second has too few requests for quantiles
 export const HISTOGRAMS = {
   ttft: "time_to_first_token_seconds", gap: "inter_token_latency_seconds",

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from moonpool.conductor.observing.timelines.parts import parts_of
+
 CONDUCTOR = "conductor"
 
 _OF_REQUEST = ("prompt_tokens", "output_tokens", "cached_tokens", "finish_reason")
@@ -25,7 +27,9 @@ class TimelineSpan:
 
 
 def spans_of(timeline: Mapping[str, Any]) -> list[TimelineSpan]:
-    """The spans of one sequence, by begin. ``timeline``: from ``RequestTimeline.to_dict``.
+    """The spans of one sequence, by begin; the first has the seconds of each of its parts (``part.NAME_s``).
+
+    ``timeline``: from ``RequestTimeline.to_dict``.
 
     Spans of nodes are late by the delay of one message: their times are relative to its arrival.
     """
@@ -35,7 +39,11 @@ def spans_of(timeline: Mapping[str, Any]) -> list[TimelineSpan]:
 def _spans(timeline: Mapping[str, Any]) -> Iterator[TimelineSpan]:
     events, summary = timeline["events"], timeline["summary"]
     ends_s = events[-1]["at_s"] if events else 0.0
-    yield TimelineSpan(CONDUCTOR, "request", 0.0, ends_s, {name: summary[name] for name in _OF_REQUEST})
+    of_request = {name: summary[name] for name in _OF_REQUEST}
+    for part in parts_of(timeline):
+        name = f"part.{part.name.replace(' ', '_')}_s"
+        of_request[name] = of_request.get(name, 0.0) + part.seconds
+    yield TimelineSpan(CONDUCTOR, "request", 0.0, ends_s, of_request)
     waits_since_s = 0.0
     decode_node: str | None = None
     placed_s = decodes_since_s = 0.0

@@ -50,9 +50,10 @@ function measured(name, same, full) {
   const [first] = same;
   const alone = same.find((one) => one.peer === undefined) ?? first;
   const own = { ...alone, ...(alone.ratio === undefined ? {} : { limit: undefined }) };
-  const spread = own.p99 === undefined ? "" : `${number(own.p50)} – ${number(own.p99)}`;
+  const shares = [own.p50, own.p90, own.p95, own.p99];
+  const spread = own.p99 === undefined ? "" : shares.map((one) => (one === undefined ? "–" : number(one))).join(" / ");
   const onValue = own.limit !== undefined ? own.limit_value : undefined;
-  const lines = [row(name, bar(own.value, full, "", onValue), cell(number(own.value), "number"), cell(spread, "number soft"), cell(""), limitCell(own))];
+  const lines = [row(name, bar(own.value, full, "", onValue), cell(number(own.value), "number"), cell(spread, "number soft"), cell("", "number"), limitCell(own))];
   for (const one of same.filter((each) => each.peer !== undefined)) {
     const ratio = one.ratio === undefined ? "" : `× ${number(one.ratio)}`;
     lines.push(row(within("th", "peer", one.peer_kind === "limit" ? `limit: ${one.peer}` : one.peer), bar(one.peer_value, full, "peer"), cell(number(one.peer_value), "number soft"), cell(""), cell(ratio, "number"), one.ratio === undefined ? cell("") : limitCell(one)));
@@ -72,7 +73,7 @@ function group(rows, title, name) {
   const unit = rows[0].unit;
   const full = Math.max(...rows.flatMap((one) => [one.value, one.peer_value ?? 0, one.ratio === undefined ? one.limit_value ?? 0 : 0]), 1e-12);
   const lines = groups(rows, ["case", "metric"]).flatMap((same) => measured(same[0][name], same, full));
-  const made = table([name, unit, "figure", "p50 – p99", "to the peer", "limit"], lines);
+  const made = table([name, unit, "figure", "p50 / p90 / p95 / p99", "to the peer", "limit"], lines);
   made.classList.add("figures");
   dropEmpty(made);
   return within("figure", "", element("figcaption", title), scrolling(title, made));

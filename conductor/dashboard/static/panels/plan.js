@@ -5,7 +5,7 @@ export function drawPlan(planner) {
   if (!planner) return; // a snapshot of an older version
   const would = planner.mode === "act" ? "" : "would ";
   const steps = planner.steps.map((step) => `${would}${step.kind} ${step.node_id || `a ${step.role} node`}`);
-  say(byId("planner"), [`${planner.state}; mode ${planner.mode}`, ...steps].join("; "));
+  say(byId("planner"), [planner.state, ...(planner.mode === "off" ? [] : [`mode ${planner.mode}`]), ...steps].join("; "));
   fill(byId("plan"), Object.entries(planner.roles).map(([role, state]) => row(role, state.ready, state.starting,
     state.needed, state.target ?? "–", state.attained == null ? "–" : percent(state.attained),
     cell([state.reason ?? state.why, state.held, joins(state.join)].filter(Boolean).join("; "), "soft"))));

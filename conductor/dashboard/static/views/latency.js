@@ -9,7 +9,7 @@ const STAGES = {
 const ESTIMATES = { ttft: "first token", prefill: "prefill", step: "decode steps", transfer: "transfer" };
 const SIZE = 150, EDGE = 26;
 
-const LINES = [["p50", "--good"], ["p90", "--accent"], ["p99", "--c-orange"]];
+const LINES = [["p50", "--good"], ["p90", "--accent"], ["p95", "--c-violet"], ["p99", "--c-orange"]];
 const CHARTS = Object.keys(history.HISTOGRAMS).map((id) =>
   [id, history.QUANTILES.map((share) => `${id}-${share}`), LINES, { show: seconds, least: 0.001 }]);
 
@@ -68,7 +68,7 @@ function scatter(title, pairs) {
 function drawEstimates(now) {
   const shown = (value) => cell(value === null ? "–" : `${value.toFixed(1)} %`, "number");
   fill(byId("cost").querySelector("table"), Object.entries(now.cluster.prediction_errors).map(([name, error]) =>
-    row(ESTIMATES[name] ?? name, error.count, shown(error.p50_percent), shown(error.p90_percent))));
+    row(ESTIMATES[name] ?? name, error.count, ...[50, 90, 95, 99].map((share) => shown(error[`p${share}_percent`])))));
   patch(byId("scatter"), Object.entries(now.predictions).filter(([, pairs]) => pairs.some(([one, other]) => one > 0 && other > 0))
     .map(([name, pairs]) => scatter(ESTIMATES[name] ?? name, pairs)));
 }

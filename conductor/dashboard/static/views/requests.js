@@ -17,7 +17,7 @@ function columnsOf(page) {
     return within("th", "id", made);
   };
   return [
-    { title: "request", width: 250, cell: link, by: (one) => one.id },
+    { title: "request", width: 190, cell: link, by: (one) => one.id },
     { title: "received", width: 82, cell: (one) => cell(clock(one.received_unix_s), "soft"), by: (one) => one.received_unix_s },
     { title: "status", width: 108, cell: (one) => pill(one.status, CLASSES[one.status] ?? "bad"), by: (one) => one.status },
     { title: "first token", width: 94, cell: (one) => number(one.ttft_s), by: (one) => one.ttft_s },
@@ -26,7 +26,7 @@ function columnsOf(page) {
     { title: "prompt", width: 74, cell: (one) => one.prompt_tokens, by: (one) => one.prompt_tokens },
     { title: "cached", width: 74, cell: (one) => one.cached_tokens, by: (one) => one.cached_tokens },
     { title: "output", width: 70, cell: (one) => one.output_tokens, by: (one) => one.output_tokens },
-    { title: "prefix", width: 200, cell: outcomeOf, by: outcomeOf },
+    { title: "prefix", width: 260, cell: outcomeOf, by: outcomeOf },
     { title: "tenant", width: 90, cell: (one) => one.tenant || "–", by: (one) => one.tenant },
   ];
 }

@@ -35,7 +35,7 @@ const COLUMNS = [
 
 function drawPaths(paths) {
   fill(byId("paths"), paths.map((path) => row(path.path, number(perSecond(path.rate)), number(path.seconds ? perSecond(moving(path)) : "–"),
-    number(bytes(path.nbytes)), path.batches, number(seconds(path.p50_s)), number(seconds(path.p99_s)),
+    number(bytes(path.nbytes)), path.batches, ...[50, 90, 95, 99].map((share) => number(seconds(path[`p${share}_s`]))),
     path.in_flight, count(path.failures), count(path.retries))));
 }
 

@@ -27,7 +27,7 @@ const nodesRow = ({ day, model, seconds: spent, cost, tokens_per_unit: each, jou
   cell(percent(spent.idle / spent.wall), "number"), causes(spent.wasted), amount(cost), amount(each), joules(energy.gpus), joules(energy.processors));
 
 const TENANTS = ["day", "model", "tenant", "requests", "prompt tokens", "output tokens", "useful", "wasted", "for", "cost", "tokens per unit"];
-const NODES = ["day", "model", "whole time", "useful", "wasted", "idle", "wasted for", "cost", "tokens per unit", "GPUs", "processors"];
+const NODES = ["day", "model", "whole time", "useful", "wasted", "idle", "wasted for", "cost", "tokens per unit", "GPU energy", "CPU energy"];
 
 export function mount(root) {
   const [nodes, tenants] = root.querySelectorAll("section > div"), state = root.querySelector(".count");

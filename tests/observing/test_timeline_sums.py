@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -16,26 +17,13 @@ from typing import Any
 import pytest
 
 from moonpool.client import Client, Reply
+from moonpool.errors import ApiError
 from moonpool.local.cluster import LocalCluster
+from moonpool.runtime.config.engine_options import SpeculativeOptions
 from moonpool.runtime.config.options import ClusterOptions
 from tests.cluster.conftest import eventually, kill, nodes, small_config
 
-WORDS = [
-    "And",
-    "it",
-    "came",
-    "to",
-    "pass",
-    "in",
-    "those",
-    "days",
-    "that",
-    "the",
-    "word",
-    "came",
-    "unto",
-    "him",
-]
+WORDS = re.findall(r"\w+", "And it came to pass in those days that the word came unto him")
 NUM_REQUESTS, AT_ONCE = 1000, 12
 
 
@@ -60,30 +48,36 @@ class Seen:
         assert told["explanation"], told
 
 
-async def asked(client: Client, number: int, seen: Seen) -> None:
+async def asked(client: Client, number: int, seen: Seen, moves: bool) -> None:
     rng = random.Random(number)
     words = WORDS * rng.choice((1, 1, 4, 40))
     prompt = " ".join(words) if number % 3 else f"{number} " + " ".join(rng.choices(words, k=len(words)))
     reply, sampling = Reply(), rng.choice(({"temperature": 0}, {"temperature": 0.8, "seed": number}))
     began_s, num_tokens = time.monotonic(), rng.choice((1, 8, 60))
+    moving: list[asyncio.Task[Any]] = []
     stream = client.complete(prompt, reply, max_tokens=num_tokens, ignore_eos=True, **sampling)
     async with aclosing(stream) as pieces:
         async for _ in pieces:
             if number % 50 == 49:
                 break  # the client leaves
+            if moves and number % 20 == 1 and len(reply.pieces_s) == 4:
+                moving.append(asyncio.create_task(client.migrate(reply.id)))
     client_s = time.monotonic() - began_s
+    for move in moving:
+        with suppress(ApiError):  # it had ended, or there was no other node
+            await move
     if number % 50 != 49:
         seen.add(client_s, await client.timeline(reply.id))
 
 
-async def load(client: Client, seen: Seen, halfway: Callable[[], None]) -> None:
+async def load(client: Client, seen: Seen, halfway: Callable[[], None], moves: bool) -> None:
     waiting = iter(range(NUM_REQUESTS))
 
     async def one_after_the_other() -> None:
         for number in waiting:
             if number == NUM_REQUESTS // 2:
                 halfway()
-            await asked(client, number, seen)
+            await asked(client, number, seen, moves)
 
     async def nothing() -> None:
         while True:
@@ -107,17 +101,26 @@ def counted(**counts: Any) -> ClusterOptions:
     return ClusterOptions(**{"prefill": 0, "decode": 0, **counts})
 
 
-SPLIT = counted(prefill=2, decode=2)
-BOTH = counted(both=2)
-RANKS = counted(prefill=1, decode=1, decode_options=("engine.parallel.tp=2",))
+SPLIT = counted(prefill=2, decode=2)  # a node is killed, and requests are moved
+BOTH = counted(both=2)  # which speculate
+RANKS = counted(
+    prefill=1,
+    decode=1,
+    prefill_options=("engine.parallel.pp=2",),
+    decode_options=("engine.parallel.tp=2",),
+)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("counts", "expected"),
     [
-        pytest.param(SPLIT, {"prefill", "decode", "transfer", "detokenize", "stream", "api"}, id="split"),
-        pytest.param(BOTH, {"prefill", "decode", "prompts", "api"}, id="both"),
+        pytest.param(
+            SPLIT,
+            {"prefill", "decode", "transfer", "migration", "detokenize", "stream", "api"},
+            id="split",
+        ),
+        pytest.param(BOTH, {"prefill", "decode", "prompts", "speculation", "api"}, id="both"),
         pytest.param(RANKS, {"prefill", "decode", "transfer", "exchange", "api"}, id="ranks"),
     ],
 )
@@ -125,13 +128,17 @@ async def test_the_parts_are_what_clients_wait(
     tmp_path: Path, counts: ClusterOptions, expected: set[str]
 ) -> None:
     config, seen = replace(small_config(), cluster=counts), Seen()
+    if counts is BOTH:
+        config = replace(
+            config, engine=replace(config.engine, speculative=SpeculativeOptions(method="ngram"))
+        )
 
     def kill_one() -> None:
         if counts is SPLIT:
             kill(cluster, "decode-0")
 
     async with LocalCluster(config, directory=tmp_path) as cluster, Client(cluster.url) as client:
-        await load(client, seen, kill_one)
+        await load(client, seen, kill_one, moves=counts is SPLIT)
         await eventually(lambda: all_ready(client))
     assert expected <= seen.names.keys(), seen.names
     assert (seen.most_attempts > 1) == (counts is SPLIT)
