@@ -23,8 +23,8 @@ from moonpool.bench.serve.client.http_client import HttpClient
 from moonpool.bench.serve.client.server import RequestFailed, Server
 from moonpool.bench.serve.client.workload import Workload
 from moonpool.bench.serve.figures import output_rate
-from moonpool.bench.serve.occupancy import Watch
 from moonpool.runtime.config.options import ModelOptions
+from moonpool.runtime.machine.processor import usable_cores
 from moonpool.runtime.reports.report import Curve, Row, versus
 from moonpool.simulator.inputs.hardware import H200, LLAMA3_8B, LLAMA3_70B, tensor_parallel
 from moonpool.simulator.inputs.scenario import Scenario
@@ -64,23 +64,24 @@ class _Turns:
     answers: list[Answer] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """A running cluster."""
+async def _turn(server: Server, work: Workload, found: _Turns) -> float:
+    """Raises ``RequestFailed``."""
+    before_s = _cpu_s()
+    outcome = await load.run(server, work)
+    if errors := load.failures(outcome.answers):
+        raise RequestFailed(f"{server.name}: {', '.join(errors)}")
+    found.cores.append((_cpu_s() - before_s) / (outcome.seconds * usable_cores()))
+    found.rates.append(output_rate(outcome))
+    found.answers += outcome.answers
+    return found.rates[-1]
 
-    server: Server
-    watch: Watch
 
-    async def turn(self, work: Workload, found: _Turns) -> float:
-        """Raises ``RequestFailed``."""
-        async with self.watch.running() as occupancy:
-            outcome = await load.run(self.server, work)
-        if errors := load.failures(outcome.answers):
-            raise RequestFailed(f"{self.server.name}: {', '.join(errors)}")
-        found.rates.append(output_rate(outcome))
-        found.cores.append(occupancy.cores)
-        found.answers += outcome.answers
-        return found.rates[-1]
+def _cpu_s() -> float:
+    """Processor seconds of all clusters, of which one has requests. Ranks are processes of their node."""
+    import psutil  # of the extra bench
+
+    times = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
+    return float(sum(each.user + each.system for each in times))
 
 
 async def worth_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
@@ -93,10 +94,10 @@ async def worth_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
     run.conditions = replace(run.conditions, models=(*others, model_at(model)))
     rates: dict[str, dict[int, float]] = defaultdict(dict)
     async with AsyncExitStack() as stack:
-        forms = {name: await _started(run, stack, name, model) for name in _FORMS}
+        servers = {name: await _started(run, stack, name, model) for name in _FORMS}
         for concurrent in _QUICK_CONCURRENT if run.quick else _CONCURRENT:
             run.say(f"{concurrent} at a time")
-            found = await _measured(run, forms, concurrent)
+            found = await _measured(run, servers, concurrent)
             case = f"{{}}, {concurrent} at a time, {_PROMPT_TOKENS} + {_OUTPUT_TOKENS} tokens"
             for row in _rows(case, found):
                 yield row
@@ -109,19 +110,16 @@ async def worth_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
         yield row
 
 
-async def _started(run: Run, stack: AsyncExitStack, name: str, model: Path) -> _Form:
+async def _started(run: Run, stack: AsyncExitStack, name: str, model: Path) -> Server:
     run.say(f"starting a cluster: {name}")
     url = await stack.enter_async_context(
         local_cluster((f"model.path={model}", _POOL, *_NODES, *_FORMS[name]))
     )
-    server = await Server.find(name, await stack.enter_async_context(HttpClient(url)))
-    watch = await Watch.of(server)
-    assert watch is not None, "our own nodes, on this machine"
-    return _Form(server, watch)
+    return await Server.find(name, await stack.enter_async_context(HttpClient(url)))
 
 
-async def _measured(run: Run, forms: Mapping[str, _Form], concurrent: int) -> dict[str, _Turns]:
-    found = {name: _Turns() for name in forms}
+async def _measured(run: Run, servers: Mapping[str, Server], concurrent: int) -> dict[str, _Turns]:
+    found = {name: _Turns() for name in servers}
     work = Workload(
         requests=max(concurrent, _LEAST_REQUESTS),
         concurrency=concurrent,
@@ -136,9 +134,9 @@ async def _measured(run: Run, forms: Mapping[str, _Form], concurrent: int) -> di
         seed += 1
 
     async def turn(name: str, into: _Turns) -> float:
-        return await forms[name].turn(replace(work, seed=seed), into)
+        return await _turn(servers[name], replace(work, seed=seed), into)
 
-    await turns({name: partial(turn, name, _Turns()) for name in forms}, 1, warm_up=0, before=new_prompts)
+    await turns({name: partial(turn, name, _Turns()) for name in servers}, 1, warm_up=0, before=new_prompts)
     calls = {name: partial(turn, name, one) for name, one in found.items()}
     await turns(calls, run.rounds, warm_up=0, rotate=1, before=new_prompts)
     return found
