@@ -44,6 +44,7 @@ from moonpool.engine.speculation.draft_setup import choose_draft
 from moonpool.engine.speculation.speculator import Speculator
 from moonpool.engine.stats import EngineStats
 from moonpool.runtime.config.options import EngineOptions, LoraOptions, ModelOptions
+from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.machine.processor import usable_cores
 from moonpool.runtime.service.load_progress import Progress
 
@@ -123,6 +124,8 @@ class Engine:
         self._adapters_nbytes, self._adapters_host_nbytes = adapters_nbytes, adapters_host_nbytes
         self._loop: StepLoop | None = None
         self._task: asyncio.Task[None] | None = None
+        self._placing = asyncio.Lock()
+        self.num_moved_layers = 0  # whose experts were placed anew
         self._closed = False
 
     def _create_pool(self, num_blocks: int) -> None:
@@ -259,6 +262,34 @@ class Engine:
         """Fetch the expert load of ranks without shared memory. Started. Raises RankLost."""
         if self.ranks is not None:
             await self.ranks.refresh_expert_load()
+
+    async def place_experts(self, placement: ExpertPlacement) -> int:
+        """Move experts to the ranks of ``placement`` while steps run. Returns how many layers changed.
+
+        A layer after the other: each rank reads its own, and all switch at the beginning of a step and drop
+        those before. Started. Does not outlive the ranks: see ``engine.parallel.expert_plan_path``.
+
+        Raises ConfigError for a placement of other layers, experts or ranks, before anything has changed;
+        ExpertsRefused when a rank cannot read them, or RankLost: layers that were moved stay so.
+        """
+        moe = self.config.moe
+        if self.plan.ep == 1 or self.ranks is None or moe is None:
+            raise ConfigError(
+                "engine.parallel.ep is 1: all experts are on each rank and cannot be moved",
+                "engine.parallel.ep",
+            )
+        placement.check(self.config.num_layers, moe.num_experts, self.plan.ep)
+        async with self._placing:
+            before, changed = list(self.expert_placement.layers), 0
+            for layer in moe.layers:
+                if before[layer] == placement.layers[layer]:
+                    continue
+                await self.ranks.switch_experts(layer, placement.layers[layer])
+                before[layer] = placement.layers[layer]
+                self.plan = replace(self.plan, experts=ExpertPlacement(self.plan.ep, tuple(before)))
+                changed += 1
+                self.num_moved_layers += 1
+        return changed
 
     @property
     def remote_hosts(self) -> list[str]:

@@ -215,6 +215,17 @@ class AdapterRefused(EngineError):
         self.reason = reason
 
 
+class ExpertsRefused(EngineError):
+    """The experts of a layer cannot be placed so. That layer and those after it stay as they were."""
+
+    code = "INVALID_ARGUMENT"
+    failure = FailureClass.REQUEST
+
+    def __init__(self, layer: int, reason: str) -> None:
+        super().__init__(f"experts of layer {layer} were not moved: {reason}")
+        self.layer = layer
+
+
 class AdapterNameTaken(EngineError):
     """Another adapter has this name. It stays."""
 

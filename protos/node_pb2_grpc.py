@@ -762,6 +762,11 @@ class ExpertsStub:
                 request_serializer=moonpool_dot_protos_dot_node__pb2.ExpertLoadRequest.SerializeToString,
                 response_deserializer=moonpool_dot_protos_dot_node__pb2.ExpertLoadReply.FromString,
                 _registered_method=True)
+        self.Place = channel.unary_unary(
+                '/moonpool.Experts/Place',
+                request_serializer=moonpool_dot_protos_dot_node__pb2.PlaceExpertsRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_node__pb2.PlaceExpertsReply.FromString,
+                _registered_method=True)
 
 
 class ExpertsServicer:
@@ -776,6 +781,13 @@ class ExpertsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Place(self, request, context):
+        """Moves experts to other ranks while the node serves. What was moved before an error stays.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ExpertsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -783,6 +795,11 @@ def add_ExpertsServicer_to_server(servicer, server):
                     servicer.Load,
                     request_deserializer=moonpool_dot_protos_dot_node__pb2.ExpertLoadRequest.FromString,
                     response_serializer=moonpool_dot_protos_dot_node__pb2.ExpertLoadReply.SerializeToString,
+            ),
+            'Place': grpc.unary_unary_rpc_method_handler(
+                    servicer.Place,
+                    request_deserializer=moonpool_dot_protos_dot_node__pb2.PlaceExpertsRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_node__pb2.PlaceExpertsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -814,6 +831,33 @@ class Experts:
             '/moonpool.Experts/Load',
             moonpool_dot_protos_dot_node__pb2.ExpertLoadRequest.SerializeToString,
             moonpool_dot_protos_dot_node__pb2.ExpertLoadReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Place(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.Experts/Place',
+            moonpool_dot_protos_dot_node__pb2.PlaceExpertsRequest.SerializeToString,
+            moonpool_dot_protos_dot_node__pb2.PlaceExpertsReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -268,6 +268,8 @@ class ExpertsStub:
     def __new__(cls, channel: _aio.Channel) -> ExpertsAsyncStub: ...
     Load: _grpc.UnaryUnaryMultiCallable[_node_pb2.ExpertLoadRequest, _node_pb2.ExpertLoadReply]
     """Rows computed by each expert since the last start of the node's engine."""
+    Place: _grpc.UnaryUnaryMultiCallable[_node_pb2.PlaceExpertsRequest, _node_pb2.PlaceExpertsReply]
+    """Moves experts to other ranks while the node serves. What was moved before an error stays."""
 
 @_typing.type_check_only
 class ExpertsAsyncStub(ExpertsStub):
@@ -276,6 +278,8 @@ class ExpertsAsyncStub(ExpertsStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Load: _aio.UnaryUnaryMultiCallable[_node_pb2.ExpertLoadRequest, _node_pb2.ExpertLoadReply]  # type: ignore[assignment]
     """Rows computed by each expert since the last start of the node's engine."""
+    Place: _aio.UnaryUnaryMultiCallable[_node_pb2.PlaceExpertsRequest, _node_pb2.PlaceExpertsReply]  # type: ignore[assignment]
+    """Moves experts to other ranks while the node serves. What was moved before an error stays."""
 
 class ExpertsServicer(metaclass=_abc_1.ABCMeta):
     """---------------------------------------------------------------- nodes with MoE models"""
@@ -287,6 +291,14 @@ class ExpertsServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_node_pb2.ExpertLoadReply, _abc.Awaitable[_node_pb2.ExpertLoadReply]]:
         """Rows computed by each expert since the last start of the node's engine."""
+
+    @_abc_1.abstractmethod
+    def Place(
+        self,
+        request: _node_pb2.PlaceExpertsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.PlaceExpertsReply, _abc.Awaitable[_node_pb2.PlaceExpertsReply]]:
+        """Moves experts to other ranks while the node serves. What was moved before an error stays."""
 
 def add_ExpertsServicer_to_server(servicer: ExpertsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

@@ -19,6 +19,7 @@ from moonpool.engine.model.attention import Attention
 from moonpool.engine.model.inputs import StepInputs
 from moonpool.engine.model.weight_loader import Layer, Loader, Mlp
 from moonpool.engine.sharding.parallel_plan import ParallelPlan, Shard, run_of
+from moonpool.engine.sharding.tensor_slices import TensorSlices
 from moonpool.kernels.dispatch import rms_norm
 
 
@@ -47,7 +48,7 @@ class Model:
         self.expert_load = new_table(config, device) if expert_load is None else expert_load
         loader = Loader(config, checkpoint, dtype, device, shard, self.expert_load, link)
         self.config = config
-        self.dtype = dtype
+        self.dtype, self._device = dtype, device
         # Rounded, as transformers multiplies.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self.layers = [loader.layer(i) for i in shard.layers]
@@ -109,6 +110,15 @@ class Model:
         out = mlp.down(inner)
         adapted.add(out, inner, i, DOWN)
         return out
+
+    def read_mixture(self, layer: int, shard: Shard) -> ExpertParallelMixture:
+        """Read the experts that ``shard`` has of a layer, by its number in the model; nothing else changes.
+        Raises CheckpointError."""
+        checkpoint = Checkpoint(self.config.path, part=TensorSlices(self.config, shard))
+        loader = Loader(self.config, checkpoint, self.dtype, self._device, shard, self.expert_load, self.link)
+        mixture = loader.mixture(layer)
+        assert isinstance(mixture, ExpertParallelMixture), "experts on one rank do not move"
+        return mixture
 
     @contextmanager
     def without_ranks(self) -> Iterator[None]:

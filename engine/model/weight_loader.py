@@ -122,7 +122,7 @@ class Loader:
             o=self._latent_output(attention, o) if config.latent else o,
             attention_out=self.norm(layer, norms.attention_out),
             mlp_in=self.norm(layer, norms.mlp_in),
-            mlp=self._mixture(i) if sparse else self._mlp(f"{layer}.mlp", bias=config.mlp_bias),
+            mlp=self.mixture(i) if sparse else self._mlp(f"{layer}.mlp", bias=config.mlp_bias),
             mlp_out=self.norm(layer, norms.mlp_out),
             window=config.windows[i],
             sinks=self._stacked([f"{attention}.sinks"], torch.float32) if config.sinks else None,
@@ -164,7 +164,7 @@ class Loader:
             activate=ACTIVATIONS[self._config.activation],
         )
 
-    def _mixture(self, i: int) -> MixtureOfExperts | ExpertParallelMixture:
+    def mixture(self, i: int) -> MixtureOfExperts | ExpertParallelMixture:
         """Load layer i's mixture with the shard's experts."""
         moe = self._config.moe
         assert moe is not None

@@ -199,6 +199,11 @@ def _expert_parallel_metrics(engine: Engine, load: npt.NDArray[np.int64]) -> Ite
         "Rows of a layer's busiest rank over the mean of its ranks, since the start: the mean of all layers",
         value=engine.expert_placement.skew(load),
     )
+    yield CounterMetricFamily(
+        "moonpool_expert_moved_layers",
+        "Layers whose experts were moved to other ranks while the node served",
+        value=float(engine.num_moved_layers),
+    )
     clock = engine.exchange_clock()
     assert clock is not None
     yield CounterMetricFamily(

@@ -10,6 +10,7 @@ import grpc.aio
 
 from moonpool.engine.adapters.residency import AdapterRef
 from moonpool.engine.node.node import EngineNode
+from moonpool.engine.sharding.expert_placement import ExpertPlacement
 from moonpool.kvstore.blocks import keys as block_keys
 from moonpool.kvstore.index.node_publisher import BATCH_BLOCKS
 from moonpool.kvstore.index.redis.changes import batches
@@ -170,6 +171,12 @@ class ExpertService(_Service, node_pb2_grpc.ExpertsServicer):
             num_ranks=engine.plan.ep,
             skew=engine.expert_placement.skew(load),
         )
+
+    async def Place(
+        self, request: node_pb2.PlaceExpertsRequest, context: RpcContext
+    ) -> node_pb2.PlaceExpertsReply:
+        placement = ExpertPlacement.from_json(request.placement)
+        return node_pb2.PlaceExpertsReply(num_layers=await self._node.engine.place_experts(placement))
 
 
 class AdapterService(_Service, node_pb2_grpc.AdaptersServicer):

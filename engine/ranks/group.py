@@ -18,7 +18,7 @@ from moonpool.engine.collectives.board import SharedBoard
 from moonpool.engine.collectives.exchange_clock import ExchangeClock
 from moonpool.engine.device.device import Device
 from moonpool.engine.device.threads import use_threads
-from moonpool.engine.errors import LinkBroken, RankLost
+from moonpool.engine.errors import CheckpointError, ExpertsRefused, LinkBroken, RankLost
 from moonpool.engine.ranks.assignment import Assignment, check_identity
 from moonpool.engine.ranks.channel import PipeChannel
 from moonpool.engine.ranks.group_memory import GroupMemory
@@ -26,6 +26,7 @@ from moonpool.engine.ranks.leader import ParallelRunner
 from moonpool.engine.ranks.link_factory import open_link
 from moonpool.engine.ranks.process_handle import RankProcess
 from moonpool.engine.ranks.rank_listener import FarRank, RankListener
+from moonpool.engine.sharding.expert_placement import Holders
 from moonpool.runtime.config.options import ParallelOptions, TransferOptions
 from moonpool.runtime.service.heartbeat import Heartbeat
 from moonpool.runtime.service.load_progress import Progress, TotalProgress
@@ -274,6 +275,25 @@ class RankGroup:
         await self.refresh_expert_load()
         memory.uncounted = memory.expert_load.tables[1:].clone()
         memory.expert_load.tables.zero_()
+
+    async def switch_experts(self, layer: int, holders: Holders) -> None:
+        """Have all ranks read their experts of a layer, and compute with them from the next step on. One call
+        at a time. Raises ExpertsRefused, and nothing has changed, or RankLost."""
+        runner = self._runner
+        assert runner is not None, "a model is open"
+        number = runner.expert_switch + 1
+        own = asyncio.to_thread(runner.experts.prepare, number, layer, holders)
+        others = (
+            self._in_time(rank, rank.prepare_experts(number, layer, holders), "read no experts")
+            for rank in self.ranks
+        )
+        found = await asyncio.gather(own, *others, return_exceptions=True)
+        for error in found:
+            if isinstance(error, CheckpointError):
+                raise ExpertsRefused(layer, str(error)) from error
+            if isinstance(error, BaseException):
+                raise error
+        runner.expert_switch = number
 
     async def unload(self) -> None:
         """Have all ranks drop the model and wait for another. No step is running. Raises RankLost."""

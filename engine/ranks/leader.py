@@ -27,6 +27,7 @@ from moonpool.engine.execution.runner import ModelRunner, Step
 from moonpool.engine.experts.load import ExpertLoad
 from moonpool.engine.model.inputs import StepInputs
 from moonpool.engine.ranks.assignment import Assignment
+from moonpool.engine.ranks.expert_switch import ExpertSwitches
 from moonpool.engine.ranks.rank_times import RankTimes
 from moonpool.engine.ranks.stage import RankStep, StepWork
 from moonpool.engine.ranks.step_message import chain_digest, pack
@@ -113,6 +114,7 @@ class ParallelRunner(ModelRunner):
         self._link = link
         self._rank_step = RankStep(self.model, self.pool, link, board, clock, assignment)
         self._inputs |= {number: self._input_builder() for number in range(1, assignment.steps_in_flight)}
+        self.expert_switch = 0  # that all ranks have prepared: the next step uses it
         self._flight: _Flight | None = None  # whose tensors are computed now
         self._logits_end_s = self._ended_s = 0.0
         self.on_times: Callable[[StepTimes], None] | None = None
@@ -187,6 +189,11 @@ class ParallelRunner(ModelRunner):
         if self._expert_load is not None:
             self._expert_load.tables.zero_()
 
+    @property
+    def experts(self) -> ExpertSwitches:
+        """Rank 0's."""
+        return self._rank_step.experts
+
     def serve(self) -> None:
         """See ``Link.serve``. The times of the ranks' first steps, which compile, are forgotten."""
         self.rank_times = self._new_times()
@@ -206,7 +213,8 @@ class ParallelRunner(ModelRunner):
         began_s, flight.inputs = time.perf_counter(), inputs
         flight.rounds = logit_rows(flight.plan, inputs)
         payload = self._board.payload(step.step + 1)
-        nbytes = pack(inputs, flight.rounds, self.options.block_size, payload)
+        step.experts.use(self.expert_switch)
+        nbytes = pack(inputs, flight.rounds, self.options.block_size, payload, step.experts.used)
         flight.work = step.begin(chain_digest(step.digest, payload[:nbytes]))
         self._board.publish(step.step, nbytes)
         flight.publish_s = time.perf_counter() - began_s

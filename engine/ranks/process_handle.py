@@ -11,9 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from moonpool.engine.errors import AdapterRefused, RankLost
+from moonpool.engine.errors import AdapterRefused, ExpertsRefused, RankLost
 from moonpool.engine.ranks.assignment import Assignment
 from moonpool.engine.ranks.channel import RankChannel
+from moonpool.engine.sharding.expert_placement import Holders
 from moonpool.kvstore.remote.rank_reader import RankRead
 from moonpool.runtime.config.options import TransferOptions
 from moonpool.runtime.security import process
@@ -110,6 +111,13 @@ class RankProcess:
         answer = self._waiting.get(("expert_load", 0)) or self._ask("expert_load", {"expert_load": True})
         table: list[list[int]] = (await asyncio.shield(answer))["table"]
         return table
+
+    async def prepare_experts(self, number: int, layer: int, holders: Holders) -> None:
+        """See ``ExpertSwitches.prepare``. Raises ExpertsRefused or RankLost."""
+        command = {"experts": number, "layer": layer, "holders": holders}
+        found = await self._ask("experts", command)
+        if "error" in found:
+            raise ExpertsRefused(layer, f"rank {self.rank}{self.where}: {found['error']}")
 
     async def read(self, request: RankRead) -> str:
         """See ``RankReader``. Raises RankLost, too. A cancellation waits for the end of the read."""

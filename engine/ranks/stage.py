@@ -15,6 +15,7 @@ from moonpool.engine.collectives.link import Link
 from moonpool.engine.model.inputs import StepInputs
 from moonpool.engine.model.transformer import Model
 from moonpool.engine.ranks.assignment import Assignment
+from moonpool.engine.ranks.expert_switch import ExpertSwitches
 from moonpool.engine.ranks.partition.batch_slice import micro_batches
 from moonpool.engine.ranks.partition.context_parallel import ContextStep
 from moonpool.engine.ranks.step_message import chain_digest, unpack
@@ -55,7 +56,7 @@ class RankStep:
     """A rank's model, pool and link. Every rank makes the same calls for every step, in the order of steps;
     only the leader begins steps before the one before has ended.
 
-    step: the number of the newest step. digest: of all batches up to it.
+    step: the number of the newest step. digest: of all batches up to it. experts: that this rank takes over.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class RankStep:
         assignment: Assignment,
     ) -> None:
         self.model = model
+        self.experts = ExpertSwitches(model)
         self._pool = pool
         self._link = link
         self._board = board
@@ -168,7 +170,8 @@ def run_steps(rank_step: RankStep, board: SharedBoard, device: torch.device) -> 
                 return
             late_ns = time.perf_counter_ns() - max(board.published_ns(step), waits_ns)
             work = rank_step.begin(chain_digest(rank_step.digest, batch), late_ns)
-            inputs, rounds = unpack(batch)
+            inputs, rounds, expert_switch = unpack(batch)
+            rank_step.experts.use(expert_switch)
             rank_step.forward(work, inputs.to(device))
             for rows in rounds:
                 rank_step.logits(work, rows)

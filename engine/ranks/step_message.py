@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moonpool.engine.model.inputs import StepInputs
 
-_HEADER = 8  # int64 words
+_HEADER = 9  # int64 words
 
 
 def payload_nbytes(*, max_tokens: int, max_rows: int, max_blocks: int) -> int:
@@ -22,11 +22,16 @@ def payload_nbytes(*, max_tokens: int, max_rows: int, max_blocks: int) -> int:
 
 
 def pack(
-    inputs: StepInputs, rounds: Sequence[Sequence[int]], block_size: int, payload: npt.NDArray[np.uint8]
+    inputs: StepInputs,
+    rounds: Sequence[Sequence[int]],
+    block_size: int,
+    payload: npt.NDArray[np.uint8],
+    expert_switch: int = 0,
 ) -> int:
     """Write the batch into ``payload`` and return its size in bytes.
 
-    rounds: rows of the step's tokens for logits, a list for each request, in order.
+    rounds: rows of the step's tokens for logits, a list for each request, in order. expert_switch: see
+    ``ExpertSwitches``.
     """
     n = inputs.num_decodes
     width = -(-int(inputs.decode_lens.max()) // block_size) if n else 0
@@ -36,7 +41,7 @@ def pack(
     header = np.array(
         [
             *(len(inputs.token_ids), n, width, *chunk_shape, len(rounds), len(inputs.adapters)),
-            inputs.max_chunk_tokens,
+            *(inputs.max_chunk_tokens, expert_switch),
         ],
         np.int64,
     )
@@ -58,9 +63,9 @@ def pack(
     return at
 
 
-def unpack(batch: npt.NDArray[np.uint8]) -> tuple[StepInputs, list[Tensor]]:
-    """Return the inputs as views of ``batch``, and the rounds (int64 rows each)."""
-    num_tokens, n, width, chunks, chunk_width, num_rounds, num_adapters, max_chunk_tokens = (
+def unpack(batch: npt.NDArray[np.uint8]) -> tuple[StepInputs, list[Tensor], int]:
+    """Return the inputs as views of ``batch``, the rounds (int64 rows each), and the expert switch."""
+    num_tokens, n, width, chunks, chunk_width, num_rounds, num_adapters, max_chunk_tokens, switch = (
         batch[: 8 * _HEADER].view(np.int64).tolist()
     )
     at = 8 * _HEADER
@@ -84,7 +89,7 @@ def unpack(batch: npt.NDArray[np.uint8]) -> tuple[StepInputs, list[Tensor]]:
         inputs.adapter_ids = take(np.int32, num_tokens)
         inputs.adapters = tuple(take(np.int32, num_adapters).tolist())
     lengths = take(np.int32, num_rounds).tolist()
-    return inputs, [take(np.int32, length).long() for length in lengths]
+    return inputs, [take(np.int32, length).long() for length in lengths], switch
 
 
 def chain_digest(previous: int, batch: npt.NDArray[np.uint8]) -> int:

@@ -41,6 +41,7 @@ from moonpool.engine.memory.block_bytes import device_checksums
 from moonpool.engine.model.transformer import Model
 from moonpool.engine.ranks.assignment import Assignment, unpack_transfer_options
 from moonpool.engine.ranks.channel import RANK
+from moonpool.engine.ranks.expert_switch import ExpertSwitches
 from moonpool.engine.ranks.leader_call import LeaderCall, joined
 from moonpool.engine.ranks.link_factory import open_link
 from moonpool.engine.ranks.stage import RankStep, run_steps
@@ -90,7 +91,8 @@ def report(kind: str, **facts: object) -> None:
 class LeaderCommands:
     """The thread that executes the leader's commands. Ends the process when the leader ends.
 
-    link, pool, expert_load, adapters, host_adapters: of the open model, set before "loaded" is reported.
+    link, pool, expert_load, experts, adapters, host_adapters: of the open model, set before "loaded" is
+    reported.
     """
 
     def __init__(self, call: LeaderCall | None) -> None:
@@ -100,6 +102,7 @@ class LeaderCommands:
         self.link: Link | None = None
         self.pool: SharedMemory | Tensor | None = None
         self.expert_load: Tensor | None = None
+        self.experts: ExpertSwitches | None = None
         self.adapters: AdapterArena | None = None
         self.host_adapters: HostAdapters | None = None
         self._agent: TransferAgent | None = None
@@ -152,6 +155,10 @@ class LeaderCommands:
                 case {"expert_load": _}:
                     assert self.expert_load is not None
                     report("expert_load", table=self.expert_load.tolist())
+                case {"experts": number, **words}:
+                    switch = loop.create_task(self._prepare_experts(number, words))
+                    self._loads.add(switch)
+                    switch.add_done_callback(self._loads.discard)
                 case {"adapter": number, **words}:
                     load = loop.create_task(self._load_adapter(number, words))
                     self._loads.add(load)
@@ -217,6 +224,18 @@ class LeaderCommands:
             report("adapter", number=number, path=path, error=f"{type(error).__name__}: {error}")
         else:
             report("adapter", number=number)
+
+    async def _prepare_experts(self, number: int, words: dict[str, Any]) -> None:
+        """Read a layer's experts beside the steps. One command at a time."""
+        assert self.experts is not None
+        holders = tuple(map(tuple, words["holders"]))
+        try:
+            await asyncio.to_thread(self.experts.prepare, number, words["layer"], holders)
+        except Exception as error:
+            log.exception("experts were not read")
+            report("experts", error=f"{type(error).__name__}: {error}")
+        else:
+            report("experts")
 
     async def _read(self, number: int, request: RankRead) -> None:
         assert self._reader is not None
@@ -298,9 +317,11 @@ def _run(assignment: Assignment, board: SharedBoard, commands: LeaderCommands) -
     commands.host_adapters = HostAdapters(
         config, TORCH_DTYPES[assignment.dtype], assignment.adapters_host_nbytes
     )
+    rank_step = RankStep(model, pool, link, board, clock, assignment)
+    commands.experts = rank_step.experts
     report("loaded", identity=assignment.identity(config))
     try:
-        run_steps(RankStep(model, pool, link, board, clock, assignment), board, device)
+        run_steps(rank_step, board, device)
     finally:
         link.close()
         if memory is not None:

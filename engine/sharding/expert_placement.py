@@ -64,10 +64,18 @@ class ExpertPlacement:
     def read(cls, path: Path) -> ExpertPlacement:
         """Read a placement. Raises ConfigError for a missing or invalid file."""
         try:
-            return cls.unpack(json.loads(path.read_text()))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return cls.from_json(path.read_text(), str(path))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{_PATH_OPTION}: {path} cannot be read: {error}", _PATH_OPTION) from error
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "this") -> ExpertPlacement:
+        """The opposite of ``to_json``. Raises ConfigError."""
+        try:
+            return cls.unpack(json.loads(text))
+        except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{_PATH_OPTION}: {path} is not a placement of experts ({error}): make one with "
+                f"{_PATH_OPTION}: {source} is not a placement of experts ({error}): make one with "
                 "`moonpool experts`",
                 _PATH_OPTION,
             ) from error

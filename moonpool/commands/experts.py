@@ -19,6 +19,8 @@ from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
 
 _TIMEOUT_S = 10.0
+# Each rank reads its experts of every layer that changes.
+_PLACE_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +48,23 @@ class Measured:
     help="Ranks to plan for (engine.parallel.ep); default: as many as NODE has.",
 )
 @output_option(help="Write the plan there.")
+@click.option("--apply", is_flag=True, help="Move NODE's experts by the plan while it serves.")
 @url_option
-def experts_command(node: str, copies: int, ranks: int | None, output: Path | None, url: str) -> None:
+def experts_command(
+    node: str, copies: int, ranks: int | None, output: Path | None, apply: bool, url: str
+) -> None:
     """Print the load of NODE's experts since it started, and plan a placement with copies of the hot ones.
 
-    Nodes that are started with engine.parallel.expert_plan_path=FILE use the plan.
+    Nodes that are started with engine.parallel.expert_plan_path=FILE use the plan from the start. --apply: a
+    node that is restarted has its former placement again.
     """
     measured = run_with_client(url, lambda client: measure(client, node))
     if ranks is None and output is not None and measured.num_ranks == 1:
         raise click.ClickException(
             f"{node} has its experts on one rank: set the ranks to plan for with --ranks N"
         )
+    if apply and ranks not in (None, measured.num_ranks):
+        raise click.ClickException(f"{node} has {measured.num_ranks} ranks: leave out --ranks, or --apply")
     plan = plan_experts(measured.rows, ranks or measured.num_ranks, copies)
     _show(node, measured, plan, copies)
     if output is not None:
@@ -65,16 +73,14 @@ def experts_command(node: str, copies: int, ranks: int | None, output: Path | No
             f"{output} is written: start nodes with --set engine.parallel.ep={plan.num_ranks} "
             f"--set engine.parallel.expert_plan_path={output}"
         )
+    if apply:
+        changed = run_with_client(url, lambda client: place(client, node, plan))
+        console.print(f"{node}: the experts of {changed} layers were moved")
 
 
 async def measure(client: Client, node_id: str) -> Measured:
     """Ask the node for its load. Raises ClickException: unknown node, or no load to plan by."""
-    nodes = (await client.cluster())["nodes"]
-    found = [node for node in nodes if node["node_id"] == node_id]
-    if not found:
-        names = ", ".join(node["node_id"] for node in nodes if node["role"] in ("prefill", "decode"))
-        raise click.ClickException(f"there is no node {node_id} in the cluster; there are: {names}")
-    replies = [await _ask(one) for one in holders(found[0])]
+    replies = [await _ask(one) for one in await _replicas(client, node_id)]
     rows = sum(np.array(reply.rows, np.int64).reshape(reply.num_layers, -1) for reply in replies)
     assert isinstance(rows, np.ndarray)
     if not rows.shape[1]:
@@ -82,6 +88,29 @@ async def measure(client: Client, node_id: str) -> Measured:
     if not rows.any():
         raise click.ClickException(f"{node_id} has computed nothing yet: send it requests, then ask again")
     return Measured(rows, replies[0].num_ranks, float(np.mean([reply.skew for reply in replies])))
+
+
+async def _replicas(client: Client, node_id: str) -> list[dict[str, Any]]:
+    nodes = (await client.cluster())["nodes"]
+    found = [node for node in nodes if node["node_id"] == node_id]
+    if not found:
+        names = ", ".join(node["node_id"] for node in nodes if node["role"] in ("prefill", "decode"))
+        raise click.ClickException(f"there is no node {node_id} in the cluster; there are: {names}")
+    return list(holders(found[0]))
+
+
+async def place(client: Client, node_id: str, plan: ExpertPlacement) -> int:
+    """Have all replicas of the node move their experts; returns how many layers changed, of all of them.
+    Raises ClickException: unknown node."""
+    changed = 0
+    for one in await _replicas(client, node_id):
+        async with rpc.channel(one["rpc_address"]) as channel:
+            with rpc.node_errors(one["node_id"]):
+                reply = await node_pb2_grpc.ExpertsStub(channel).Place(
+                    node_pb2.PlaceExpertsRequest(placement=plan.to_json()), timeout=_PLACE_S
+                )
+        changed += reply.num_layers
+    return changed
 
 
 async def _ask(node: dict[str, Any]) -> node_pb2.ExpertLoadReply:

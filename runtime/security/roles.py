@@ -89,6 +89,7 @@ PERMITTED: Final = {
     "Ranks/Join": frozenset({NODE}),
     "Roles/Switch": _SCHEDULING,
     "Experts/Load": _SCHEDULING,
+    "Experts/Place": _SCHEDULING,
     "Adapters/Load": _SCHEDULING,
     "Adapters/Unload": _SCHEDULING,
     "Adapters/List": _SCHEDULING,

@@ -117,3 +117,35 @@ async def test_a_live_nodes_load_makes_a_plan(served: Served, tmp_path: Path) ->
     )
     assert alone.exit_code == 1
     assert "prefill-0 has its experts on one rank: set the ranks to plan for with --ranks N" in alone.output
+
+
+async def test_a_live_nodes_experts_move_and_no_text_changes(served: Served) -> None:
+    prompt = "And the LORD spake " * 8
+
+    async def texts() -> set[str]:
+        replies = [Reply() for _ in range(4)]  # on both decode nodes
+
+        async def ask(reply: Reply) -> None:
+            async for _ in client.complete(prompt, reply, **GREEDY | {"max_tokens": 40}):
+                pass
+
+        await asyncio.gather(*map(ask, replies))
+        return {reply.text for reply in replies}
+
+    def run(*arguments: str) -> Any:
+        return CliRunner().invoke(cli, ["experts", *arguments, "--url", served.cluster.url])
+
+    async with Client(served.cluster.url) as client:
+        expected = {served.text(prompt, 40)}
+        assert await texts() == expected
+        running = asyncio.create_task(texts())
+        moved = await asyncio.to_thread(run, "decode-0", "--copies", "2", "--apply")
+        assert moved.exit_code == 0, moved.output
+        assert f"decode-0: the experts of {NUM_LAYERS} layers were moved" in moved.output
+        assert await running == expected
+        assert await texts() == expected
+    other = await asyncio.to_thread(run, "decode-0", "--ranks", "3", "--apply")
+    assert "decode-0 has 2 ranks: leave out --ranks, or --apply" in other.output
+    alone = await asyncio.to_thread(run, "prefill-0", "--apply")
+    assert alone.exit_code == 1
+    assert "all experts are on each rank and cannot be moved" in str(alone.exception)

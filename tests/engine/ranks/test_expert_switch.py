@@ -1,0 +1,98 @@
+"""Experts move to other ranks while requests are computed: no token changes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moonpool.engine.errors import ExpertsRefused
+from moonpool.engine.ranks.leader import ParallelRunner
+from moonpool.engine.sharding.expert_placement import ExpertPlacement, plan_experts
+from moonpool.runtime.errors import ConfigError
+from tests.engine.conftest import Driver, prompt
+from tests.engine.ranks.conftest import serving
+from tests.engine.ranks.test_exact import MIXTURES, SHAPE
+
+pytestmark = pytest.mark.asyncio
+_TOKENS = 120
+
+
+def placements(driver: Driver) -> list[ExpertPlacement]:
+    """One with copies of hot experts, and the even one."""
+    config, plan = driver.engine.config, driver.engine.plan
+    assert config.moe is not None
+    shape = (config.num_layers, config.moe.num_experts)
+    load = np.random.default_rng(2).zipf(1.3, shape).clip(max=10_000)
+    return [plan_experts(load, plan.ep, 2), ExpertPlacement.even(*shape, plan.ep)]
+
+
+def runner_of(driver: Driver) -> ParallelRunner:
+    loop = driver.engine._loop
+    assert loop is not None and isinstance(loop.runner, ParallelRunner)
+    return loop.runner
+
+
+async def answers(driver: Driver) -> list[list[int]]:
+    sequences = [driver.sequence(prompt(10 + 20 * i, seed=i), max_tokens=_TOKENS) for i in range(3)]
+    return [result.token_ids for result in await driver.run(*sequences)]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"tp": 2, "ep": 2, "all_to_all_tokens": 6},
+        pytest.param({"tp": 4, "ep": 2}, marks=pytest.mark.slow),
+        pytest.param({"tp": 2, "pp": 2, "ep": 2, "all_to_all_tokens": 4}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+async def test_experts_move_while_requests_run(make_checkpoint: Any, plan: dict[str, Any]) -> None:
+    family, words = MIXTURES["qwen3-moe"]
+    path = make_checkpoint(family, **SHAPE | words).path
+    async with serving(path, max_batch_tokens=64, **plan) as driver:
+        engine, runner = driver.engine, runner_of(driver)
+        expected = await answers(driver)
+        moved = 0
+        running = asyncio.create_task(answers(driver))
+        while not running.done():
+            for placement in placements(driver):
+                moved += await engine.place_experts(placement)
+                assert engine.expert_placement == placement
+        assert await running == expected
+        assert moved > 2, "the requests ended before experts moved"
+        assert await answers(driver) == expected
+        assert runner.experts.used == runner.expert_switch == moved, "steps compute with the latest"
+        assert not runner.experts._prepared, "what was prepared is used, and what was before is dropped"
+        assert await engine.place_experts(engine.expert_placement) == 0
+        assert engine.num_moved_layers == moved
+
+
+async def test_what_a_rank_cannot_read_is_refused_and_nothing_changes(make_checkpoint: Any) -> None:
+    family, words = MIXTURES["qwen3-moe"]
+    path = make_checkpoint(family, **SHAPE | words).path
+    async with serving(path, max_batch_tokens=64, tp=2, ep=2) as driver:
+        engine, before = driver.engine, driver.engine.expert_placement
+        expected, (placement, _) = await answers(driver), placements(driver)
+        with pytest.raises(ConfigError, match="on 3 ranks, this node has"):
+            await engine.place_experts(ExpertPlacement.even(len(before.layers), len(before.layers[0]), 3))
+        weights = path / "model.safetensors"
+        weights.rename(hidden := path / "hidden")
+        try:
+            with pytest.raises(ExpertsRefused, match="experts of layer 0 were not moved"):
+                await engine.place_experts(placement)
+        finally:
+            hidden.rename(weights)
+        assert engine.expert_placement == before
+        assert await answers(driver) == expected
+        assert await engine.place_experts(placement) > 0
+        assert await answers(driver) == expected
+
+
+async def test_experts_on_one_rank_do_not_move(make_checkpoint: Any) -> None:
+    family, words = MIXTURES["qwen3-moe"]
+    async with serving(make_checkpoint(family, **SHAPE | words).path) as driver:
+        with pytest.raises(ConfigError, match=r"engine\.parallel\.ep is 1"):
+            await driver.engine.place_experts(driver.engine.expert_placement)
