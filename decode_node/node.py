@@ -200,11 +200,12 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
         try:
             async with (
                 asyncio.timeout(time_left_s(request.work, sequence.arrived_s)),
-                self.with_adapter(request.work) as adapter,
+                self.with_adapter(request.work, sequence) as adapter,
             ):
                 await self.prepare(sequence)
                 taken = await self._bring(request, sequence)
-                await self.adapt(sequence, adapter)
+                if adapter is not None:
+                    await adapter.give(sequence)
                 if not taken.finished:
                     engine.add(sequence)
             received = taken.received

@@ -15,11 +15,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moonpool.engine.adapters.arena import row_nbytes
 from moonpool.engine.adapters.host import HostAdapters
 from moonpool.engine.adapters.loader import AdapterLoader
+from moonpool.engine.adapters.packing import AdapterPacking
 from moonpool.engine.adapters.residency import AdapterResidency
-from moonpool.engine.batching.reservations import Reservations
+from moonpool.engine.batching.reservations import AdapterRoom, Reservations, Reserving
 from moonpool.engine.batching.scheduler import Scheduler
 from moonpool.engine.batching.sequence import FinishReason, Sequence, State
 from moonpool.engine.batching.step_plan import StepEvent
@@ -48,6 +48,9 @@ from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.machine.processor import usable_cores
 from moonpool.runtime.service.load_progress import Progress
 
+# How often an adapter looks whether a sequence that is too long beside adapters has ended.
+_POLL_S = 0.05
+
 
 class Engine:
     """Continuous batching of one model over one paged pool, inside an asyncio loop.
@@ -75,7 +78,6 @@ class Engine:
         listener: RankListener | None = None,
         separate_pools: bool = False,
         decodes: bool = True,
-        adapters_nbytes: int = LoraOptions().memory_nbytes,
         adapters_host_nbytes: int = LoraOptions().host_nbytes,
     ) -> None:
         """Read the checkpoint's configuration; ``start`` reads the weights.
@@ -84,8 +86,7 @@ class Engine:
         ``separate_pools``: see ``RankGroup``. ``listener``: for ranks of other machines, needed with
         ``options.parallel.hosts``. ``decodes``: see ``EngineSetup.choose``.
 
-        ``adapters_nbytes``: memory for the weights of LoRA adapters, on all ranks together.
-        ``adapters_host_nbytes``: memory of each rank's process for adapters that were read.
+        ``adapters_host_nbytes``: memory of each rank's process for LoRA adapters that were read.
 
         ``pool_memory``: uint8, memory for rank 0's part of the KV pool on a CPU; None: allocated here, from
         ``options.pool_nbytes`` for all ranks. ``device``: None: the one ``model_options`` name.
@@ -116,12 +117,16 @@ class Engine:
         self._num_blocks = setup.num_blocks(pool_memory)
         if self._num_blocks is not None:
             self._create_pool(self._num_blocks)
-        self._reservations = Reservations(self._take_blocks, self.release)
+        self._reservations = Reservations(self._take, self._give_back)
         self._num_expected_blocks = 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="moonpool-step")
         self.adapter_reader = ThreadPoolExecutor(1, thread_name_prefix="moonpool-adapters")
-        self.host_adapters = HostAdapters(self.config, TORCH_DTYPES[self.dtype], adapters_host_nbytes)
-        self._adapters_nbytes, self._adapters_host_nbytes = adapters_nbytes, adapters_host_nbytes
+        packings = [
+            AdapterPacking(self.config, shard, TORCH_DTYPES[self.dtype], layout.block_nbytes)
+            for shard, layout in zip(self.shards, self.rank_layouts, strict=True)
+        ]
+        self.host_adapters = HostAdapters(packings, adapters_host_nbytes)
+        self._adapters_host_nbytes = adapters_host_nbytes
         self._loop: StepLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._placing = asyncio.Lock()
@@ -194,16 +199,15 @@ class Engine:
         self._loop = StepLoop(
             self._scheduler, self._reservations, runner, costs, self._worker, self._clock, self._report_step
         )
-        nbytes = row_nbytes(self.config, TORCH_DTYPES[self.dtype])
         self.adapters = AdapterResidency(
-            self._adapters_nbytes // nbytes if nbytes else 0,
+            self.pool,
             AdapterLoader(
-                runner.model.adapters,
+                runner.adapters,
                 self.host_adapters,
                 self.ranks.ranks if self.ranks is not None else (),
                 self.adapter_reader,
             ),
-            self._loop.uses_adapter,
+            self._adapter_room,
             clock=self._clock,
         )
         if self.ranks is not None:
@@ -507,6 +511,37 @@ class Engine:
         if self._loop is None or self._task is None or self._task.done() or self._closed:
             raise EngineClosed("the engine is not running")
         return self._loop
+
+    async def _adapter_room(self, num_blocks: int, request: Sequence) -> list[int]:
+        """See ``AdapterResidency``. Raises EngineClosed."""
+        loop = self._running()
+        while not self._leave_room_for_adapters(loop):  # until the end of a sequence  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
+        room = AdapterRoom(num_blocks, request.tenant, request.rank, request.order)
+        if self._reservations or self._scheduler.waiting or not room.take(self.pool):
+            loop.wake()
+            await self._reservations.wait(room)
+        return room.block_ids
+
+    def _leave_room_for_adapters(self, loop: StepLoop) -> bool:
+        """Once there are adapters, no sequence may be longer than what they leave of the pool. Return False
+        while one is, from before."""
+        limit = (self.pool.num_blocks - self.adapters.most_blocks) * self.pool.block_size
+        self.max_model_len = min(self.max_model_len, limit)
+        longest = max((sequence.num_tokens for sequence in loop.sequences.values()), default=0)
+        if max(longest, self._reservations.longest) >= limit:
+            return False
+        self._scheduler.max_len = self.max_model_len
+        return True
+
+    def _take(self, one: Reserving) -> bool:
+        return one.take(self.pool) if isinstance(one, AdapterRoom) else self._take_blocks(one)
+
+    def _give_back(self, one: Reserving) -> None:
+        if isinstance(one, AdapterRoom):
+            self.pool.release(one.block_ids)
+        else:
+            self.release(one)
 
     def _take_blocks(self, sequence: Sequence) -> bool:
         return self._scheduler.take_blocks(sequence, sequence.num_tokens + 1, sequence.num_tokens)

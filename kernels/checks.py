@@ -26,8 +26,8 @@ Arguments = Mapping[str, Any]
 # Operation -> name, dtype (default: that of the first tensor) and shape of each tensor. A dimension named
 # twice must be equal. All but "strided" tensors must be contiguous.
 _SIGNATURES = {
-    "add_lora": """y: strided [n, out]; x: [n, in]; a: [rows, in]; b: [rows, out];
-        adapter_ids: int32 [n]; extents: int32 [adapters, 2]""",
+    "add_lora": """y: strided [n, out]; x: [n, in]; weights: [values]; adapter_ids: int32 [n];
+        extents: int32 [adapters, 2]; lines: int32 [rows, 2]""",
     "argmax_rows": "logits: strided [n, vocab]",
     "checksum_spans": "memory: [n]; offsets: int64 [k]; nbytes: int64 [k]",
     "combine_experts": "weights: float32 [n, k]; order: int64 [n * k]; rows: strided [n * k, hidden]",
@@ -240,12 +240,16 @@ def _check_masks(a: Arguments) -> None:
 
 
 def _check_adapter_ids(a: Arguments) -> None:
-    extents, num_rows = a["extents"], a["a"].shape[0]
-    last = len(extents) - 1
+    extents, lines = a["extents"], a["lines"]
+    last, num_rows = len(extents) - 1, len(lines)
     _require(_in_range(a["adapter_ids"], -1, last + 1), f"an adapter id is outside of -1 … {last}")
     inside = extents.shape[1] == 2 and _in_range(extents, 0, num_rows + 1)
     _require(inside and _in_range(extents.sum(1), 0, num_rows + 1), f"an adapter is beyond {num_rows} rows")
-    _require(_in_range(extents[:, 1], 1, a["max_rank"] + 1), f"a rank is outside of 1 … {a['max_rank']}")
+    _require(_in_range(extents[:, 1], 0, a["max_rank"] + 1), f"a rank is outside of 0 … {a['max_rank']}")
+    values_a_line = reference.LINE_NBYTES // a["weights"].itemsize
+    for begins, width in zip(lines.long().unbind(1), (a["x"].shape[1], a["y"].shape[1]), strict=True):
+        ends = len(a["weights"]) - width
+        _require(_in_range(begins * values_a_line, 0, ends + 1), "a row of an adapter is beyond its memory")
     _require(a["y"].stride(1) == 1, "a row of y must be contiguous")
 
 

@@ -122,10 +122,11 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         self._prefills.add(sequence.key)
         try:
             await self.prepare(sequence)
-            async with self.with_adapter(request.work) as adapter:
+            async with self.with_adapter(request.work, sequence) as adapter:
                 if not request.prompt_logprobs:
                     loaded, fetched, fetch_error = await self._gather(request, sequence)
-                await self.adapt(sequence, adapter)
+                if adapter is not None:
+                    await adapter.give(sequence)
                 event = await self._compute(sequence)
         except BaseException as error:
             self._abort(sequence, error)

@@ -12,11 +12,10 @@ from torch import Tensor
 from moonpool.bench.kernels.clock import Work
 from moonpool.bench.kernels.contest import contest, error_row
 from moonpool.bench.kernels.device_limits import Machine, name_of
-from moonpool.kernels import reference
 from moonpool.kernels.dispatch import add_lora
 from moonpool.kernels.packed import PackedLinear
 from moonpool.kernels.quantised import Linear, QuantisedLinear
-from moonpool.kernels.reference import QuantisedWeight
+from moonpool.kernels.reference import LINE_NBYTES, QuantisedWeight
 from moonpool.runtime.reports.report import Row, versus
 
 
@@ -95,35 +94,37 @@ def _quantised(machine: Machine, ins: int, outs: int, x: Tensor) -> Iterator[Row
 def lora_rows(machine: Machine, quick: bool) -> Iterator[Row]:
     """Adapters of rank 16, eight of them in a batch, beside a loop over them."""
     size, rank, adapters = 4096 if machine.is_cuda else 1024, 16, 8
-    a, b = (
-        torch.empty(shape, device=machine.device, dtype=machine.dtype).normal_(std=0.02)
-        for shape in 2 * [(adapters * rank, size)]
-    )
+    # The rows of A, then those of B.
+    weights = torch.empty((2, adapters * rank, size), device=machine.device, dtype=machine.dtype)
+    weights.normal_(std=0.02)
     for n in (8,) if quick else (8, 64, 256):
-        yield from _lora(machine, a, b, n, rank)
+        yield from _lora(machine, weights, n, rank)
 
 
-def _lora(machine: Machine, a: Tensor, b: Tensor, n: int, rank: int) -> Iterator[Row]:
+def _lora(machine: Machine, weights: Tensor, n: int, rank: int) -> Iterator[Row]:
+    a, b = weights
     adapters, size = len(a) // rank, a.shape[1]
     firsts = torch.arange(0, len(a), rank, device=machine.device)
     extents = torch.stack((firsts, torch.full_like(firsts, rank)), 1).int()
+    lines = torch.arange(2 * len(a), device=machine.device).view(2, -1).T * (a[0].nbytes // LINE_NBYTES)
     x, y = torch.randn(2, n, size, device=machine.device).to(machine.dtype).unbind(0)
     ids = (torch.arange(n, device=machine.device) % adapters).int()
+    where = weights.view(-1), ids, extents, lines.int().contiguous(), rank
 
-    def looped() -> None:
+    def loop(y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         for j in range(min(n, adapters)):
             some = slice(j * rank, (j + 1) * rank)
             y[j::adapters] += (x[j::adapters] @ a[some].T) @ b[some]
+        return y
 
     def error() -> tuple[Tensor, Tensor]:
-        found, expected = torch.zeros_like(y), torch.zeros_like(y, dtype=torch.float64)
-        add_lora(found, x, a, b, ids, extents, rank)
-        reference.add_lora(expected, x.double(), a.double(), b.double(), ids, extents, rank)
-        return found, expected
+        found = torch.zeros_like(y)
+        add_lora(found, x, *where)
+        return found, loop(torch.zeros_like(y, dtype=torch.float64), x.double(), a.double(), b.double())
 
     # All rows of an adapter read the same bytes.
-    nbytes = (a.nbytes + b.nbytes) * min(n, adapters) // adapters + 3 * x.nbytes
+    nbytes = weights.nbytes * min(n, adapters) // adapters + 3 * x.nbytes
     case = f"lora {adapters} adapters of rank {rank}, {size}x{size}, {name_of(machine.dtype)}, {n} rows"
-    ours = lambda: add_lora(y, x, a, b, ids, extents, rank)  # noqa: E731
-    peers = {"loop over adapters": looped}
+    ours = lambda: add_lora(y, x, *where)  # noqa: E731
+    peers = {"loop over adapters": lambda: loop(y, x, a, b)}
     yield from contest(machine, case, ours, calls=1, amount=nbytes, limit="copy", error=error, peers=peers)

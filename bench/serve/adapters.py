@@ -30,7 +30,6 @@ from moonpool.bench.serve.client.http_client import HttpClient
 from moonpool.bench.serve.client.server import Server
 from moonpool.bench.serve.client.workload import Dialect, Prompts
 from moonpool.bench.serve.peers.vllm import VllmCpu, vllm_server
-from moonpool.engine.adapters.arena import row_nbytes
 from moonpool.engine.adapters.peft import targets
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.device.selection import TORCH_DTYPES, choose_device, choose_dtype
@@ -39,7 +38,7 @@ from moonpool.runtime.reports.report import Row, versus
 
 COUNTS = (1, 10, 100, 1000, 2000)
 RANKS = (8, 16, 32, 64)
-RESIDENT = 0.05  # of the largest count's ranks
+RESIDENT = 0.05  # of the largest count's ranks, by what the pool is larger than without adapters
 STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 8, 128, 64
 MERGED = "one merged model"
 # vLLM reads all that it is told of before it is ready.
@@ -167,14 +166,13 @@ async def adapter_rows(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-adapters-")))
         num_rows = write_adapters(folder, model, counts[-1])
         config = ModelConfig.from_checkpoint(model)
-        dtype = choose_dtype(load_config(None, sets).model.dtype, config, choose_device("auto"))
-        nbytes = int(RESIDENT * num_rows) * row_nbytes(config, TORCH_DTYPES[dtype])
-        if run.quick:
-            nbytes *= 20
-        lora = (f"lora.directory={folder}", f"lora.memory_nbytes={nbytes}")
-        run.say(
-            f"starting a cluster with {counts[-1]:,} adapters, {nbytes / 2**20:.0f} MiB for resident ones"
-        )
+        given = load_config(None, sets)
+        dtype = choose_dtype(given.model.dtype, config, choose_device("auto"))
+        row_nbytes = sum(map(sum, targets(config).values())) * TORCH_DTYPES[dtype].itemsize
+        pool_nbytes = int(RESIDENT * num_rows) * row_nbytes * (20 if run.quick else 1)
+        pool_nbytes += given.engine.host_pool_nbytes
+        lora = (f"lora.directory={folder}", f"engine.pool_nbytes={pool_nbytes}")
+        run.say(f"starting a cluster with {counts[-1]:,} adapters, a pool of {pool_nbytes / 2**20:.0f} MiB")
         url = await stack.enter_async_context(local_cluster((*_NODE, *lora, *sets)))
         http = await stack.enter_async_context(HttpClient(url))
         server = await Server.find("the server", http)

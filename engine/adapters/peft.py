@@ -76,7 +76,6 @@ class PeftAdapter:
     """The directory ``path`` as read once: what it says and what is used are the same bytes.
 
     digest: 32 hex digits of both files. rank: the largest of its modules. factors: by module of ``targets``.
-    nbytes: of the factors in memory.
     """
 
     def __init__(self, path: Path, config: ModelConfig) -> None:
@@ -104,17 +103,6 @@ class PeftAdapter:
         if adapter.digest != digest:
             raise adapter._refused(WEIGHTS_FILE, "its content has changed since it was loaded: load it anew")
         return adapter
-
-    @property
-    def nbytes(self) -> int:
-        return sum(one.a.nbytes + one.b.nbytes for one in self.factors.values())
-
-    def to(self, dtype: torch.dtype) -> PeftAdapter:
-        """Change the factors to ``dtype``. Returns this."""
-        self.factors = {
-            module: Factors(one.a.to(dtype), one.b.to(dtype)) for module, one in self.factors.items()
-        }
-        return self
 
     def _refused(self, file: str, reason: str) -> AdapterRefused:
         return AdapterRefused(self.path / file, reason)

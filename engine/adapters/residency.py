@@ -1,20 +1,23 @@
-"""Which adapters have their weights in memory: loaded when needed, kept by last use."""
+"""Which adapters have their weights in the KV pool: loaded when needed, idle as blocks without users are."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
+from moonpool.engine.batching.sequence import Sequence as Request
 from moonpool.engine.errors import AdapterRefused
+from moonpool.engine.memory.block_pool import BlockPool
 
 log = logging.getLogger(__name__)
 
-# How often a request looks whether other adapters can leave now.
+# How often a request looks whether other adapters are in use no longer.
 _POLL_S = 0.02
 # Weight of the latest load in the mean.
 _RECENT = 0.2
@@ -31,18 +34,29 @@ class AdapterRef:
     loaded_unix_s: float = 0.0  # when an operator loaded it; 0: at the node's start
 
 
-@dataclass(slots=True)
+class Loader(Protocol):
+    """``AdapterLoader``. Both raise AdapterRefused or RankLost."""
+
+    async def num_blocks(self, ref: AdapterRef) -> int:
+        """Return how many blocks the adapter takes."""
+        ...
+
+    async def load(self, ref: AdapterRef, number: int, block_ids: Sequence[int]) -> None:
+        """Write the adapter to these blocks on all ranks. After an error they are undefined, and nothing
+        writes to them any more."""
+        ...
+
+
+Room = Callable[[int, Request], Awaitable[list[int]]]
+
+
+@dataclass(slots=True, eq=False)
 class _Resident:
     number: int
-    first: int
-    rank: int
+    block_ids: list[int]
     began_s: float
     load: asyncio.Task[None] | None = None  # while it runs
-    users: int = 0  # requests on their way into the engine
     needed_s: float | None = None  # when a request first had nothing left to do but wait for the load
-
-
-Load = Callable[[AdapterRef, int, int, int], Awaitable[None]]
 
 
 @dataclass(slots=True)
@@ -61,38 +75,43 @@ class AdapterCounts:
 class AdapterPin:
     """An adapter that stays in memory for a request. Its load may still run."""
 
-    def __init__(self, resident: _Resident, clock: Callable[[], float]) -> None:
-        self._resident, self._clock = resident, clock
+    def __init__(self, resident: _Resident, pool: BlockPool, clock: Callable[[], float]) -> None:
+        self._resident, self._pool, self._clock = resident, pool, clock
 
-    async def number(self) -> int:
-        """Wait for the load; return the adapter's number. Raises AdapterRefused or RankLost."""
+    async def give(self, sequence: Request) -> None:
+        """Wait for the load and give the adapter to the sequence, until the engine has released that. Raises
+        AdapterRefused or RankLost; the sequence is unchanged then."""
         resident = self._resident
         if resident.load is not None:
             if resident.needed_s is None:
                 resident.needed_s = self._clock()
             await asyncio.wait((load := resident.load,))
             load.result()
-        return resident.number
+        assert not sequence.adapter_blocks, "the sequence has an adapter"
+        self._pool.acquire(resident.block_ids)
+        sequence.adapter, sequence.adapter_blocks = resident.number, resident.block_ids
 
 
 class AdapterResidency:
-    """The adapters in the rows of all ranks' arenas: an adapter of rank r has r consecutive rows.
+    """The adapters in the blocks of an engine's pool.
 
-    The least recently used one without requests leaves when another needs its rows. Equal contents are
-    resident once, whatever their names. On one event loop.
+    Each has whole blocks, the same on all ranks, and a user of them for each request and sequence that needs
+    it. Without users they are idle, in one order of last use with cached KV, and are evicted together. At
+    most half of the pool is in use by adapters, so that sequences, which have the other half, always go on.
+    Equal contents are resident once, whatever their names. On one event loop.
     """
 
-    def __init__(
-        self, num_rows: int, load: Load, in_use: Callable[[int], bool], *, clock: Callable[[], float]
-    ) -> None:
-        """``load(ref, number, first, num_rows)`` writes an adapter to all ranks, or raises. ``in_use``:
-        whether a sequence of the engine has the adapter of this number."""
-        self.num_rows = num_rows
+    def __init__(self, pool: BlockPool, loader: Loader, room: Room, *, clock: Callable[[], float]) -> None:
+        """``room(n, request)`` allocates n blocks in the request's turn."""
         self.counts = AdapterCounts()
+        self.most_blocks = pool.num_blocks // 2
+        """In use at a time."""
+        self._pool, self._loader, self._room, self._clock = pool, loader, room, clock
         self._mean_load_s = 0.0  # 0: none yet
-        self._load, self._in_use, self._clock = load, in_use, clock
         self._residents: OrderedDict[str, _Resident] = OrderedDict()  # by digest, last used last
         self._number = -1
+        self._turn = asyncio.Lock()  # of requests whose adapter needs room, in their order
+        self._num_expected = 0  # blocks that one of them waits for
 
     @property
     def digests(self) -> list[str]:
@@ -100,8 +119,14 @@ class AdapterResidency:
         return [digest for digest, one in self._residents.items() if one.load is None]
 
     @property
-    def num_used_rows(self) -> int:
-        return sum(one.rank for one in self._residents.values())
+    def num_blocks(self) -> int:
+        """Blocks of resident adapters."""
+        return sum(len(one.block_ids) for one in self._residents.values())
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks of adapters that are in use."""
+        return sum(len(one.block_ids) for one in self._residents.values() if self._is_used(one))
 
     @property
     def load_cost_s(self) -> float:
@@ -110,68 +135,87 @@ class AdapterResidency:
         return self._mean_load_s * (2 if self.counts.evictions else 1)
 
     @asynccontextmanager
-    async def using(self, ref: AdapterRef) -> AsyncGenerator[int]:
-        """Wait until the adapter is resident; it stays so inside the ``with``, and while a sequence of the
-        engine has the number that this yields.
+    async def pinned(self, ref: AdapterRef, request: Request) -> AsyncGenerator[AdapterPin]:
+        """Wait for blocks; the adapter stays in them inside the ``with``. Its load runs beside what is there:
+        see ``AdapterPin.give``. ``request``: whose turn it is.
 
-        Raises AdapterRefused: its files are not those of ``ref``, or need more than all memory for adapters.
+        A request that holds blocks must have a pin already: otherwise those that wait for adapters and those
+        that wait for blocks could wait for each other.
+
+        Raises AdapterRefused: its files are not those of ``ref``, or need more blocks than adapters may use.
         """
-        async with self.pinned(ref) as pin:
-            yield await pin.number()
-
-    @asynccontextmanager
-    async def pinned(self, ref: AdapterRef) -> AsyncGenerator[AdapterPin]:
-        """As ``using``, with the load still to be awaited: it runs beside what is in the ``with``.
-
-        A request that holds blocks must have a pin already: otherwise those that wait for rows and those that
-        wait for blocks could wait for each other.
-        """
-        resident = await self._resident(ref)
-        resident.users += 1
+        resident = await self._acquired(ref, request)
         try:
-            yield AdapterPin(resident, self._clock)
+            yield AdapterPin(resident, self._pool, self._clock)
         finally:
-            resident.users -= 1
+            self._pool.release(resident.block_ids)
 
-    async def _resident(self, ref: AdapterRef) -> _Resident:
+    async def _acquired(self, ref: AdapterRef, request: Request) -> _Resident:
         found = self._residents.get(ref.digest)
         if found is not None and found.load is None:
             self.counts.hits += 1
         else:
             self.counts.misses += 1
-        # Polled: room comes when a sequence ends, anywhere in the engine.
-        while (found := self._residents.get(ref.digest) or self._begin(ref)) is None:  # noqa: ASYNC110
-            await asyncio.sleep(_POLL_S)  # all adapters are in use
-        self._residents.move_to_end(ref.digest)
+        found = self._acquire(ref.digest)
+        if found is None:
+            num_blocks = await self._loader.num_blocks(ref)
+            if num_blocks > self.most_blocks:
+                raise AdapterRefused(
+                    ref.path,
+                    f"it takes {num_blocks:,} KV blocks, and adapters may use {self.most_blocks:,} of the "
+                    f"{self._pool.num_blocks:,} of the pool: raise engine.pool_nbytes",
+                )
+            async with self._turn:
+                found = await self._with_room(ref, num_blocks, request)
         return found
 
-    def _begin(self, ref: AdapterRef) -> _Resident | None:
-        """Begin a load; None: there is no room now. It goes on when the request that asked for it ends."""
-        if ref.rank > self.num_rows:
-            raise AdapterRefused(
-                ref.path,
-                f"it has rank {ref.rank}; lora.memory_nbytes has room for ranks up to {self.num_rows} of "
-                "this model",
-            )
-        first = self._take_rows(ref.rank)
-        if first is None:
+    def _acquire(self, digest: str, num_expected: int = 0) -> _Resident | None:
+        """Use the adapter, if it is resident and may be in use. ``num_expected``: blocks counted for it."""
+        found = self._residents.get(digest)
+        if found is None:
             return None
+        num_used = self.num_used_blocks + self._num_expected - num_expected
+        if not self._is_used(found) and num_used + len(found.block_ids) > self.most_blocks:
+            return None
+        self._pool.acquire(found.block_ids)
+        self._residents.move_to_end(digest)
+        return found
+
+    async def _with_room(self, ref: AdapterRef, num_blocks: int, request: Request) -> _Resident:
+        self._num_expected = num_blocks
+        try:
+            # Polled: a sequence that has an adapter ends anywhere in the engine.
+            while (found := self._acquire(ref.digest, num_blocks)) is None:
+                room = self.most_blocks - self.num_used_blocks
+                if ref.digest not in self._residents and num_blocks <= room:
+                    return self._begin(ref, await self._room(num_blocks, request))
+                await asyncio.sleep(_POLL_S)
+            return found
+        finally:
+            self._num_expected = 0
+
+    def _begin(self, ref: AdapterRef, block_ids: list[int]) -> _Resident:
+        """Begin a load into allocated blocks. It goes on when the request that asked for it ends."""
         self._number += 1
-        resident = _Resident(self._number, first, ref.rank, self._clock())
+        resident = self._residents[ref.digest] = _Resident(self._number, block_ids, self._clock())
+        self._pool.acquire(block_ids)  # for the load
         resident.load = task = asyncio.create_task(self._run(ref, resident), name=f"load adapter {ref.name}")
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps no request waits
-        self._residents[ref.digest] = resident
         return resident
 
     async def _run(self, ref: AdapterRef, resident: _Resident) -> None:
-        counts = self.counts
+        counts, pool = self.counts, self._pool
         try:
-            await self._load(ref, resident.number, resident.first, self.num_rows)
+            await pool.ready()
+            await self._loader.load(ref, resident.number, resident.block_ids)
         except BaseException:
             counts.failed_loads += 1
             # Requests that have pinned it get the error; the next one tries again.
             del self._residents[ref.digest]
+            pool.release(resident.block_ids)
             raise
+        pool.keep_together(resident.block_ids, lambda: self._evicted(ref.digest))
+        pool.release(resident.block_ids)
         ended_s = self._clock()
         took_s = ended_s - resident.began_s
         resident.load = None
@@ -183,33 +227,15 @@ class AdapterResidency:
         self._mean_load_s = took_s if counts.loads == 1 else mean_s + _RECENT * (took_s - mean_s)
         log.info("adapter %s of rank %d loaded in %.3f s", ref.name, ref.rank, took_s)
 
-    def _take_rows(self, count: int) -> int | None:
-        """Return the first of ``count`` free rows, after the least recently used adapters have left; None:
-        those that are left are in use."""
-        while (first := self._gap(count)) is None:
-            idle = (
-                digest
-                for digest, one in self._residents.items()
-                if one.load is None and not one.users and not self._in_use(one.number)
-            )
-            if (digest := next(idle, None)) is None:
-                return None
-            del self._residents[digest]
-            self.counts.evictions += 1
-        return first
+    def _evicted(self, digest: str) -> None:
+        del self._residents[digest]
+        self.counts.evictions += 1
 
-    def _gap(self, count: int) -> int | None:
-        """The first free run of ``count`` rows."""
-        end = 0
-        for one in sorted(self._residents.values(), key=lambda one: one.first):
-            if one.first - end >= count:
-                return end
-            end = one.first + one.rank
-        return end if self.num_rows - end >= count else None
+    def _is_used(self, resident: _Resident) -> bool:
+        return self._pool.num_users(resident.block_ids[0]) > 0
 
     def check_integrity(self) -> None:
-        """Rows belong to one adapter each, and no request holds one that is not resident."""
-        end = 0
-        for one in sorted(self._residents.values(), key=lambda one: one.first):
-            assert end <= one.first and one.first + one.rank <= self.num_rows, "rows of two adapters"
-            end = one.first + one.rank
+        """Blocks belong to one adapter each, and not too many of them are in use."""
+        blocks = [block for one in self._residents.values() for block in one.block_ids]
+        assert len(set(blocks)) == len(blocks), "a block of two adapters"
+        assert self.num_used_blocks <= self.most_blocks, "adapters use too many blocks"

@@ -1,64 +1,93 @@
-"""Sequences that wait for blocks before they are queued."""
+"""What waits for blocks beside the scheduler's queue: sequences before they are queued, and adapters."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 from moonpool.engine.batching.sequence import Sequence
 from moonpool.engine.errors import EngineClosed
+from moonpool.engine.memory.block_pool import BlockPool
 from moonpool.runtime import turns
 
 
-class Reservations:
-    """A queue in the order of turns. ``take``: allocates a sequence's blocks, or returns False."""
+@dataclass(slots=True, eq=False)
+class AdapterRoom:
+    """Blocks of an adapter, allocated in the turn of a request: see ``runtime.turns``."""
 
-    def __init__(self, take: Callable[[Sequence], bool], give_back: Callable[[Sequence], None]) -> None:
+    num_blocks: int
+    tenant: str
+    rank: tuple[Any, ...]
+    order: tuple[Any, ...]
+    block_ids: list[int] = field(default_factory=list)
+
+    def take(self, pool: BlockPool) -> bool:
+        """Allocate the blocks. Return False and change nothing where running sequences may need them."""
+        if self.num_blocks > pool.num_spare:
+            return False
+        self.block_ids = pool.allocate(self.num_blocks)
+        return True
+
+
+Reserving = Sequence | AdapterRoom
+
+
+class Reservations:
+    """A queue in the order of turns. ``take``: allocates the blocks of one, or returns False."""
+
+    def __init__(self, take: Callable[[Reserving], bool], give_back: Callable[[Reserving], None]) -> None:
         self._take = take
         self._give_back = give_back
-        self._queue: list[Sequence] = []
-        self._granted: dict[Sequence, asyncio.Future[None]] = {}  # of those in the queue
+        self._queue: list[Reserving] = []
+        self._granted: dict[Reserving, asyncio.Future[None]] = {}  # of those in the queue
         self._closed = False
 
     def __len__(self) -> int:
         return len(self._queue)
 
     @property
-    def first(self) -> Sequence | None:
-        """The next sequence to get blocks."""
+    def first(self) -> Reserving | None:
+        """The next one to get blocks."""
         return self._queue[0] if self._queue else None
 
-    async def wait(self, sequence: Sequence) -> None:
-        """Wait until the sequence has its blocks. Raises EngineClosed when the queue is closed meanwhile.
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that waits."""
+        return max((one.num_tokens for one in self._queue if isinstance(one, Sequence)), default=0)
 
-        After an error or a cancellation the sequence has no blocks.
+    async def wait(self, one: Reserving) -> None:
+        """Wait until ``one`` has its blocks. Raises EngineClosed when the queue is closed meanwhile.
+
+        After an error or a cancellation it has no blocks.
         """
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._granted[sequence] = granted
-        turns.join(self._queue, sequence)
+        self._granted[one] = granted
+        turns.join(self._queue, one)
         try:
             await granted
         except asyncio.CancelledError:
-            if sequence in self._granted:
-                del self._granted[sequence]
-                self._queue.remove(sequence)
+            if one in self._granted:
+                del self._granted[one]
+                self._queue.remove(one)
             if granted.done() and not granted.cancelled():
                 # Granted and cancelled in one turn of the loop.
-                self._give_back(sequence)
+                self._give_back(one)
             if self._closed:
-                raise EngineClosed("the engine closed while a sequence waited for blocks") from None
+                raise EngineClosed("the engine closed while a request waited for blocks") from None
             raise
 
     def grant(self) -> None:
-        """Allocate blocks for sequences in order, until there is no room for the first."""
+        """Allocate blocks in order, until there is no room for the first."""
         while self._queue:
-            sequence = self._queue[0]
-            granted = self._granted[sequence]
+            one = self._queue[0]
+            granted = self._granted[one]
             if not granted.done():
-                if not self._take(sequence):
+                if not self._take(one):
                     return
                 granted.set_result(None)
-            del self._queue[0], self._granted[sequence]
+            del self._queue[0], self._granted[one]
 
     def close(self) -> None:
         self._closed = True

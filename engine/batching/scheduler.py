@@ -307,6 +307,7 @@ class Scheduler:
             self.prefilling.remove(sequence)
             if sequence.prefill_only:
                 sequence.state = State.KEPT_FOR_TRANSFER
+                self._release_adapter(sequence)
             else:
                 self._start_decoding(sequence)
             self._take_token(
@@ -369,16 +370,23 @@ class Scheduler:
         sequence.state = State.KEPT_FOR_TRANSFER
 
     def release(self, sequence: Sequence) -> None:
-        """Release the blocks of a sequence that is in no queue."""
+        """Release the blocks of a sequence that is in no queue, and its adapter's."""
         sequence.state = State.FINISHED
         self._release_table(sequence)
+        self._release_adapter(sequence)
 
-    def _release_table(self, sequence: Sequence) -> None:
-        blocks = sequence.block_table[sequence.num_passed_blocks :]
+    def _release_adapter(self, sequence: Sequence) -> None:
+        self._release_blocks(sequence.adapter_blocks)
+        sequence.adapter_blocks = []
+
+    def _release_blocks(self, blocks: list[int]) -> None:
         if self._in_flight:
             self._unused.append(blocks)
         else:
             self.pool.release(blocks)
+
+    def _release_table(self, sequence: Sequence) -> None:
+        self._release_blocks(sequence.block_table[sequence.num_passed_blocks :])
         sequence.block_table = []
         sequence.num_passed_blocks = 0
 

@@ -116,6 +116,7 @@ class Sequence:
         self.automaton: Automaton | None = None  # of its sampling's structure; given before it is queued
         self.drafting: object = None  # what ``engine.speculation`` knows of it
         self.adapter = -1  # number of its LoRA adapter among the resident ones; -1: none
+        self.adapter_blocks: list[int] = []  # of the pool, with that adapter; acquired for the sequence
         self.prompt_logprobs = prompt_logprobs
         self.prompt_rows: list[TokenLogprobs] = []  # of the prompt tokens computed so far, if requested
         self.prefill_only = False

@@ -10,6 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from moonpool.engine.adapters.packing import AdapterPacking
+from moonpool.engine.adapters.pages import AdapterPages
 from moonpool.engine.batching.sequence import Sequence, TokenLogprobs
 from moonpool.engine.batching.step_plan import StepOutput, StepPlan
 from moonpool.engine.checkpoint.config import ModelConfig
@@ -107,6 +109,8 @@ class ModelRunner:
             self.num_blocks = agree(self.num_blocks)
         self.max_len = min(max_len, self.num_blocks * options.block_size)
         self.pool = device.run(lambda: pool_tensor(layout, self.num_blocks, device.torch, pool_memory)).wait()
+        packing = AdapterPacking(config, shard, self._dtype, layout.block_nbytes)
+        self.adapters = self.model.adapters = AdapterPages(packing, self.pool)
         self._inputs = {0: self._input_builder()}  # by micro-batch
         self._masks = MaskThread()
         self._sampling: dict[int, tuple[int, SamplingBatch]] = {}  # by micro-batch, with its version

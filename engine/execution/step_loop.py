@@ -120,11 +120,6 @@ class StepLoop:
         """Return whether a running step uses the sequence's blocks."""
         return any(s is sequence for plan in self._in_flight for s in plan.sequences())
 
-    def uses_adapter(self, number: int) -> bool:
-        """Return whether any sequence, or the running step, has the LoRA adapter of this number."""
-        stepping = (sequence for plan in self._in_flight for sequence in plan.sequences())
-        return any(sequence.adapter == number for sequence in (*self.sequences.values(), *stepping))
-
     async def run(self) -> None:
         """Run until ``closing``; then every sequence ends as CANCELLED.
 

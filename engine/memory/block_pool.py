@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from moonpool.engine.errors import OutOfBlocks
 from moonpool.kvstore.blocks.keys import BlockKey
@@ -13,6 +14,11 @@ from moonpool.kvstore.eviction.surplus_copies import SurplusCopies
 BlockCallback = Callable[[int, BlockKey], None]
 
 
+class _Piece(NamedTuple):
+    block_ids: Sequence[int]
+    on_evicted: Callable[[], None]
+
+
 class BlockPool:
     """Bookkeeping of ``num_blocks`` blocks; the bytes are elsewhere. One thread only.
 
@@ -20,6 +26,7 @@ class BlockPool:
     until its room is needed. A user of a block also uses the blocks before it in its chain, except those that
     it has passed: released because its window is behind them. Eviction goes leaf first: the pool always has a
     prefix of each chain. Where only passed blocks are left to evict, the blocks after them lose their keys.
+    Blocks without keys whose content is one piece, such as an adapter, are idle and evicted together.
 
     ``on_sealed(block, key)`` is called when a key becomes findable, ``on_evicted(block, key)`` when it no
     longer is, while its block's bytes are valid, ``on_release()`` after a release. Cold copies in ``surplus``
@@ -55,6 +62,7 @@ class BlockPool:
         self._generations = [0] * num_blocks
         self._block_of: dict[BlockKey, int] = {}
         self._yielded: set[int] = set()  # kept, but their chain has begun to go
+        self._pieces: dict[int, _Piece] = {}  # by each of their blocks
 
     @property
     def num_free(self) -> int:
@@ -152,14 +160,14 @@ class BlockPool:
     def release(self, block_ids: Sequence[int]) -> None:
         """Remove one user of each block. Pass a sequence's blocks in table order and in one call.
 
-        Unused blocks become idle if sealed, else free.
+        Unused blocks become idle if sealed or kept together, else free.
         """
         refs = self._refs
         # Last to first, so that a leaf is older than its parents.
         for block in reversed(block_ids):
             refs[block] -= 1
             if refs[block] == 0:
-                if self._keys[block] is None:
+                if self._keys[block] is None and block not in self._pieces:
                     self._free.append(block)
                 else:
                     self._idle[block] = None
@@ -167,6 +175,15 @@ class BlockPool:
         self._touch(block_ids)
         if self.on_release is not None and block_ids:
             self.on_release()
+
+    def keep_together(self, block_ids: Sequence[int], on_evicted: Callable[[], None]) -> None:
+        """Make used blocks without keys one piece, from now on acquired and released in one call each.
+        Without users it is idle; ``on_evicted()`` is called when it is evicted."""
+        piece = _Piece(block_ids, on_evicted)
+        self._pieces.update(dict.fromkeys(block_ids, piece))
+
+    def num_users(self, block_id: int) -> int:
+        return self._refs[block_id]
 
     def block_of(self, key: object) -> int | None:
         """Return the block of the key."""
@@ -227,7 +244,7 @@ class BlockPool:
         leaf = self._unkept_leaf() if self.kept else None
         if leaf is None:
             leaf = next((block for block in self._idle if num_children[block] == 0), None)
-            if leaf is not None and self.kept:
+            if leaf is not None and self.kept and leaf not in self._pieces:
                 # The rest of this chain is worth little now, and needs no search.
                 self._yielded.update(self.lineage(leaf))
         self._evict(self._passed() if leaf is None else leaf)
@@ -262,9 +279,16 @@ class BlockPool:
         return passed
 
     def _evict(self, block: int) -> None:
-        self._unseal(block)
-        del self._idle[block]
-        self._free.append(block)
+        """Evict an idle leaf, or the whole piece that the block is of."""
+        piece = self._pieces.get(block)
+        if piece is None:
+            self._unseal(block)
+        for each in (block,) if piece is None else piece.block_ids:
+            self._pieces.pop(each, None)
+            del self._idle[each]
+            self._free.append(each)
+        if piece is not None:
+            piece.on_evicted()
 
     def _unseal(self, block: int) -> None:
         """Take the key of a block without children."""
@@ -290,7 +314,10 @@ class BlockPool:
         for block in range(self.num_blocks):
             refs, key, parent = self._refs[block], self._keys[block], self._parents[block]
             assert (refs > 0) == (block not in free and block not in idle), f"block {block} is in no list"
-            assert block not in idle or key is not None, f"idle block {block} has no key"
+            piece = self._pieces.get(block)
+            assert block not in idle or (key is None) == (piece is not None), f"idle block {block} has no key"
+            assert piece is None or all(self._refs[each] == refs for each in piece.block_ids), "a torn piece"
+            assert piece is None or block not in free, f"free block {block} is of a piece"
             assert block not in free or key is None, f"free block {block} has a key"
             assert key is None or self._block_of[key] == block, f"the key of block {block} names another"
             if parent >= 0:

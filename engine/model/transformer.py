@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moonpool.engine.adapters.arena import DOWN, GATE_UP, OUT, QKV, AdapterArena, StepAdapters
+from moonpool.engine.adapters.pages import DOWN, GATE_UP, OUT, QKV, AdapterPages, StepAdapters
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.checkpoint.weights import Checkpoint
 from moonpool.engine.collectives.link import Link
@@ -58,7 +58,7 @@ class Model:
             self.head = loader.head()
             self.norm = loader.norm("model", "norm")
         self.attention = Attention(config, shard, link, dtype=dtype, device=device, max_len=max_len)
-        self.adapters = AdapterArena(config, shard, dtype=dtype, device=device)
+        self.adapters: AdapterPages | None = None  # in the pool, once there is one
 
     def forward(self, inputs: StepInputs, pool: Tensor, hidden: Tensor | None = None) -> Tensor:
         """Run the shard's layers, writing KV to ``pool``. Return [num_tokens, hidden]; normed on the last
@@ -71,7 +71,7 @@ class Model:
             # A latent is the key and, from its rotated part on, the value.
             pool = pool.expand(-1, -1, 2, -1, -1, -1)
         hidden = self.embed(inputs.token_ids) if hidden is None else hidden
-        adapted = self.adapters.step(inputs)
+        adapted = None if self.adapters is None else self.adapters.step(inputs)
         residual: Tensor | None = None
         for i, layer in enumerate(self.layers):
             x, residual = self._norm(hidden, layer.attention_in, residual)

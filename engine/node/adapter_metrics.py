@@ -16,15 +16,16 @@ def adapter_metrics(engine: Engine) -> Iterator[Metric]:
     if not num_requests:
         return
     yield GaugeMetricFamily(
-        "moonpool_adapter_residents",
-        "LoRA adapters in the memory that steps read",
-        value=len(adapters.digests),
+        "moonpool_adapter_residents", "LoRA adapters in the KV pool", value=len(adapters.digests)
     )
-    yield GaugeMetricFamily(
-        "moonpool_adapter_used_rows",
-        "Rows of that memory in use: an adapter has as many as its rank",
-        value=adapters.num_used_rows,
+    blocks = GaugeMetricFamily(
+        "moonpool_adapter_blocks",
+        "Blocks of the KV pool with LoRA adapters: used by requests, or idle",
+        labels=["state"],
     )
+    blocks.add_metric(["used"], adapters.num_used_blocks)
+    blocks.add_metric(["idle"], adapters.num_blocks - adapters.num_used_blocks)
+    yield blocks
     yield GaugeMetricFamily(
         "moonpool_adapter_host_bytes",
         "Adapters that were read, in host memory of rank 0",
@@ -46,7 +47,9 @@ def adapter_metrics(engine: Engine) -> Iterator[Metric]:
         "moonpool_adapter_failed_loads", "LoRA adapters that could not be loaded", value=counts.failed_loads
     )
     yield CounterMetricFamily(
-        "moonpool_adapter_evictions", "LoRA adapters that left memory for others", value=counts.evictions
+        "moonpool_adapter_evictions",
+        "LoRA adapters that left the KV pool for other adapters or for KV",
+        value=counts.evictions,
     )
     yield CounterMetricFamily(
         "moonpool_adapter_load_seconds", "Seconds of loads of LoRA adapters", value=counts.load_s

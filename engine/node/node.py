@@ -177,22 +177,18 @@ class EngineNode(ABC):
             sequence.automaton = await self.grammars.automaton(structure, output_ids)
 
     @asynccontextmanager
-    async def with_adapter(self, work: node_pb2.Work) -> AsyncGenerator[AdapterPin | None]:
-        """Begin to load the LoRA adapter of a request; None: it has none. The load runs beside what is in the
-        ``with``: see ``adapt``. Raises AdapterRefused."""
+    async def with_adapter(
+        self, work: node_pb2.Work, sequence: Sequence
+    ) -> AsyncGenerator[AdapterPin | None]:
+        """Wait for blocks for the LoRA adapter of a request; None: it has none. Its load runs beside what is
+        in the ``with``: see ``AdapterPin.give``. Raises AdapterRefused."""
         if not work.HasField("adapter"):
             yield None
             return
         wanted = work.adapter
         ref = AdapterRef(wanted.name, wanted.digest, Path(wanted.path), wanted.rank)
-        async with self.engine.adapters.pinned(ref) as pin:
+        async with self.engine.adapters.pinned(ref, sequence) as pin:
             yield pin
-
-    async def adapt(self, sequence: Sequence, pin: AdapterPin | None) -> None:
-        """Wait until the adapter is in memory. It stays until the end of the ``with``, and that of the
-        sequence in the engine. Raises AdapterRefused."""
-        if pin is not None:
-            sequence.adapter = await pin.number()
 
     # ------------------------------------------------------------------ starts
 

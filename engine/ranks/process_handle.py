@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from base64 import b64decode
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -135,9 +135,9 @@ class RankProcess:
         transport: str = found["transport"]
         return transport
 
-    async def load_adapter(self, path: Path, digest: str, number: int, first: int, num_rows: int) -> None:
-        """Load an adapter into the rank's arena: see ``AdapterArena``. Raises AdapterRefused, RankLost."""
-        command = {"path": str(path), "digest": digest, "first": first, "num_rows": num_rows}
+    async def load_adapter(self, path: Path, digest: str, number: int, block_ids: Sequence[int]) -> None:
+        """Load an adapter into the rank's blocks: see ``AdapterPages``. Raises AdapterRefused, RankLost."""
+        command = {"path": str(path), "digest": digest, "blocks": list(block_ids)}
         found = await self._ask("adapter", {"adapter": number, **command}, number)
         if "error" in found:
             raise AdapterRefused(Path(found["path"]), found["error"] + self.where)

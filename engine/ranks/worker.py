@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moonpool.engine.adapters.arena import AdapterArena
 from moonpool.engine.adapters.host import HostAdapters
+from moonpool.engine.adapters.packing import AdapterPacking
+from moonpool.engine.adapters.pages import AdapterPages
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.checkpoint.weights import Checkpoint
 from moonpool.engine.collectives.board import SharedBoard, SharedMemory
@@ -103,7 +104,7 @@ class LeaderCommands:
         self.pool: SharedMemory | Tensor | None = None
         self.expert_load: Tensor | None = None
         self.experts: ExpertSwitches | None = None
-        self.adapters: AdapterArena | None = None
+        self.adapters: AdapterPages | None = None
         self.host_adapters: HostAdapters | None = None
         self._agent: TransferAgent | None = None
         self._reader: AgentReader | None = None
@@ -207,13 +208,13 @@ class LeaderCommands:
         report("grant", grant=self._writable.id)
 
     async def _load_adapter(self, number: int, words: dict[str, Any]) -> None:
-        """Load an adapter into our arena, beside the steps. One command at a time."""
-        arena, host = self.adapters, self.host_adapters
-        assert arena is not None and host is not None
-        path, digest, first, num_rows = (words[name] for name in ("path", "digest", "first", "num_rows"))
+        """Load an adapter into our blocks, beside the steps. One command at a time."""
+        pages, host = self.adapters, self.host_adapters
+        assert pages is not None and host is not None
+        path, digest, blocks = (words[name] for name in ("path", "digest", "blocks"))
 
         def load() -> None:
-            arena.load(host.get(Path(path), digest), number, first, num_rows)
+            pages.load(host.get(Path(path), digest), number, blocks)
 
         try:
             await asyncio.to_thread(load)
@@ -313,10 +314,9 @@ def _run(assignment: Assignment, board: SharedBoard, commands: LeaderCommands) -
     pool = pool_tensor(layout, num_blocks, device, None if memory is None else memory.array)
     commands.pool = pool if memory is None else memory
     commands.expert_load = model.expert_load
-    commands.adapters = model.adapters
-    commands.host_adapters = HostAdapters(
-        config, TORCH_DTYPES[assignment.dtype], assignment.adapters_host_nbytes
-    )
+    packing = AdapterPacking(config, shard, TORCH_DTYPES[assignment.dtype], layout.block_nbytes)
+    commands.adapters = model.adapters = AdapterPages(packing, pool)
+    commands.host_adapters = HostAdapters([packing], assignment.adapters_host_nbytes)
     rank_step = RankStep(model, pool, link, board, clock, assignment)
     commands.experts = rank_step.experts
     report("loaded", identity=assignment.identity(config))

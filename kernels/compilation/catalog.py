@@ -11,7 +11,7 @@ import torch
 
 from moonpool.kernels.compilation.attention_cases import attention_cases, decode_case, prefill_case
 from moonpool.kernels.compilation.kernel_case import POINTERS, STRIDES, Case
-from moonpool.kernels.reference import FP8
+from moonpool.kernels.reference import FP8, LINE_NBYTES
 from moonpool.kernels.reference.quantised import Kind
 from moonpool.kernels.triton import adapters as triton_adapters
 from moonpool.kernels.triton import checksums as triton_checksums
@@ -115,20 +115,25 @@ def expert_and_adapter_cases(dtype: torch.dtype) -> Iterator[Case]:
             loads_nbytes=16,
             divisible=("outs", "ins"),
         )
+    # A row begins at a multiple of 64 bytes: read 16 bytes at a time.
+    tables = dict.fromkeys(("ids", "extents", "lines"), "*i32") | {"low": "*fp32"}
+    line = LINE_NBYTES // dtype.itemsize
     yield Case(
         "lora down",
         triton_adapters.lora_down,
-        {"x": pointer, "a": pointer, "ids": "*i32", "extents": "*i32", "low": "*fp32"},
+        {"x": pointer, "weights": pointer, **tables},
         {"ins": "i32", "width": "i32"},
-        {"RANKS": 16, "INS": triton_adapters.INS},
+        {"LINE": line, "RANKS": 16, "INS": triton_adapters.INS},
+        loads_nbytes=16,
         divisible=("ins", "width"),
     )
     yield Case(
         "lora up",
         triton_adapters.lora_up,
-        {"y": pointer, "b": pointer, "ids": "*i32", "extents": "*i32", "low": "*fp32"},
+        {"y": pointer, "weights": pointer, **tables},
         {"outs": "i32", "stride": "i32", "width": "i32"},
-        {"RANKS": 16, "OUTS": triton_adapters.OUTS},
+        {"LINE": line, "RANKS": 16, "OUTS": triton_adapters.OUTS},
+        loads_nbytes=16,
         divisible=("outs", "stride", "width"),
     )
 

@@ -301,15 +301,15 @@ def combine_experts(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
 
 
 def add_lora(
-    y: Tensor, x: Tensor, a: Tensor, b: Tensor, adapter_ids: Tensor, extents: Tensor, max_rank: int
+    y: Tensor, x: Tensor, weights: Tensor, adapter_ids: Tensor, extents: Tensor, lines: Tensor, max_rank: int
 ) -> None:
-    (n, ins), outs = x.shape, b.shape[1]
+    (n, ins), outs = x.shape, y.shape[1]
     is_long = n * max_rank * (ins + outs) > _MAX_GIL_HELD_LORA
     function = (_add_lora_gil_released if is_long else _add_lora).get(x.dtype)
     if function is None or not x.is_contiguous() or y.stride(1) != 1:
-        reference.add_lora(y, x, a, b, adapter_ids, extents, max_rank)
+        reference.add_lora(y, x, weights, adapter_ids, extents, lines, max_rank)
         return
     function(
-        y.data_ptr(), y.stride(0), x.data_ptr(), a.data_ptr(), b.data_ptr(), adapter_ids.data_ptr(),
-        extents.data_ptr(), n, ins, outs, max_rank,
+        y.data_ptr(), y.stride(0), x.data_ptr(), weights.data_ptr(), adapter_ids.data_ptr(),
+        extents.data_ptr(), lines.data_ptr(), n, ins, outs, max_rank,
     )  # fmt: skip

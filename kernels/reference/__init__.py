@@ -7,7 +7,7 @@ The pool is ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``:
 dimension is K, index 1 is V.
 """
 
-from moonpool.kernels.reference.adapters import add_lora
+from moonpool.kernels.reference.adapters import LINE_NBYTES, add_lora
 from moonpool.kernels.reference.attention import (
     AttentionOptions,
     PrefillOptions,
@@ -30,6 +30,7 @@ from moonpool.kernels.reference.rows import argmax_rows, forbid_tokens, rms_norm
 
 __all__ = [
     "FP8",
+    "LINE_NBYTES",
     "AttentionOptions",
     "PrefillOptions",
     "QuantisedWeight",

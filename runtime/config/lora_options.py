@@ -17,12 +17,6 @@ class LoraOptions(Section, name="lora"):
     directory: str = option(
         "", "path", "a directory of such directories: a node serves them under their names"
     )
-    memory_nbytes: int = option(
-        1 << 30,
-        "bytes",
-        "memory of a node for the weights of adapters; the least recently used leave it",
-        least=1,
-    )
     host_nbytes: int = option(
         1 << 30,
         "bytes",

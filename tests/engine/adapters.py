@@ -47,7 +47,7 @@ async def adapted(engine: Engine, sequences: Sequence[tuple[Request, Path | None
     async with AsyncExitStack() as stack:
         for sequence, path in sequences:
             if path is not None:
-                using = engine.adapters.using(ref_of(engine, path))
-                sequence.adapter = await stack.enter_async_context(using)
+                pinned = engine.adapters.pinned(ref_of(engine, path), sequence)
+                await (await stack.enter_async_context(pinned)).give(sequence)
         yield
     engine.adapters.check_integrity()

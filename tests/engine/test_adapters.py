@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from moonpool.engine.adapters.arena import row_nbytes
 from moonpool.engine.batching.sequence import Sequence
-from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.engine.batching.step_plan import StepEvent
 from moonpool.engine.engine import Engine
-from moonpool.engine.errors import AdapterRefused
+from moonpool.engine.errors import AdapterRefused, SequenceTooLong
 from moonpool.engine.speculation.speculator import Speculator
+from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.runtime.config.engine_options import SpeculativeOptions
 from moonpool.runtime.config.options import EngineOptions, ModelOptions
 from tests.engine.adapters import adapted, make_adapter, ref_of
-from tests.engine.conftest import VOCAB_SIZE, Driver, Reference, prompt
+from tests.engine.conftest import VOCAB_SIZE, Driver, Reference, Result, prompt
 
 NUM_TOKENS = 12
 # Different ranks and projections; each has its own root of block keys.
@@ -142,86 +143,174 @@ async def test_one_adapter_alone(serve: Any, make: Any) -> None:
         assert result.token_ids == model.greedy(prompt(30), NUM_TOKENS)
 
 
-def small_engine(base: Reference, num_rows: int) -> Engine:
-    """With memory for adapters of so many ranks in all."""
-    nbytes = row_nbytes(ModelConfig.from_checkpoint(base.path), torch.float32)
-    return Engine(
-        base.path,
-        EngineOptions(block_size=8, pool_nbytes=1 << 20),
-        ModelOptions(device="cpu"),
-        adapters_nbytes=num_rows * nbytes,
-    )
-
-
-async def test_the_least_recently_used_adapter_leaves_and_comes_back(make: Any) -> None:
-    base, adapters = make("llama")
-    engine = small_engine(
-        base, 12
-    )  # "all" of rank 8 and "attention" of 4, or "patterns" of 11 and "one layer"
+@asynccontextmanager
+async def small_pool(base: Reference, num_blocks: int, **model: Any) -> AsyncIterator[Driver]:
+    """An engine with so many blocks of 8 tokens, of which adapters may use half. Afterwards none is used."""
+    options = EngineOptions(block_size=8)
+    probe = Engine(base.path, options, ModelOptions(device="cpu"))
+    options = replace(options, pool_nbytes=num_blocks * probe.layout.block_nbytes)
+    engine = Engine(base.path, options, ModelOptions(device="cpu", **model))
     driver = Driver(engine)
     await engine.start()
     try:
-        for name in ("all", "attention", "all", "patterns", "one layer", "patterns", "all"):
-            model = adapters[name]
-            sequence = driver.sequence(
-                prompt(20), root_key=name[:4].encode() * 4, max_tokens=NUM_TOKENS, ignore_eos=True
-            )
-            async with adapted(engine, [(sequence, model.path)]):
-                (result,) = await driver.run(sequence)
-            assert result.token_ids == model.greedy(prompt(20), NUM_TOKENS), name
-        assert engine.adapters.counts.loads == 5
+        yield driver
+        engine.adapters.check_integrity()
     finally:
         await engine.close()
+    engine.pool.check_integrity()
+    assert engine.pool.num_used == 0
+
+
+def request(driver: Driver, name: str, seed: int, num_tokens: int = NUM_TOKENS) -> Sequence:
+    """20 tokens of its own, and the root of its model."""
+    root_key = name[:4].encode().ljust(16)
+    return driver.sequence(prompt(20, seed), root_key=root_key, max_tokens=num_tokens, ignore_eos=True)
+
+
+async def test_adapters_and_cached_kv_leave_by_last_use(make: Any) -> None:
+    base, adapters = make("llama")
+    # "all" takes 14 blocks, and a request leaves 3 in the cache.
+    async with small_pool(base, 40) as driver:
+        engine = driver.engine
+
+        async def answer(name: str, seed: int) -> None:
+            sequence = request(driver, name, seed)
+            model = adapters.get(name, base)
+            async with adapted(engine, [(sequence, model.path if name in adapters else None)]):
+                (result,) = await driver.run(sequence)
+            assert result.token_ids == model.greedy(prompt(20, seed), NUM_TOKENS), (name, seed)
+
+        digest = ref_of(engine, adapters["all"].path).digest
+        await answer("all", 0)
+        for seed in range(1, 20):
+            await answer("plain", seed)
+            if digest not in engine.adapters.digests:
+                break
+        assert engine.adapters.counts.evictions == 1
+        assert engine.pool.num_cached > 10  # KV that is younger
+        cached = engine.pool.match(request_keys(driver, "plain", seed))
+        assert cached
+        for _ in range(5):  # it returns over the oldest KV, and stays while it is used
+            await answer("all", 0)
+            await answer("plain", seed)
+        assert engine.adapters.counts.loads == 2
+        assert engine.pool.match(request_keys(driver, "plain", seed)) == cached
+
+
+def request_keys(driver: Driver, name: str, seed: int) -> list[BlockKey]:
+    sequence = request(driver, name, seed)
+    sequence.hash_blocks(8, 2)
+    return sequence.keys
+
+
+async def test_a_flood_of_adapters_and_prompts_in_a_small_pool(make: Any) -> None:
+    """All at once: nothing waits for ever, no adapter leaves while it is used, and tokens are exact."""
+    base, adapters = make("llama")
+    names = [*adapters, "plain"]
+    async with small_pool(base, 36) as driver:
+        engine = driver.engine
+        on_step = engine.on_step
+        assert on_step is not None
+
+        def check(events: list[StepEvent]) -> None:
+            on_step(events)
+            numbers = {one.number for one in engine.adapters._residents.values()}
+            unfinished = [event.sequence for event in events if not event.finish_reason]
+            assert numbers >= {one.adapter for one in unfinished if one.adapter >= 0}
+            engine.adapters.check_integrity()
+            engine.pool.check_integrity()
+
+        engine.on_step = check
+
+        async def answer(number: int) -> None:
+            name = names[number % len(names)]
+            sequence, model = request(driver, name, number % 7), adapters.get(name, base)
+            async with adapted(engine, [(sequence, model.path if name in adapters else None)]):
+                engine.add(sequence)
+            result = driver.results.setdefault(sequence.key, Result())
+            await driver.until(lambda: bool(result.finish_reason))
+            assert result.token_ids == model.greedy(prompt(20, number % 7), NUM_TOKENS), (name, number)
+
+        async with asyncio.timeout(60):
+            await asyncio.gather(*map(answer, range(40)))
+        assert engine.adapters.counts.evictions
 
 
 async def test_a_load_waits_for_room_while_others_are_in_use(make: Any) -> None:
     base, adapters = make("llama")
-    engine = small_engine(base, 12)
-    driver = Driver(engine)
-    await engine.start()
-    try:
-        running = driver.sequence(prompt(20), max_tokens=40, ignore_eos=True)
+    async with small_pool(base, 32) as driver:
+        engine = driver.engine
+        running = request(driver, "all", 0, num_tokens=40)
         async with adapted(engine, [(running, adapters["all"].path)]):
             engine.add(running)
         # It is pinned by the sequence alone now.
         refs = {name: ref_of(engine, model.path) for name, model in adapters.items()}
+        waiting = request(driver, "patterns", 1)
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0), engine.adapters.using(refs["patterns"]):
+            async with asyncio.timeout(0), engine.adapters.pinned(refs["patterns"], waiting):
                 pass
         assert refs["all"].digest in engine.adapters.digests
-        async with engine.adapters.using(refs["patterns"]):  # when the sequence has ended
+        async with engine.adapters.pinned(refs["patterns"], waiting) as pin:  # when the sequence has ended
             assert driver.results[running.key].finish_reason
-            assert refs["all"].digest not in engine.adapters.digests
+            await pin.give(waiting)
+        engine.release(waiting)
         assert driver.results[running.key].token_ids == adapters["all"].greedy(prompt(20), 40)
-    finally:
-        await engine.close()
 
 
-async def test_an_adapter_larger_than_all_memory_is_refused(make: Any) -> None:
+async def test_an_adapter_larger_than_half_of_the_pool_is_refused(make: Any) -> None:
     base, adapters = make("llama")
-    engine = small_engine(base, 7)
-    await engine.start()
-    try:
-        with pytest.raises(AdapterRefused, match=r"rank 8; lora\.memory_nbytes has room for ranks up to 7"):
-            async with engine.adapters.using(ref_of(engine, adapters["all"].path)):
+    async with small_pool(base, 26) as driver:
+        sentence = r"takes 14 KV blocks, and adapters may use 13 of the 26 of the pool: raise engine\.pool"
+        with pytest.raises(AdapterRefused, match=sentence):
+            async with adapted(driver.engine, [(request(driver, "all", 0), adapters["all"].path)]):
                 pass
-    finally:
-        await engine.close()
+
+
+async def test_sequences_leave_room_for_adapters(make: Any) -> None:
+    base, adapters = make("llama")
+    async with small_pool(base, 30) as driver:
+        engine = driver.engine
+        assert engine.max_model_len == 240
+        long = driver.sequence(prompt(130), max_tokens=8, ignore_eos=True)
+        engine.add(long)
+        with_adapter = request(driver, "all", 0)
+        async with adapted(engine, [(with_adapter, adapters["all"].path)]):  # when the long one has ended
+            assert driver.results[long.key].finish_reason
+            (result,) = await driver.run(with_adapter)
+        assert result.token_ids == adapters["all"].greedy(prompt(20), NUM_TOKENS)
+        assert driver.results[long.key].token_ids == base.greedy(prompt(130), 8)
+        with pytest.raises(SequenceTooLong):
+            engine.add(driver.sequence(prompt(130)))
+        (result,) = await driver.run(driver.sequence(prompt(100), max_tokens=40, ignore_eos=True))
+        assert len(result.token_ids) == 20
 
 
 async def test_files_that_changed_since_are_refused(make: Any, tmp_path: Path) -> None:
     base, _ = make("llama")
-    engine = small_engine(base, 64)
     make_adapter(base, tmp_path / "a", seed=1)
-    await engine.start()
-    try:
+    async with small_pool(base, 40) as driver:
+        engine = driver.engine
         ref = ref_of(engine, tmp_path / "a")
         make_adapter(base, tmp_path / "a", seed=2)
         for _ in range(2):
             with pytest.raises(AdapterRefused, match="has changed since"):
-                async with engine.adapters.using(ref):
+                async with engine.adapters.pinned(ref, request(driver, "a", 0)):
                     pass
-        async with engine.adapters.using(ref_of(engine, tmp_path / "a")):
-            pass
-    finally:
-        await engine.close()
+        async with adapted(engine, [(sequence := request(driver, "a", 0), tmp_path / "a")]):
+            engine.release(sequence)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8_e4m3"])
+async def test_beside_kv_in_few_bits(serve: Any, make: Any, kv_dtype: str) -> None:
+    """Blocks are bytes: the tokens are those of the merged model with the same KV."""
+    base, adapters = make("llama")
+    model = adapters["all"]
+    words = {"kv_dtype": kv_dtype, "block_size": 8}
+    async with serve(base.path, **words) as driver:
+        sequence = request(driver, "all", 0)
+        async with adapted(driver.engine, [(sequence, model.path)]):
+            (result,) = await driver.run(sequence)
+    model.model.save_pretrained(model.path / "merged")
+    async with serve(model.path / "merged", **words) as driver:
+        (expected,) = await driver.run(request(driver, "all", 0))
+    assert result.token_ids == expected.token_ids

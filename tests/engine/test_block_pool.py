@@ -26,6 +26,8 @@ class Users(RuleBasedStateMachine):
     def start(self, num_blocks: int) -> None:
         self.found: dict[BlockKey, int] = {}  # what a follower of on_sealed and on_evicted believes
         self.users: list[tuple[str, list[int], int]] = []  # path, table, sealed blocks
+        self.pieces: dict[int, list[int]] = {}  # that were not evicted
+        self.piece_users: list[int] = []
         self.pool = BlockPool(num_blocks, 4, on_sealed=self.sealed, on_evicted=self.evicted)
 
     def sealed(self, block: int, key: BlockKey) -> None:
@@ -82,14 +84,41 @@ class Users(RuleBasedStateMachine):
         self.pool.release(table)
         assert len(self.pool.match(chain(path)[:sealed])) == sealed, "what was sealed stays findable"
 
+    @rule(number=st.integers(0, 3))
+    def use_a_piece(self, number: int) -> None:
+        """Of as many blocks as its number."""
+        if number in self.pieces:
+            self.pool.acquire(self.pieces[number])
+        elif 0 < number <= self.pool.num_free:
+            blocks = self.pool.allocate(number)
+            self.pool.keep_together(blocks, lambda: self.piece_evicted(number))
+            self.pieces[number] = blocks
+        else:
+            return
+        self.piece_users.append(number)
+
+    def piece_evicted(self, number: int) -> None:
+        assert number not in self.piece_users, "it was evicted while it was used"
+        del self.pieces[number]
+
+    @precondition(lambda self: self.piece_users)
+    @rule(data=st.data())
+    def leave_a_piece(self, data: st.DataObject) -> None:
+        number = self.piece_users.pop(data.draw(st.integers(0, len(self.piece_users) - 1)))
+        self.pool.release(self.pieces[number])
+
     @invariant()
     def laws(self) -> None:
         self.pool.check_integrity()
         assert {key: block for block, key in self.pool.sealed()} == self.found
         assert all(key[:-1] in self.found for key in self.found if len(key) > 1), "a chain has a hole"
-        assert self.pool.num_used == len({block for _, table, _ in self.users for block in table})
+        used = {block for number in self.piece_users for block in self.pieces[number]}
+        used |= {block for _, table, _ in self.users for block in table}
+        assert self.pool.num_used == len(used)
 
     def teardown(self) -> None:
+        for number in self.piece_users:
+            self.pool.release(self.pieces[number])
         for _, table, _ in self.users:
             self.pool.release(table)
         assert self.pool.num_used == 0
@@ -316,3 +345,26 @@ def test_a_chain_that_was_let_go_goes_first() -> None:
     assert [cached(pool, path) for path in ("abc", "def")] == [3, 1]
     assert pool.is_shared(chain("ab")[1], None)
     assert not pool.is_shared(chain("ab")[1], chain("abc")[2])
+
+
+def test_pieces_and_chains_go_by_last_use() -> None:
+    pool, gone = BlockPool(9, 4), list[str]()
+    filled(pool, "abc")
+    pieces = {}
+    for name in ("first", "second"):
+        pieces[name] = pool.allocate(2)
+        pool.keep_together(pieces[name], lambda name=name: gone.append(name))  # type: ignore[misc]
+    pool.release(pieces["first"])
+    filled(pool, "de")
+    pool.release(pool.allocate(4))  # of the oldest chain, and then the piece after it
+    assert ([cached(pool, path) for path in ("abc", "de")], gone) == ([0, 2], ["first"])
+    pool.release(pool.allocate(pool.num_free))
+    pool.check_integrity()
+    assert (cached(pool, "de"), gone, pool.num_free) == (0, ["first"], 7), "a used piece stays"
+    filled(pool, "fg")
+    pool.release(pieces["second"])
+    pool.kept = KeptBlocks(9)
+    pool.kept.keep("t", chain("fg"), 60.0, 9)
+    pool.release(pool.allocate(6))  # the kept chain is older, and goes last
+    assert (cached(pool, "fg"), gone) == (2, ["first", "second"])
+    pool.check_integrity()

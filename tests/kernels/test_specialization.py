@@ -76,9 +76,8 @@ def step(num_decodes: int, num_tokens: int, width: int, *, sinks: bool) -> None:
     states = aligned(3, n, HEADS, DIM, dtype=BF16)
     merge.merge_attention_states(states, aligned(3, n, HEADS, dtype=torch.float32))
     ids = aligned(n + 1, dtype=torch.int32)[1:]
-    weights = aligned(16, 384, dtype=BF16)
-    extents = aligned(6, dtype=torch.int32)[2:].view(2, 2)
-    adapters.add_lora(hidden, hidden, weights, weights, ids, extents, 8)
+    extents, lines = (aligned(6, dtype=torch.int32)[2:].view(2, 2) for _ in range(2))
+    adapters.add_lora(hidden, hidden, aligned(6144, dtype=BF16), ids, extents, lines, 8)
 
 
 @pytest.mark.parametrize("sinks", [False, True])

@@ -40,8 +40,29 @@ async def test_a_rank_that_refuses_the_files_ends_nothing(checkpoint: Reference,
     async with ranks(2) as group, serving(checkpoint.path, group, tp=2) as driver:
         ref = ref_of(driver.engine, model.path)
         make_adapter(checkpoint, tmp_path / "a", seed=2)
+        refused = driver.sequence(prompt(20))
         with pytest.raises(AdapterRefused, match="has changed"):
-            async with driver.engine.adapters.using(ref):
-                pass
+            async with driver.engine.adapters.pinned(ref, refused) as pin:
+                await pin.give(refused)
         (result,) = await driver.run(driver.sequence(prompt(20), max_tokens=NUM_TOKENS, ignore_eos=True))
         assert result.token_ids == checkpoint.greedy(prompt(20), NUM_TOKENS)
+
+
+async def test_ranks_reuse_blocks_in_step(checkpoint: Reference, tmp_path: Path) -> None:
+    """Adapters and KV evict each other on all ranks."""
+    models = [
+        checkpoint,
+        make_adapter(checkpoint, tmp_path / "a", seed=1, r=5),
+        make_adapter(checkpoint, tmp_path / "b", seed=2, r=6),
+    ]
+    async with ranks(2) as group, serving(checkpoint.path, group, tp=2, num_blocks=32) as driver:
+        for turn in range(9):
+            model = models[turn % 3]
+            ids = prompt(40 + turn, seed=turn)
+            root_key = bytes([turn % 3]) * 16
+            sequence = driver.sequence(ids, root_key=root_key, max_tokens=NUM_TOKENS, ignore_eos=True)
+            path = None if model is checkpoint else model.path
+            async with adapted(driver.engine, [(sequence, path)]):
+                (result,) = await driver.run(sequence)
+            assert result.token_ids == model.greedy(ids, NUM_TOKENS), turn
+        assert driver.engine.adapters.counts.evictions > 1

@@ -10,6 +10,7 @@ from moonpool.kernels.reference.quantised import Kind, pack_nibbles
 from moonpool.kernels.triton import adapters as triton_adapters
 from moonpool.kernels.triton import experts as triton_experts
 from moonpool.kernels.triton import quantised as triton_quantised
+from tests.kernels.adapter_rows import scattered
 from tests.kernels.paged import assert_near
 from tests.kernels.test_quantised import random_weight
 from tests.kernels.triton_device import DEVICE
@@ -70,8 +71,10 @@ def test_adapters(dtype: torch.dtype) -> None:
     ids = torch.tensor([2, -1, 0, 2, 1], dtype=torch.int32)
     x, y = torch.randn(5, 200).to(dtype), torch.randn(5, 190).to(dtype)[:, 40:]
     a, b = torch.randn(50, 200).to(dtype), torch.randn(50, 150).to(dtype)
-    extents = torch.tensor([[4, 3], [7, 1], [10, 40]], dtype=torch.int32)
+    extents = torch.tensor([[4, 3], [7, 0], [10, 40]], dtype=torch.int32)
     expected = y.double()
-    reference.add_lora(expected, x.double(), a.double(), b.double(), ids, extents, 40)
-    triton_adapters.add_lora(y, x, a, b, ids, extents, 40)
+    weights, lines = scattered(a.double(), b.double())
+    reference.add_lora(expected, x.double(), weights, ids, extents, lines, 40)
+    weights, lines = scattered(a, b)
+    triton_adapters.add_lora(y, x, weights, ids, extents, lines, 40)
     assert_near(y, expected, dtype, factor=4)
