@@ -56,7 +56,12 @@ sglang: ## install SGLang's package without CUDA in an environment of its own, w
 
 .PHONY: test-slow
 test-slow: env ## run the tests that `make test` leaves out
-	@$(PYTEST) -m slow $(WORKERS) $(ARGS)
+	@$(PYTEST) -m 'slow and not vllm' $(WORKERS) $(ARGS)
+
+# One after the other: a file has up to three vLLM servers.
+.PHONY: test-vllm
+test-vllm: env vllm ## run the tests with real vLLM servers
+	@$(PYTEST) -m vllm $(ARGS) tests/connectors
 
 # The tests and measurements for a GPU. On a machine that has torch with CUDA but no .venv they run with that
 # Python as it is: nothing is installed, and neither Redis nor a network is needed.

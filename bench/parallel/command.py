@@ -15,6 +15,7 @@ from moonpool.bench.parallel.experts import expert_rows
 from moonpool.bench.parallel.handover import handover_rows, saving_rows
 from moonpool.bench.parallel.replicas import NUM_REPLICAS, replica_rows
 from moonpool.bench.parallel.steps import Settings, host_rows, step_rows
+from moonpool.bench.parallel.worth import worth_rows
 from moonpool.engine.sharding.parallel_plan import ParallelPlan
 from moonpool.runtime.config.options import ModelOptions
 from moonpool.runtime.reports.conditions import CacheState, Conditions
@@ -39,16 +40,19 @@ def _plan(text: str) -> ParallelPlan:
         "saving": saving_rows,
         "experts": expert_rows,
         "bubble": bubble_rows,
+        "worth": worth_rows,
     },
     packages=("torch", "numpy"),
     default=("steps", "hosts", "replicas", "handover", "saving", "experts"),
 )
 @click.option("--bubble", is_flag=True, help="Only the part bubble.")
+@click.option("--worth", is_flag=True, help="Only the part worth.")
 @click.option("--plan", "texts", multiple=True, metavar="TP,PP[,CP]", help=f"Default: {' '.join(_PLANS)}")
 @click.option(
     "--model",
     type=click.Path(path_type=Path),
-    help="Checkpoint directory; default: the shipped model. experts, bubble: always made ones.",
+    help="Checkpoint directory; default: the shipped model, of worth one like Qwen3-0.6B. experts, bubble: "
+    "always made ones.",
 )
 @click.option(
     "--device",
@@ -57,13 +61,16 @@ def _plan(text: str) -> ParallelPlan:
     show_default=True,
     help="auto: GPUs where there are several.",
 )
-def parallel(run: Run, bubble: bool, texts: tuple[str, ...], model: Path | None, device: str) -> Settings:
+def parallel(
+    run: Run, bubble: bool, worth: bool, texts: tuple[str, ...], model: Path | None, device: str
+) -> Settings:
     """Measure a model spread over processes of this machine: on CPUs with one thread each, or a GPU each.
 
     steps: a decode step and a long prompt of each plan, and its time in computing, exchanging and waiting.
     hosts: two stages on two machines (played by loopback). replicas: several at the same time.
     handover, saving: blocks from each plan to each, and to host memory. experts: distributed over ranks.
     bubble: two stages with more and more micro-batches in flight, beside one process.
+    worth: tp 2 and two replicas beside one rank, over HTTP, 1 to 100 requests at a time; and by simulation.
     On GPUs exchanges are launched, not waited for: their time is that of the launch.
     """
     num_gpus = torch.cuda.device_count()
@@ -76,8 +83,8 @@ def parallel(run: Run, bubble: bool, texts: tuple[str, ...], model: Path | None,
             plans.append(plan)
         else:
             run.say(f"{plan} is left out: it needs {plan.world_size} GPUs, there are {num_gpus}")
-    if bubble:
-        run.parts = ["bubble"]
+    if bubble or worth:
+        run.parts = ["bubble"] * bubble + ["worth"] * worth
     left_out = {"hosts"} if device == "cuda" else set()
     left_out |= {"replicas"} if max_ranks < NUM_REPLICAS else set()
     left_out |= {"bubble"} if max_ranks < NUM_STAGES else set()

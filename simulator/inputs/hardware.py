@@ -12,8 +12,7 @@ from moonpool.runtime.errors import ConfigError
 # H200, measured: 790 of 989 TFLOP/s and 4.3 of 4.8 TB/s by kernels alone; a whole step has gaps.
 _FLOPS_REACHED = 0.5
 _BANDWIDTH_REACHED = 0.7
-# The latency of a tensor-parallel all-reduce, and of a step without its kernels.
-_ALL_REDUCE_S = 12e-6
+# The latency of a step without its kernels.
 _STEP_S = 1e-3
 # The fraction of a GPU's memory for weights and KV; activations and the runtime use the rest.
 _MEMORY_FRACTION = 0.9
@@ -33,6 +32,7 @@ class Accelerator:
     host_nbytes: float = 128e9  # of host memory for KV
     ssd_nbytes_per_s: float = 3e9
     ssd_nbytes: float = 0.0
+    all_reduce_s: float = 12e-6  # latency of a tensor-parallel all-reduce
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +105,8 @@ def tensor_parallel(gpu: Accelerator, model: ModelShape, num_gpus: int, stages: 
     reduced_nbytes = 2 * model.num_layers * model.hidden_size * 2
     token_s = 2 * model.num_params / flops + ring * reduced_nbytes / gpu.peer_nbytes_per_s
     token_s += (stages - 1) * model.hidden_size * 2 / gpu.peer_nbytes_per_s
-    latency_s = 2 * model.num_layers * _ALL_REDUCE_S if num_gpus > 1 else 0.0
-    latency_s += (stages - 1) * _ALL_REDUCE_S
+    latency_s = 2 * model.num_layers * gpu.all_reduce_s if num_gpus > 1 else 0.0
+    latency_s += (stages - 1) * gpu.all_reduce_s
     room = num_gpus * gpu.memory_nbytes * _MEMORY_FRACTION - model.weight_nbytes / stages
     if room < model.kv_token_nbytes:
         raise ConfigError(

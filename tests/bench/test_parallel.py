@@ -76,6 +76,29 @@ def test_stages_on_two_machines_beside_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_what_a_second_rank_is_worth(tmp_path: Path) -> None:
+    rows = measured(tmp_path, "--worth")
+    for form in ("one rank", "tp 2", "two replicas"):
+        for concurrent in (1, 4):
+            case = f"{form}, {concurrent} at a time, 64 + 32 tokens"
+            assert 0 < rows[case, "TTFT"]["p50"] <= rows[case, "E2E"]["p99"]
+            assert 0 < rows[case, "utilisation of cores"]["value"] <= 110
+            if form != "one rank":
+                of = rows[case, "output throughput"]
+                assert of["peer"] == "one rank"
+                assert rows[case, "scaling efficiency"]["value"] == pytest.approx(of["ratio"] / 2)
+    # Two ranks share the weights of each step; a second replica has nothing to do for one request.
+    for model, few, many in (("LLaMA3-8B", "one rank", "tp 2"), ("LLaMA3-70B", "tp 2", "tp 4")):
+        inside, network = (f"simulated, {model}, H200{over}" for over in ("", " over 400 Gb/s"))
+        tokens = "1 at once, 1024 + 256 tokens"
+        alone = rows[f"{inside}: {few}, {tokens}", "output throughput"]["value"]
+        replicas = rows[f"{inside}: two replicas of {few}, {tokens}", "output throughput"]["value"]
+        assert replicas == pytest.approx(alone)
+        by_link = [rows[f"{of}: {many}, {tokens}", "output throughput"]["value"] for of in (inside, network)]
+        assert alone < by_link[1] < by_link[0] < 2 * alone
+
+
+@pytest.mark.slow
 def test_the_bubble_of_two_stages(tmp_path: Path) -> None:
     plot_path = tmp_path / "plot.svg"
     rows = measured(tmp_path, "--bubble", "--plot", str(plot_path))

@@ -84,6 +84,10 @@ async def migrate(client: Client, request_id: str, target: str = "") -> list[dic
                 raise
 
 
+# What a conductor answers when a request ends before its move begins, or while it runs.
+_HAS_ENDED = ("no request of this id runs here", "the attempt has ended")
+
+
 async def complete_and_move(
     client: Client, prompt: str, num_moves: int, **parameters: Any
 ) -> tuple[Reply, list[dict[str, Any]]]:
@@ -96,7 +100,7 @@ async def complete_and_move(
                 try:
                     moves += await migrate(client, reply.id)
                 except ApiError as error:
-                    runs = "no request of this id runs here" not in str(error)
+                    runs = not any(words in str(error) for words in _HAS_ENDED)
                     if runs:
                         raise
         if len(moves) == num_moves:

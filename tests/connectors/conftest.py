@@ -184,6 +184,12 @@ class VllmServer:
         return processes
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Tests of real vLLM servers have a mark of their own: three servers at a time need the memory alone."""
+    if "vllm_python" in getattr(item, "fixturenames", ()):
+        item.add_marker("vllm")
+
+
 @pytest.fixture(scope="session")
 def vllm_python() -> Path:
     """The Python of vLLM's environment, with Moonpool in it."""

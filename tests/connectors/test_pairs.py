@@ -115,8 +115,8 @@ async def test_a_killed_decode_engine_costs_no_token(pair: Pair) -> None:
     """Last in this file: it ends an engine, and another one starts in its place."""
     async with conducting(pair, "least-loaded") as conductor:
         [prompt] = prompts(27, (333,))
-        expected = pair.plain.complete(prompt, 500).token_ids
-        sampling = SamplingParams(max_tokens=500, temperature=0.0, ignore_eos=True)
+        expected = pair.plain.complete(prompt, 1000).token_ids
+        sampling = SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True)
         found: list[int] = []
 
         async def ask() -> None:

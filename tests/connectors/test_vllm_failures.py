@@ -70,20 +70,23 @@ def test_killed_with_loads_and_saves_under_way_and_restarted_on_its_disk(
 
 
 def test_aborts_while_loading_leak_nothing(started: Started) -> None:
-    """The other engine is stopped, so that loads from it are under way when their requests are aborted."""
+    """The other engine is stopped, so that loads from it are under way when their requests are aborted. None
+    has ended before: until one has, no engine computes faster than it would load."""
     first, second = started.server("source"), started.server("aborts", "transfer.deadline_s=3")
     for server in (first, second):
         server.wait_ready()
     many = prompts(14, (600,) * 4)
     expected = [first.complete(prompt) for prompt in many]
-    hit_everything(second, many[0], expected[0])
+    for prompt, answer in zip(many, expected, strict=True):
+        hit_everything(first, prompt, answer)
     stopped = [process.pid for process in first.processes()]
     for pid in stopped:
         stop(pid)
     try:
         for prompt in many[1:]:
             second.abort_soon(prompt)
-        until(lambda: second.metric("vllm:num_requests_waiting") == 0)
+            # The metric shows the one that was aborted for a while.
+            until(lambda: second.metric("vllm:num_requests_waiting") == 0)
         until(lambda: second.metric("vllm:kv_cache_usage_perc") == 0)
         # The loads have failed, and requests that stay are computed: nothing is tried for ever.
         assert second.complete(many[1]).token_ids == expected[1].token_ids

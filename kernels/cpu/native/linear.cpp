@@ -230,7 +230,7 @@ void grouped_linear(const X* x, const T* w, const int32_t* offsets, X* y, int64_
         });
     });
     const int64_t end = offsets[experts];
-    memset((void*)(y + end * outputs), 0, (m - end) * outputs * sizeof(X));
+    if (m > end) memset((void*)(y + end * outputs), 0, (m - end) * outputs * sizeof(X));
 }
 
 // ---------------------------------------------------------------- packing
