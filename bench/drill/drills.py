@@ -21,7 +21,7 @@ _STOPPED_S = 15.0
 _STALLED_S = 8.0
 _BURST_S = 10.0
 # Requests at a time: far beyond what the cluster serves in time, and what its decode pools hold.
-_OVERLOAD, _SEQUENCES = 100, 24
+_OVERLOAD, _SEQUENCES = 200, 24
 # A node that stands still: for so long, so often, shorter than its lease lasts.
 _PAUSED_S, _BETWEEN_S, _PAUSES = 3.0, 3.0, 3
 _CUT_S = 8.0
@@ -46,13 +46,16 @@ async def _kill_redis(scene: Scene) -> None:
 
 
 async def _stop_rank(scene: Scene) -> None:
-    """A rank stops in an exchange: the others wait for it."""
-    # The fork server's children say in their titles whose they are.
-    of = f"(of process {scene.cluster.children['decode-0'].pid})"
+    """A rank of the busiest decode node stops in an exchange: the others wait for it."""
+    async with scene.cluster.client() as client:
+        decode = [node for node in (await client.cluster())["nodes"] if node["role"] == "decode"]
+    name = max(decode, key=lambda node: node["load"]["num_running"])["node_id"]
+    # The fork server's children say in their titles of which process they are.
+    of = f"(of process {scene.cluster.children[name].pid})"
     found = psutil.process_iter(["cmdline"])
     ranks = [process for process in found if of in " ".join(process.info["cmdline"] or ())]
     if not ranks:
-        raise FaultFailed("decode-0 has no rank of its own process: engine.parallel.tp must be 2")
+        raise FaultFailed(f"{name} has no rank of its own process: engine.parallel.tp must be 2")
     await scene.faults.stop_process(ranks[-1].pid, _STOPPED_S)
 
 
@@ -177,7 +180,7 @@ DRILLS = (
         "overload",
         _overload,
         "no more requests than are served in time; others are answered 429 (conductor.max_requests)",
-        sets=("conductor.request_timeout_s=5",),
+        sets=("conductor.request_timeout_s=2",),
         on=("conductor.max_requests=16",),
     ),
     Drill(

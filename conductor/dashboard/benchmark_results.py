@@ -42,8 +42,10 @@ class BenchResults:
         self._known: dict[str, _Read] = {}
 
     def listed(self) -> list[dict[str, Any]]:
-        """Name, date and reached limits of each file, or why it is not shown. By the date of the run, the latest
-        first: a checkout gives all files one date."""
+        """Name, date and reached limits of each file, or why it is not shown.
+
+        The latest run first, by the date in the file: a checkout gives all files one date.
+        """
         found = [self._summary(name, read) for name, read in self._read_all().items()]
         return sorted(found, key=lambda one: one.get("date", ""), reverse=True)
 

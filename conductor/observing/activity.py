@@ -74,7 +74,7 @@ class Activity:
         """A prompt was prefilled: ``tokens_by_source`` names computed, pool, host, ssd and fetched."""
         self.tokens.update(tokens_by_source)
         if tenant:
-            counts = self.tenants[tenant] = self.tenants.pop(tenant, None) or Counter()
+            counts = self.tenants[tenant] = self.tenants.pop(tenant, Counter[str]())
             if len(self.tenants) > _MAX_TENANTS:
                 self._others.update(self.tenants.pop(next(iter(self.tenants))))
             counts["prompt"] += sum(tokens_by_source.values())

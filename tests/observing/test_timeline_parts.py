@@ -68,6 +68,17 @@ def test_each_stretch_has_its_cause() -> None:
         ("speculation", "d1"): 0.3,
         ("recompute", "d1"): 0.6,
     }
+    of_prefill = [part.name for part in parts_of(timeline(*events)) if part.node == "p0"]
+    assert of_prefill == [
+        "messages",
+        "disk load",
+        "host load",
+        "fetch",
+        "queue",
+        "index lag",
+        "prefill",
+        "batch",
+    ]
     sentence = "2 of 10 s: it waited for a node that takes requests"
     assert explanation_of(parts_of(timeline(*events))) == sentence
 

@@ -171,16 +171,19 @@ def _prefill(
     chunks_s = sum(chunk["seconds"] for chunk in event["chunks"])
     own_s = min(chunks_s, compute_s) if event["chunks"] else compute_s
     stale_s, disk_s = min(loaded.get("stale_s", 0.0), own_s), loaded.get("disk_s", 0.0)
-    for name, part_s, other in (
-        ("index lag", stale_s, ""),
-        ("prefill", own_s - stale_s, ""),
-        ("batch", compute_s - own_s, ""),
-        ("queue", event["queued_s"], ""),
-        ("disk load", disk_s, ""),
-        ("host load", loaded.get("load_s", 0.0) - disk_s, ""),
-        ("fetch", loaded.get("fetch_s", 0.0), loaded.get("fetch_from", "")),
+    computed, waited, moved = list[TimePart](), list[TimePart](), list[TimePart]()
+    # What is certain first: the last ones are cut where it all takes longer than the stretch.
+    for found, name, part_s, other in (
+        (computed, "index lag", stale_s, ""),
+        (computed, "prefill", own_s - stale_s, ""),
+        (computed, "batch", compute_s - own_s, ""),
+        (waited, "queue", event["queued_s"], ""),
+        (moved, "disk load", disk_s, ""),
+        (moved, "host load", loaded.get("load_s", 0.0) - disk_s, ""),
+        (moved, "fetch", loaded.get("fetch_s", 0.0), loaded.get("fetch_from", "")),
     ):
         part_s = max(min(part_s, seconds), 0.0)
         seconds -= part_s
-        yield TimePart(name, part_s, node, other, burst if name == "queue" else "")
+        found.append(TimePart(name, part_s, node, other, burst if name == "queue" else ""))
     yield TimePart("messages", seconds, node)
+    yield from (*moved, *waited, *computed)
