@@ -120,7 +120,7 @@ class AdapterPages:
         on_extents, on_lines = (
             torch.from_numpy(each).to(self._device).unbind(0) for each in (extents, lines)
         )
-        changed = [bool(each) for each in ranks.any(1)]
+        changed = [any(of_module) for of_module in ranks.tolist()]
         return _Tables(numbers, on_extents, on_lines, changed, max(1, int(ranks.max(initial=1))))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import sys
 from collections.abc import AsyncIterator
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import pytest_asyncio
 import tokenizers
@@ -249,3 +251,28 @@ async def test_nodes_tell_what_they_have(client: Client) -> None:
         return any(node.get("resident_adapters") for node in (await nodes(client)).values())
 
     await eventually(told)
+
+
+async def test_adapters_and_prefixes_fight_for_small_pools(
+    base: Reference, voices: dict[str, Reference], tmp_path: Path
+) -> None:
+    """Each node has room for three of the wide ones, or a few prompts: all are answered, exactly."""
+    models: dict[str | None, Reference] = {None: base, **voices}
+    config = small_config().with_adapters([f"{name}={one.path}" for name, one in voices.items()])
+    config = replace(config, engine=replace(config.engine, pool_nbytes=60 * 98_304))
+    texts = {
+        (name, prompt): expected(models[name], prompt)
+        for name in models
+        for prompt in ("1 " + PROMPT, PROMPT)
+    }
+    async with LocalCluster(config, directory=tmp_path) as running, Client(running.url) as client:
+        questions = [*texts] * 3
+        found = await asyncio.gather(*(answer(client, *question) for question in questions))
+        assert found == [texts[question] for question in questions]
+        pages = [node["metrics_url"] for node in (await client.cluster())["nodes"]]
+        evictions = 0.0
+        for url in pages:
+            async with aiohttp.ClientSession() as session, session.get(url) as page:
+                line = re.search(r"^moonpool_adapter_evictions_total (\S+)", await page.text(), re.MULTILINE)
+                evictions += float(line[1]) if line else 0.0
+        assert evictions
