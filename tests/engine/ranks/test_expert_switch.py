@@ -55,14 +55,16 @@ async def test_experts_move_while_requests_run(make_checkpoint: Any, plan: dict[
     async with serving(path, max_batch_tokens=64, **plan) as driver:
         engine, runner = driver.engine, runner_of(driver)
         expected = await answers(driver)
-        moved = 0
-        running = asyncio.create_task(answers(driver))
-        while not running.done():
-            for placement in placements(driver):
-                moved += await engine.place_experts(placement)
-                assert engine.expert_placement == placement
-        assert await running == expected
-        assert moved > 2, "the requests ended before experts moved"
+        moved = used = 0
+        # On a busy machine requests may end before an expert has moved: then others.
+        while used < 2:
+            running = asyncio.create_task(answers(driver))
+            while not running.done():
+                for placement in placements(driver):
+                    moved += await engine.place_experts(placement)
+                    assert engine.expert_placement == placement
+            assert await running == expected
+            used = runner.experts.used
         assert await answers(driver) == expected
         assert runner.experts.used == runner.expert_switch == moved, "steps compute with the latest"
         assert not runner.experts._prepared, "what was prepared is used, and what was before is dropped"
