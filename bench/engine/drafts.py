@@ -121,9 +121,9 @@ async def rows(
             for row in turn_rows(case, found):
                 yield row
     for i, (accepted, proposed) in enumerate(zip(always.num_accepted, always.num_proposed, strict=True)):
-        yield Row(
-            f"{name}, prose", f"accepted at position {i + 1}, after right ones", accepted / proposed, ""
-        )
+        if proposed:
+            part = accepted / proposed
+            yield Row(f"{name}, prose", f"accepted at position {i + 1}, after right ones", part, "")
 
 
 def turn_rows(case: str, found: dict[int, list[Turn]]) -> list[Row]:
