@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from moonpool.bench.engine import masks
+from moonpool.bench.engine import drafts, masks
 from moonpool.bench.engine.driver import DecodeSteps, Session, session
 from moonpool.bench.engine.model_shapes import SHAPES, make_checkpoint
 from moonpool.bench.engine.perplexity import VARIANTS, perplexity
@@ -22,10 +22,14 @@ from moonpool.bench.harness.floor import Floor, measure_device
 from moonpool.bench.harness.models import model_at, random_model
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.device.selection import choose_device
+from moonpool.runtime.config.engine_options import shipped
 from moonpool.runtime.config.options import EngineOptions, ModelOptions
 from moonpool.runtime.machine.processor import usable_cores
 from moonpool.runtime.reports.conditions import CacheState, Conditions
 from moonpool.runtime.reports.report import Row, versus
+
+# Of the draft model of a shape.
+_DRAFT_LAYERS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +145,20 @@ async def mask_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
         yield row
 
 
+async def draft_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    """Of the shipped pair; or of a shape with its own first layers, whose random weights tell costs only."""
+    with tempfile.TemporaryDirectory(prefix="moonpool-") as scratch:
+        name, directory, draft = "shipped model and draft", ModelOptions().directory, shipped("small")
+        if settings.name in shapes.SHAPES:
+            directory, draft = shapes.shape_directory(settings.name), Path(scratch)
+            shapes.write_first_layers(directory, draft, _DRAFT_LAYERS)
+            name = f"{settings.name} and its first {_DRAFT_LAYERS} layers, random weights"
+        async for row in drafts.rows(name, directory, draft, settings.options, run.rounds):
+            yield row
+
+
 @benchmark(
-    {"engine": engine_rows, "perplexity": perplexity_rows, "masks": mask_rows},
+    {"engine": engine_rows, "perplexity": perplexity_rows, "masks": mask_rows, "drafts": draft_rows},
     packages=("torch", "triton", "numpy"),
     rounds=3,
     default=("engine", "perplexity"),
@@ -190,10 +206,11 @@ def engine(
         threads=threads,
         pool_nbytes=1 << 30 if real else 0,
     )
+    of_shipped = not {"perplexity", "drafts"}.isdisjoint(run.parts)
     run.conditions = Conditions(
         [
             random_model(name, 0, "bfloat16", options),
-            *([model_at(ModelOptions().directory, "shipped model")] if "perplexity" in run.parts else []),
+            *([model_at(ModelOptions().directory, "shipped model")] if of_shipped else []),
         ],
         CacheState.holding(
             0, block_size, "no prompt is sent twice; decode steps run over as much as the case says"

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from moonpool.bench.engine.model_shapes import randomize
@@ -67,7 +68,7 @@ class Session:
 
     async def first_token_s(self, num_tokens: int) -> float:
         """Seconds from a new prompt to its first token."""
-        sequence = self._sequence(num_tokens, 1)
+        sequence = self._drawn(num_tokens, 1)
         begun_s = time.perf_counter()
         await self._run([sequence])
         return self._arrivals[-1][0] - begun_s
@@ -88,7 +89,7 @@ class Session:
         total = num_steps + _WARM_UP_STEPS
         # Prompts end one by one: until the last one has, others decode already.
         slack = -(-batch * context // self.engine.options.max_batch_tokens) + 1
-        sequences = [self._sequence(context, total + slack, sampling) for _ in range(batch)]
+        sequences = [self._drawn(context, total + slack, sampling) for _ in range(batch)]
         for sequence, automaton in zip(sequences, automata, strict=False):
             sequence.automaton = automaton
         await self._run(sequences)
@@ -104,6 +105,10 @@ class Session:
             context + slack + len(whole) / num_parts / 2,
         )
 
+    async def complete(self, prompts: Iterable[list[int]], sampling: Sampling) -> None:
+        """Generate for all prompts at once."""
+        await self._run([self._sequence(prompt, sampling) for prompt in prompts])
+
     async def _run(self, sequences: list[Sequence]) -> None:
         self._arrivals.clear()
         for sequence in sequences:
@@ -112,12 +117,16 @@ class Session:
             self._news.clear()
             await self._news.wait()
 
-    def _sequence(self, num_tokens: int, max_tokens: int, sampling: Sampling | None = None) -> Sequence:
-        self._count += 1
+    def _drawn(self, num_tokens: int, max_tokens: int, sampling: Sampling | None = None) -> Sequence:
+        """With random tokens."""
         tokens = self._random.integers(0, self.engine.config.vocab_size, num_tokens, np.int32)
-        sampling = replace(sampling or Sampling(ignore_eos=True), max_tokens=max_tokens)
+        return self._sequence(tokens, replace(sampling or Sampling(ignore_eos=True), max_tokens=max_tokens))
+
+    def _sequence(self, tokens: npt.ArrayLike, sampling: Sampling) -> Sequence:
+        self._count += 1
+        ids = np.asarray(tokens, np.int32)
         name = f"bench-{self._count}"
-        return Sequence(name, 0, tokens, num_tokens, sampling=sampling, root_key=b"", arrived_s=self._count)
+        return Sequence(name, 0, ids, len(ids), sampling=sampling, root_key=b"", arrived_s=self._count)
 
 
 @asynccontextmanager

@@ -16,7 +16,7 @@ from moonpool.engine.engine import Engine
 from moonpool.runtime.config.options import EngineOptions, ModelOptions
 
 #: Lincoln at Gettysburg, 1863; from his second inaugural address, 1865. The model read neither.
-_TEXT = Path(__file__).with_name("held_out.txt")
+TEXT = Path(__file__).with_name("held_out.txt")
 _PART = 256  # tokens, at most: as many as the model was mainly trained on
 #: Name → options.
 VARIANTS = {
@@ -32,7 +32,7 @@ async def perplexity(options: EngineOptions) -> tuple[float, int]:
     """Of the shipped model on a CPU, and the number of tokens that it predicted."""
     model = ModelOptions(device="cpu")
     tokenizer = tokenizers.Tokenizer.from_file(str(model.directory / "tokenizer.json"))
-    tokens = np.array(tokenizer.encode(_TEXT.read_text()).ids, np.int32)
+    tokens = np.array(tokenizer.encode(TEXT.read_text()).ids, np.int32)
     engine = Engine(model.directory, options, model)
     logprobs: list[float] = []
     ended = asyncio.Event()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from moonpool.engine.checkpoint.config import ModelConfig
@@ -89,3 +90,17 @@ def write_checkpoint(directory: Path, words: dict[str, Any]) -> None:
     shutil.copy(shipped / "tokenizer_config.json", directory)
     eos = {"bos_token_id": words["bos_token_id"], "eos_token_id": words["eos_token_id"]}
     (directory / "generation_config.json").write_text(json.dumps(eos))
+
+
+def write_first_layers(directory: Path, target: Path, num_layers: int) -> None:
+    """Write a checkpoint of the first layers of another, with its embeddings and tokenizer."""
+    words = json.loads((directory / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(words | {"num_hidden_layers": num_layers}))
+    left_out = {f"model.layers.{i}." for i in range(num_layers, words["num_hidden_layers"])}
+    with safe_open(directory / "model.safetensors", "pt") as file:
+        names = [name for name in file.keys() if not any(name.startswith(part) for part in left_out)]  # noqa: SIM118
+        save_file(
+            {name: file.get_tensor(name) for name in names}, target / "model.safetensors", {"format": "pt"}
+        )
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(directory / name, target)

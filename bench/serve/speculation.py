@@ -1,4 +1,7 @@
-"""Speculative decoding beside plain decoding, on the same nodes: a request says which it wants."""
+"""Speculative decoding beside plain decoding, on the same nodes: a request says which it wants.
+
+The two have prompts of their own: of equal ones the second would find the KV in the cache.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +50,10 @@ _PROSE = (
 TEXTS = {
     "repetitive": "And the evening and the morning were the {0} day. " * 18,
     "code": "".join(_CODE.replace("{0}", "{0}" + name) for name in ("box", "wall", "field", "page")),
-    "prose": _PROSE,
+    "prose": "{0}" + _PROSE,
 }
 # At least so many times plain decoding.
-GOALS = {("repetitive", 1): 1.5}
+GOALS = {("repetitive", 1): 1.5, ("code", 1): 1.5}
 LEAST = 0.97
 # Tokens a step.
 STEP_GOALS = {("repetitive", "ngram"): 2.0, ("repetitive", "suffix"): 2.0, ("prose", "draft"): 1.3}
@@ -83,9 +86,8 @@ async def method_rows(
             url = await stack.enter_async_context(local_cluster(options))
             http = await stack.enter_async_context(HttpClient(url))
             server = await Server.find(method, http)
-            if not contestants:
-                plain = Dialect(server.dialect.model, more={"speculation": False})
-                contestants[PLAIN] = ServerContestant(Server(PLAIN, http, plain))
+            plain = Dialect(server.dialect.model, more={"speculation": False})
+            contestants[plain_beside(method)] = ServerContestant(Server(PLAIN, http, plain))
             contestants[method] = ServerContestant(server)
         for peer in run.peers:
             if peer == "transformers":
@@ -106,6 +108,11 @@ async def method_rows(
                     yield step_row(kind, concurrent, method, num_requests, after - before[method])
 
 
+def plain_beside(method: str) -> str:
+    """The name of plain decoding on the nodes of a method."""
+    return f"{PLAIN} beside {method}"
+
+
 def _peer_forms(peer: str) -> Iterator[tuple[str, list[str]]]:
     """Names and arguments of a peer's servers: without speculation and with."""
     yield peer, []
@@ -116,18 +123,20 @@ async def _rates(
     contestants: Mapping[str, ServerContestant], tokenizer: Tokenizer, text: str, concurrent: int, rounds: int
 ) -> dict[str, list[float]]:
     """Tokens a second of each contestant's turns."""
-    prompts: list[list[int]] = []
+    prompts: dict[bool, list[list[int]]] = {}  # whether they are decoded plainly on nodes of ours
 
     def draw(number: int) -> None:
-        texts = [text.replace("{0}", f"{number} {i} ") for i in range(concurrent)]
-        prompts[:] = [tokenizer.encode(each).ids[:PROMPT_TOKENS] for each in texts]
+        for plain in (False, True):
+            marks = [f"{100 * concurrent + number} {int(plain)} {i} " for i in range(concurrent)]
+            ids = [tokenizer.encode(text.replace("{0}", mark)).ids for mark in marks]
+            prompts[plain] = [each[:PROMPT_TOKENS] for each in ids]
 
-    async def rate(contestant: ServerContestant) -> float:
+    async def rate(name: str) -> float:
         # Of one stream, too, from sending to the end: a peer that keeps both cores busy may send its tokens
         # late, all in one packet.
-        return await contestant.together(prompts, OUTPUT_TOKENS)
+        return await contestants[name].together(prompts[name.startswith(PLAIN)], OUTPUT_TOKENS)
 
-    calls = {name: partial(rate, contestant) for name, contestant in contestants.items()}
+    calls = {name: partial(rate, name) for name in contestants}
     return await turns(calls, rounds, warm_up=_WARM_UP, rotate=1, before=draw)
 
 
@@ -162,18 +171,19 @@ def rate_rows(kind: str, concurrent: int, rates: Mapping[str, Sequence[float]]) 
     def row_of(name: str) -> Row:
         return spread(case, f"{metric}, {name}", rates[name], "tokens/s")
 
-    rows = [row_of(PLAIN)]
+    rows = [row_of(plain_beside(METHODS[0]))]
     for method in filter(rates.__contains__, METHODS):
-        row = versus(row_of(method), PLAIN, median(rates[PLAIN]))
+        without = rates[plain_beside(method)]
+        row = versus(row_of(method), PLAIN, median(without))
         # Of the rounds' two turns, which saw the same machine.
-        ratio = median(theirs / plain for theirs, plain in zip(rates[method], rates[PLAIN], strict=True))
+        ratio = median(theirs / plain for theirs, plain in zip(rates[method], without, strict=True))
         goal = GOALS.get((kind, concurrent), LEAST)
         rows.append(replace(row, ratio=ratio, limit="at least", limit_value=goal))
     for name in rates:
-        if name in (PLAIN, *METHODS):
+        if name in METHODS or name.startswith(PLAIN):
             continue
         peer = name.removesuffix(WITH_NGRAM)
-        ours = PLAIN if name == peer else METHODS[0]
+        ours = plain_beside(METHODS[0]) if name == peer else METHODS[0]
         rows.append(versus(row_of(ours), name, median(rates[name])))
         if name != peer:
             rows.append(versus(row_of(name), peer, median(rates[peer])))

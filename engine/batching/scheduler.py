@@ -29,6 +29,8 @@ class Speculator(Protocol):
 
     def verified(self, draft: Draft, num_accepted: int) -> None: ...
 
+    def stepped(self, decodes: list[Sequence], seconds: float) -> None: ...
+
 
 class Scheduler:
     """Continuous batching with chunked prefill, over a BlockPool. Pure bookkeeping, one thread.

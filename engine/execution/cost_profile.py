@@ -16,6 +16,8 @@ from moonpool.runtime.cost_profile import CostProfile
 
 # How much one step's error moves the estimates.
 _GAIN = 0.05
+# Of a drafted token, which takes a small part of a step: the step's noise is larger.
+_DRAFT_GAIN = 0.02
 # Of a prediction, at most: a step that took longer was disturbed.
 _MOST_TIMES = 4.0
 # The part of the time between two tokens that a step may take: the rest is for bookkeeping and messages.
@@ -97,8 +99,8 @@ class StepCosts:
             plain_s = predicted_s - self._drafted_token_s * num_tokens
             if (tokens_s := self.profile.prefill_token_s * num_tokens) > 0:
                 # A difference of two noisy times may be below 0. Only if it counts, too, is the mean right.
-                found = (min(actual_s, _MOST_TIMES * predicted_s) - plain_s) / tokens_s
-                self.draft_scale += _GAIN * (found - self.draft_scale)
+                found = (min(actual_s, _MOST_TIMES * (plain_s + tokens_s)) - plain_s) / tokens_s
+                self.draft_scale += _DRAFT_GAIN * (found - self.draft_scale)
         elif plan.decodes and plan.chunks:
             self.mixed_scale *= gain
         elif plan.decodes:

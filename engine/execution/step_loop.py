@@ -348,7 +348,9 @@ class StepLoop:
             return events
         ended_s = self._clock()
         events = self.scheduler.postprocess(plan, output, ended_s)
-        self._charge(plan, ended_s, output.exchange_s, events)
+        seconds = self._charge(plan, ended_s, output.exchange_s, events)
+        if self.scheduler.speculator is not None and not plan.chunks:
+            self.scheduler.speculator.stepped(plan.decodes, seconds)
         for chunk in plan.chunks:
             chunk.sequence.chunks.append((begun_s, ended_s, chunk.num_tokens))
         self.num_steps += 1
@@ -360,11 +362,13 @@ class StepLoop:
         SPECULATED_TOKENS.observe(sum(draft.num_tokens for draft in plan.drafts))
         return events
 
-    def _charge(self, plan: StepPlan, ended_s: float, exchange_s: float, events: list[StepEvent]) -> None:
-        """Charge the time since the step before, or since there was work, to the step's sequences."""
+    def _charge(self, plan: StepPlan, ended_s: float, exchange_s: float, events: list[StepEvent]) -> float:
+        """Charge the time since the step before, or since there was work, to the step's sequences. Return
+        it, in seconds."""
         seconds, self._charged_s = ended_s - self._charged_s, ended_s
         self.busy_s += seconds
         plan.charge(seconds, min(exchange_s, seconds), events)
+        return seconds
 
     def _execute(self, plan: StepPlan) -> StepOutput:
         """Run the tensors, on either thread."""

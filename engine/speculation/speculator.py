@@ -43,8 +43,16 @@ _GAIN, _GAIN_OF_ALL = 0.1, 0.01
 # A sequence with bad proposals from its own tokens tries one again about every thirty tokens; new ones do in
 # one of twenty steps.
 _RECOVERY, _RECOVERY_OF_ALL = 0.001, 0.0001
-# Of the time of decoding: for the draft model to try sequences where it does not seem to pay off.
+# Of the time of decoding: what the draft model may cost beyond what it has saved.
 _TRIALS = 0.01
+# What it may cost at first, and the most that it keeps of what it has saved: in plain steps.
+_SPARE_STEPS = 50.0
+# It computes what it lacks of a sequence where that is estimated to save so many times as much.
+_MARGIN = 2.0
+# So many steps with its proposals are followed by a plain one: they are measured by it.
+_BETWEEN_PLAIN = 32
+# Of an estimate, at most: a step that took longer was disturbed.
+_MOST_TIMES = 4.0
 
 
 @dataclass(slots=True)
@@ -74,7 +82,13 @@ class Speculator:
         self._step_s = step_s
         self._model = model
         self._usual = _FIRST_ACCEPTANCE
-        self._spare_s = 0.0  # for a trial of the draft model
+        # Of the draft model, in plain steps: what it may cost, and of that for a trial where it does not seem
+        # to pay off.
+        self._spare, self._trial = _SPARE_STEPS, 0.0
+        self._asks, self._asked_s = False, 0.0  # in the present step; an estimate
+        self._num_accepted = 0  # in the present step
+        self._num_since_plain = 0
+        self._whole = 1.0  # time from one plain step's end to the next one's, as a part of ``step_s``
         self._make = _PROPOSERS.get(options.method)
         assert (self._make is None) == (model is not None)
 
@@ -94,10 +108,10 @@ class Speculator:
             wanted = self._for_histories(decodes)
             found = [tokens for each in wanted for tokens in self._ask([each])]
         else:
-            self._spare_s += _TRIALS * self._step_s(decodes)
-            wanted, is_trial = self._for_model(self._model, decodes)
+            wanted, self._asked_s, is_trial = self._for_model(self._model, decodes)
+            self._asks, self._num_accepted = bool(wanted), 0
             if is_trial:
-                self._spare_s = 0.0
+                self._trial = 0.0
             found = self._ask(wanted) if wanted else []
         drafts = zip(wanted, found, strict=True)
         return [Draft(sequence, sequence.num_tokens, tokens) for (sequence, _), tokens in drafts if tokens]
@@ -110,12 +124,29 @@ class Speculator:
         """Learn that the first ``num_accepted`` tokens of a proposal were right, and no more."""
         method, drafting = self._options.method, self._of(draft.sequence)
         _STEPS.labels(method).inc()
+        self._num_accepted += num_accepted
         for position in range(len(draft.proposed)):
             accepted = position < num_accepted
             _TOKENS.labels(method, str(position + 1), "accepted" if accepted else "rejected").inc()
             if position <= num_accepted:
                 drafting.acceptance += _GAIN * (accepted - drafting.acceptance)
                 self._usual += _GAIN_OF_ALL * (accepted - self._usual)
+
+    def stepped(self, decodes: list[Sequence], seconds: float) -> None:
+        """Learn what a step of these sequences without prompts took, from the end of the one before."""
+        if self._model is None or not self.may_draft(decodes):
+            return
+        step_s = max(self._step_s(decodes), 1e-9)
+        if self._asks:
+            self._num_since_plain += 1
+            plain_s = self._whole * step_s
+            cost_s = min(seconds, _MOST_TIMES * (plain_s + self._asked_s)) - plain_s
+            self._spare += self._num_accepted / len(decodes) - cost_s / plain_s
+        else:
+            self._num_since_plain = 0
+            self._whole += _GAIN * (min(seconds / step_s, _MOST_TIMES) - self._whole)
+        self._trial += _TRIALS
+        self._spare = min(self._spare + _TRIALS, _SPARE_STEPS)
 
     def _length(self, acceptance: float, least: float) -> int:
         length, probability = 0, acceptance
@@ -139,26 +170,37 @@ class Speculator:
 
     def _for_model(
         self, model: DraftModel, decodes: list[Sequence]
-    ) -> tuple[list[tuple[Sequence, int]], bool]:
-        """Return for which sequences the draft model is asked, for how many tokens, and whether one of them
-        is a trial.
+    ) -> tuple[list[tuple[Sequence, int]], float, bool]:
+        """Return for which sequences the draft model is asked, for how many tokens, how long that takes, and
+        whether one of them is a trial.
 
-        It computes what it lacks of a sequence if the tokens that are left save more time than that takes,
-        and else as a trial, for which there must be time to spare.
+        It computes what it lacks of a sequence if the tokens that are left save much more time than that
+        takes, and else as a trial. What it costs must have been saved by it before, but for a small part.
         """
-        least, share_s = self._row_cost(decodes), self._step_s(decodes) / len(decodes)
-        wanted, is_trial = [], False
+        step_s = self._step_s(decodes)
+        least, share_s = self._row_cost(decodes), step_s / len(decodes)
+        row_s, trial_s = least * share_s, self._trial * step_s
+        wanted, asked_s, is_trial = list[tuple[Sequence, int]](), 0.0, False
+        if self._num_since_plain >= _BETWEEN_PLAIN:
+            return wanted, asked_s, is_trial
         for sequence in decodes:
             drafting = self._of(sequence)
             if drafting.plain:
                 continue
-            missing_s, most = model.missing_s(sequence), self._length(drafting.acceptance, least)
-            if most and _saved(sequence, drafting.acceptance, most, least) * share_s >= missing_s:
-                wanted.append((sequence, most))
-            elif not is_trial and self._spare_s > missing_s + least * share_s:
-                is_trial = True
+            most = self._length(drafting.acceptance, least)
+            if not most and (is_trial or trial_s <= row_s):
+                continue
+            missing_s = model.missing_s(sequence)
+            saved_s = _saved(sequence, drafting.acceptance, most, least) * share_s if most else 0.0
+            pays = most > 0 and saved_s >= _MARGIN * missing_s
+            if not pays and (is_trial or trial_s <= missing_s + row_s):
+                continue
+            cost_s = missing_s + max(most, 1) * row_s
+            if asked_s + cost_s <= self._spare * step_s:
+                asked_s += cost_s
+                is_trial |= not pays
                 wanted.append((sequence, max(most, 1)))
-        return wanted, is_trial
+        return wanted, asked_s, is_trial
 
     def _ask(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
         """Return what is proposed. After an error these sequences decode plainly."""

