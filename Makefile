@@ -54,6 +54,22 @@ sglang: ## install SGLang's package without CUDA in an environment of its own, w
 	$(SGLANG)/bin/pip install --no-deps sglang==0.5.23
 	$(SGLANG)/bin/pip install --editable .
 
+# Its own server from the sources in llama-cpp-python: that package's Python server answers one request at a time.
+LLAMA := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/moonpool/peers/llama-cpp
+.PHONY: llama-cpp
+llama-cpp: ## build llama.cpp's server for this processor, as a peer of `moonpool bench serve`
+	@[[ -x $(LLAMA)/bin/python ]] || python3 -m venv $(LLAMA)
+	export PATH=$(LLAMA)/bin:$$PATH
+	pip install gguf==0.19.0 cmake ninja
+	pip download --no-deps --no-binary llama-cpp-python --dest $(LLAMA)/source llama-cpp-python==0.3.36
+	tar -xzf $(LLAMA)/source/llama_cpp_python-0.3.36.tar.gz -C $(LLAMA)/source --strip-components 1
+	cmake -G Ninja -S $(LLAMA)/source/vendor/llama.cpp -B $(LLAMA)/build -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF \
+	  -DGGML_NATIVE=ON -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF \
+	  -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF
+	cmake --build $(LLAMA)/build --target llama-server
+	cp $(LLAMA)/build/bin/llama-server $(LLAMA)/bin/
+	rm -rf $(LLAMA)/source $(LLAMA)/build
+
 .PHONY: test-slow
 test-slow: env ## run the tests that `make test` leaves out
 	@$(PYTEST) -m 'slow and not vllm' $(WORKERS) $(ARGS)

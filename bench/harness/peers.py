@@ -35,6 +35,8 @@ class Environment:
 ENVIRONMENTS = {
     "dynamo": Environment(("ai-dynamo-runtime==1.6.1",)),
     "lmcache": Environment(("lmcache==0.5.6", "torch==2.13.0+cpu")),
+    # Built from the sources in llama-cpp-python.
+    "llama-cpp": Environment(("gguf==0.19.0", "cmake", "ninja"), "make llama-cpp"),
     # Built without CUDA; even without RDMA it loads the libraries of verbs.
     "mooncake": Environment(
         ("mooncake-transfer-engine-non-cuda==0.3.13.post1", "numpy"),
@@ -64,11 +66,11 @@ def peers_dir() -> Path:
     return Path(base) / "moonpool" / "peers"
 
 
-def python_of(name: str) -> Path:
-    """The Python of the peer's environment. Raises ``PeerAbsent``."""
+def python_of(name: str, program: str = "python") -> Path:
+    """The Python of the peer's environment, or another program there. Raises ``PeerAbsent``."""
     home = peers_dir() / name
-    python = home / "bin" / "python"
-    if not python.exists():
+    found = home / "bin" / program
+    if not found.exists():
         environment = ENVIRONMENTS[name]
         pip = shlex.quote(str(home / "bin" / "pip"))
         commands = [
@@ -78,4 +80,4 @@ def python_of(name: str) -> Path:
         if environment.then:
             commands.append(environment.then.format(pip=pip))
         raise PeerAbsent(f"{name} is not installed; this does it: {' && '.join(commands)}")
-    return python
+    return found

@@ -18,6 +18,8 @@ from moonpool.kernels.dispatch import paged_decode_attention, paged_prefill_atte
 from moonpool.kernels.reference import FP8
 from moonpool.runtime.reports.report import Row
 
+# The same reads for one query of each sequence.
+ONE_QUERY = "one query"
 # Scale of float8 pages: no value of a normal distribution is cut off.
 SCALE = 0.02
 
@@ -106,11 +108,12 @@ class Decode(_Attention):
         lens = torch.full((self.batch,), self.context, dtype=torch.int32, device=device)
         q = torch.randn((self.batch, self.queries, heads.num_heads, heads.head_dim), device=device)
         q = q.to(self.dtype)
-        q = q[:, 0].contiguous() if self.queries == 1 else q
+        one = q[:, 0].contiguous()
+        q = one if self.queries == 1 else q
 
-        def over(pages: Tensor) -> Work:
+        def over(pages: Tensor, asked_by: Tensor = q) -> Work:
             return lambda: [
-                paged_decode_attention(q, pages, i, table, lens, **options) for i in range(layers)
+                paged_decode_attention(asked_by, pages, i, table, lens, **options) for i in range(layers)
             ]
 
         def error() -> tuple[Tensor, Tensor]:
@@ -119,7 +122,7 @@ class Decode(_Attention):
             found = paged_decode_attention(some, *rest, **options)
             return found, reference.paged_decode_attention(some.double(), *rest, **options)
 
-        works: dict[str, Work] = {}
+        works: dict[str, Work] = {ONE_QUERY: over(pool, one)} if self.queries > 1 else {}
         names = [name for name in asked if name != peers.LAYER_MAJOR]
         if names and self.pages != FP8 and self.queries == 1:
             if 2 * pool.nbytes > machine.free_nbytes:

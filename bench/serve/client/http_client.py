@@ -46,6 +46,7 @@ class _Connection(asyncio.Protocol):
         self._done: asyncio.Future[None] | None = None
         self._head_read = False
         self._chunked = False
+        self._end = b""  # of the body so far
         self._remaining: int | None = None  # body bytes to come; None: unknown
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -59,6 +60,7 @@ class _Connection(asyncio.Protocol):
         self._on_packet = on_packet
         self._remaining = None
         self._head_read = False
+        self._end = b""
         self._transport.write(request)
         try:
             await self._done
@@ -78,9 +80,11 @@ class _Connection(asyncio.Protocol):
             data = self._read_head(b"".join(packet for _, packet in exchange.packets))
         if self._remaining is not None:
             self._remaining -= len(data)
-        elif self._chunked and data.endswith(_LAST_CHUNK):
+        elif self._chunked:
             # No event within a stream ends like this: events end in a brace and line feeds.
-            self._remaining = 0
+            self._end = (self._end + data[-len(_LAST_CHUNK) :])[-len(_LAST_CHUNK) :]
+            if self._end == _LAST_CHUNK:
+                self._remaining = 0
         if self._remaining is not None and self._remaining <= 0:
             self._finish(now)
 

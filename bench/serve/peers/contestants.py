@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol
 
-from moonpool.bench.harness.child import Child, served
+from moonpool.bench.harness.child import Child, served, started
+from moonpool.bench.harness.peers import PeerFailed
+from moonpool.bench.serve.client.answer import status_of
+from moonpool.bench.serve.client.http_client import HttpClient, ServerUnreachable
 from moonpool.bench.serve.client.server import Server
 from moonpool.bench.serve.figures import output_rate
 
@@ -52,6 +57,62 @@ class ServerContestant:
 
     async def first_token(self, prompt: TokenIds) -> float:
         return (await self.server.ask(prompt, 1)).ttft_s
+
+
+class PausedServer(ServerContestant):
+    """A peer's server, stopped during others' turns: its idle loops would take a part of the machine."""
+
+    def __init__(self, server: Server, child: Child) -> None:
+        super().__init__(server)
+        self._child = child
+        child.signal(signal.SIGSTOP)
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """It runs during the block."""
+        with self._child.turn():
+            # It closes those that seem to have been idle for long, at any moment after a pause.
+            self.server.http.drop_idle()
+            await self.server.http.get("/health")
+            yield
+
+    async def together(self, prompts: Sequence[TokenIds], output_tokens: int) -> float:
+        async with self.turn():
+            return await super().together(prompts, output_tokens)
+
+    async def alone(self, prompt: TokenIds, output_tokens: int) -> float:
+        async with self.turn():
+            return await super().alone(prompt, output_tokens)
+
+    async def first_token(self, prompt: TokenIds) -> float:
+        async with self.turn():
+            return await super().first_token(prompt)
+
+
+@asynccontextmanager
+async def running_server(
+    name: str, command: Sequence[str], port: int, ready_s: float, environment: Mapping[str, str]
+) -> AsyncIterator[tuple[Server, Child]]:
+    """A peer's server from when its ``/health`` is well. Raises ``PeerFailed``: not within ``ready_s``."""
+    run = started(name, command, environment=environment, paused=True, prints_ready=False)
+    async with run as child, HttpClient(f"http://127.0.0.1:{port}") as http:
+        try:
+            async with asyncio.timeout(ready_s):
+                await _wait_until_well(http, child)
+        except TimeoutError as error:
+            raise PeerFailed(f"{name} was not ready after {ready_s:.0f} s") from error
+        yield await Server.find(name, http), child
+
+
+async def _wait_until_well(http: HttpClient, child: Child) -> None:
+    while True:
+        child.check_runs()
+        try:
+            if status_of(await http.get("/health")) == 200:  # 503: it loads
+                return
+        except ServerUnreachable:
+            pass
+        await asyncio.sleep(0.5)
 
 
 class TransformersPeer:

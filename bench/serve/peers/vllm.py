@@ -3,9 +3,7 @@ and ``vllm`` on a GPU, in ours."""
 
 from __future__ import annotations
 
-import asyncio
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -16,11 +14,8 @@ from typing import Any
 import psutil
 
 import moonpool
-from moonpool.bench.harness.child import Child, started
-from moonpool.bench.harness.peers import PeerFailed, peers_dir, python_of
-from moonpool.bench.serve.client.http_client import HttpClient, ServerUnreachable
-from moonpool.bench.serve.client.server import Server
-from moonpool.bench.serve.peers.contestants import ServerContestant, TokenIds
+from moonpool.bench.harness.peers import peers_dir, python_of
+from moonpool.bench.serve.peers.contestants import PausedServer, running_server
 from moonpool.local.vllm_command import free_port, vllm_command, vllm_environment
 
 # It compiles first, which takes minutes on a busy machine.
@@ -30,22 +25,8 @@ _MAX_MODEL_LEN = 4096
 _GPU_MEMORY = 0.4
 
 
-class VllmCpu(ServerContestant):
-    """Paused during others' turns: its idle loops take a quarter of the machine from them."""
-
-    def __init__(self, server: Server, child: Child) -> None:
-        super().__init__(server)
-        self._child = child
-        child.signal(signal.SIGSTOP)
-
-    @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """It runs during the block."""
-        with self._child.turn():
-            # It closes those that seem to have been idle for long, at any moment after a pause.
-            self.server.http.drop_idle()
-            await self.server.http.get("/health")
-            yield
+class VllmCpu(PausedServer):
+    """vLLM, on a CPU or a GPU."""
 
     async def forget(self) -> None:
         """Drop its cached blocks; what a connector keeps stays. It must run."""
@@ -56,18 +37,6 @@ class VllmCpu(ServerContestant):
         own = psutil.Process(self._child.pid)
         times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
         return float(sum(one.user + one.system for one in times))
-
-    async def together(self, prompts: Sequence[TokenIds], output_tokens: int) -> float:
-        async with self.turn():
-            return await super().together(prompts, output_tokens)
-
-    async def alone(self, prompt: TokenIds, output_tokens: int) -> float:
-        async with self.turn():
-            return await super().alone(prompt, output_tokens)
-
-    async def first_token(self, prompt: TokenIds) -> float:
-        async with self.turn():
-            return await super().first_token(prompt)
 
 
 @asynccontextmanager
@@ -104,15 +73,8 @@ async def vllm_server(
     async with AsyncExitStack() as stack:
         if store is not None:
             environment["PYTHONPATH"] = stack.enter_context(_own_package())
-        running = started(name, command, environment=environment, paused=True, prints_ready=False)
-        child = await stack.enter_async_context(running)
-        http = await stack.enter_async_context(HttpClient(f"http://127.0.0.1:{port}"))
-        try:
-            async with asyncio.timeout(_START_S):
-                await _wait_until_up(http, child)
-        except TimeoutError as error:
-            raise PeerFailed(f"{name} was not ready after {_START_S:.0f} s") from error
-        yield VllmCpu(await Server.find(name, http), child)
+        running = running_server(name, command, port, _START_S, environment)
+        yield VllmCpu(*await stack.enter_async_context(running))
 
 
 @contextmanager
@@ -121,13 +83,3 @@ def _own_package() -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="bench-vllm-") as folder:
         (Path(folder) / "moonpool").symlink_to(Path(moonpool.__file__).parent)
         yield folder
-
-
-async def _wait_until_up(http: HttpClient, child: Child) -> None:
-    while True:
-        child.check_runs()
-        try:
-            await http.get("/health")
-            return
-        except ServerUnreachable:
-            await asyncio.sleep(0.5)

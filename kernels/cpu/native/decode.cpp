@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "decode_bf16.h"
 #include "run.h"
 #include "scores.h"
 #include "softmax.h"
@@ -26,10 +27,12 @@ struct Gathered {
     std::vector<float> sums;       // [rows, dim]
     std::vector<float> queries;    // [rows, dim], if converted to float32 or put in order
     std::vector<float> converted;  // [W, dim], keys and values as float32
+    std::vector<bf16> rounded;     // [rows, PITCH], weights
     std::vector<Softmax> states;   // [rows]
 
     void begin(int64_t rows, int64_t dim) {
         scores.resize(rows * PITCH);
+        rounded.resize(rows * PITCH);
         sums.assign(rows * dim, 0.0f);
         queries.resize(rows * dim);
         converted.resize(W * dim);
@@ -111,14 +114,68 @@ struct Queries {
     }
 };
 
-template <class Q, class T>
+// Products in float32, but for scores of bf16 keys.
+template <class T>
+struct Plain {
+    const int64_t dim;
+    Gathered& g;
+    const Score<Asking<T>, Wide<T>> score_run = score_for<Asking<T>, Wide<T>>(dim);
+
+    // Scores of rows from `row` on, with `at` the place of the run's first key among a row's scores.
+    void score(const Asking<T>* q, int64_t row, int64_t rows, Run<T> keys, int64_t at, float scale) const {
+        float* scores = g.scores.data() + row * PITCH + at;
+        for_wide(keys, dim, g.converted.data(), [&](Run<Wide<T>> some, int64_t before) {
+            score_run(q + row * dim, rows, dim, some, scale, scores + before);
+        });
+        scale_rows(keys, scores, rows);
+    }
+    void weigh(int64_t, int64_t) const {}
+    void gather(int64_t row, int64_t rows, Run<T> values, int64_t at) const {
+        float* weights = g.scores.data() + row * PITCH + at;
+        scale_rows(values, weights, rows);
+        for_wide(values, dim, g.converted.data(), [&](Run<Wide<T>> some, int64_t before) {
+            ::gather(weights + before, rows, some, dim, g.sums.data() + row * dim);
+        });
+    }
+    template <class Q>
+    void write(int64_t row, float total, Q* out) const {
+        const float* sums = g.sums.data() + row * dim;
+        for_vectors(dim, [&](int64_t i, int n) { store_some(out + i, load_some(sums + i, n) / total, n); });
+    }
+};
+
+#if defined(MP_BF16_DOT)
+// Products of pairs, for dim a multiple of 32.
+struct Paired {
+    const int64_t dim;
+    Gathered& g;
+    const Score<bf16, bf16> score_run = score_for<bf16, bf16>(dim);
+
+    void score(const bf16* q, int64_t row, int64_t rows, Run<bf16> keys, int64_t at, float scale) const {
+        score_run(q + row * dim, rows, dim, keys, scale, g.scores.data() + row * PITCH + at);
+    }
+    // The weights of a row are complete.
+    void weigh(int64_t row, int64_t n) const {
+        bf16_decode::round_weights(g.scores.data() + row * PITCH, n, g.rounded.data() + row * PITCH);
+    }
+    void gather(int64_t row, int64_t rows, Run<bf16> values, int64_t at) const {
+        bf16_decode::gather(g.rounded.data() + row * PITCH + at, rows, values, dim, g.sums.data() + row * dim);
+    }
+    void write(int64_t row, float total, bf16* out) const {
+        const float* sums = g.sums.data() + row * dim;
+        for (int64_t i = 0; i < dim; i += 2 * W)
+            store_ordered(out + i, load(sums + i) / total, load(sums + i + W) / total);
+    }
+};
+#endif
+
+template <class Products, class Q, class T>
 void attend(const Blocks<T>& blocks, const Queries<Q>& asked, const Rules& rules, Gathered& gathered, const T* then) {
     const int64_t dim = blocks.pool.head_dim, size = blocks.pool.block_size;
     const int64_t group = asked.heads / blocks.heads, rows = group * asked.tokens;  // of a kv head
     const Seen seen = asked.seen(rules);
-    const Score<Asking<T>, Wide<T>> score = score_for<Asking<T>, Wide<T>>(dim);
+    const Products products{dim, gathered};
     gathered.begin(asked.heads * asked.tokens, dim);
-    float* converted = gathered.converted.data();
     const Asking<T>* queries = (const Asking<T>*)asked.q;
     if (asked.tokens > 1 || !std::is_same<Q, Asking<T>>::value) {
         Asking<T>* to = (Asking<T>*)gathered.queries.data();
@@ -133,11 +190,7 @@ void attend(const Blocks<T>& blocks, const Queries<Q>& asked, const Rules& rules
     for (int64_t first = seen.first, end; first < seen.end; first = end) {
         end = std::min(first / CHUNK * CHUNK + CHUNK, seen.end);
         blocks.walk(first, end, 0, blocks.at(first / size, 0, 1), [&](int64_t head, Run<T> keys, int64_t at) {
-            for_wide(keys, dim, converted, [&](Run<Wide<T>> some, int64_t before) {
-                score(queries + head * rows * dim, rows, dim, some, rules.scale,
-                      scores + head * rows * PITCH + at + before);
-            });
-            scale_rows(keys, scores + head * rows * PITCH + at, rows);
+            products.score(queries, head * rows, rows, keys, at, rules.scale);
         });
         const int64_t count = end - first, whole = (count + W - 1) / W * W;
         asked.for_rows(group, [&](int64_t at, int64_t token, int64_t) {
@@ -151,6 +204,7 @@ void attend(const Blocks<T>& blocks, const Queries<Q>& asked, const Rules& rules
                 std::fill(row + stop, row + count, -INF);
             }
             const float factor = gathered.states[at].take(row, whole);
+            products.weigh(at, whole);
             if (factor == 1.0f) return;
             for_vectors(dim, [&](int64_t i, int n) {
                 store_some(sums + at * dim + i, load_some(sums + at * dim + i, n) * factor, n);
@@ -158,26 +212,20 @@ void attend(const Blocks<T>& blocks, const Queries<Q>& asked, const Rules& rules
         });
         const T* next = end < seen.end ? blocks.at(end / size, 0, 0) : then;
         blocks.walk(first, end, 1, next, [&](int64_t head, Run<T> values, int64_t at) {
-            scale_rows(values, scores + head * rows * PITCH + at, rows);
-            for_wide(values, dim, converted, [&](Run<Wide<T>> some, int64_t before) {
-                gather(scores + head * rows * PITCH + at + before, rows, some, dim, sums + head * rows * dim);
-            });
+            products.gather(head * rows, rows, values, at);
         });
     }
     asked.for_rows(group, [&](int64_t row, int64_t token, int64_t head) {
         const Softmax& state = gathered.states[row];
         // The sums of a token that sees no key are zero.
         const float total = state.total == 0.0f ? 1.0f : state.total / rules.v_scale;
-        Q* out = asked.out + (token * asked.num_heads + head) * dim;
-        for_vectors(dim, [&](int64_t i, int n) {
-            store_some(out + i, load_some(sums + row * dim + i, n) / total, n);
-        });
+        products.write(row, total, asked.out + (token * asked.num_heads + head) * dim);
         if (asked.lse) asked.lse[token * asked.num_heads + head] = log_sum(state);
     });
 }
 
 // starts: of each sequence's tokens, and their end; null: each has as many.
-template <class Q, class T>
+template <class Products, class Q, class T>
 void decode(const Pool& pool, int64_t layer, const Q* q, Q* out, float* lse, const int32_t* tables,
             int64_t table_stride, const int32_t* starts, const int32_t* positions, const int32_t* contexts,
             int64_t batch, int64_t each, int64_t heads, const Rules& rules) {
@@ -211,9 +259,18 @@ void decode(const Pool& pool, int64_t layer, const Q* q, Q* out, float* lse, con
                 const Blocks<T> next{pool, layer, blocks.table + table_stride, head, num};
                 if (!seen.empty()) then = next.at(seen.first / pool.block_size, 0, 0);
             }
-            attend(blocks, asked_by(i, head * group, num * group), rules, gathered, then);
+            attend<Products>(blocks, asked_by(i, head * group, num * group), rules, gathered, then);
         }
     });
+}
+
+template <class Q, class T>
+auto decode_for(int64_t dim) {
+#if defined(MP_BF16_DOT)
+    if constexpr (std::is_same_v<Q, bf16> && std::is_same_v<T, bf16>)
+        if (dim % bf16_decode::STEP == 0) return decode<Paired, Q, T>;
+#endif
+    return decode<Plain<T>, Q, T>;
 }
 
 }  // namespace
@@ -224,8 +281,9 @@ void decode(const Pool& pool, int64_t layer, const Q* q, Q* out, float* lse, con
                                  const int32_t* positions, const int32_t* contexts, int64_t batch,            \
                                  int64_t tokens, int64_t num_heads, float scale, float v_scale,               \
                                  int64_t window, float soft_cap) {                                            \
-        decode<Q, T>(*pool, layer, q, out, lse, tables, table_stride, starts, positions, contexts, batch,     \
-                     tokens, num_heads, Rules{scale, soft_cap, v_scale, window});                             \
+        const auto run = decode_for<Q, T>(pool->head_dim);                                                    \
+        run(*pool, layer, q, out, lse, tables, table_stride, starts, positions, contexts, batch, tokens,      \
+            num_heads, Rules{scale, soft_cap, v_scale, window});                                              \
     }
 
 MP_FOR_POOLS(MP_DECODE)

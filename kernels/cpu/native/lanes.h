@@ -52,12 +52,20 @@ MP_INLINE vf swap(vf v) {
     return shuffle(v, v, at);
 }
 
+// Lanes of swap<STEP>(a) where bit STEP of the lane number is clear, of swap<STEP>(b) where it is set.
+template <int STEP>
+MP_INLINE vf blend_swapped(vf a, vf b) {
+    vi at;
+    for (int i = 0; i < W; i++) at[i] = i & STEP ? W + (i ^ STEP) : i ^ STEP;
+    return shuffle(a, b, at);
+}
+
 // Lane i of the result is the sum over the lanes of v[i]. Destroys v.
 template <int STEP = 1>
 MP_INLINE vf sum_each(vf* v) {
     if constexpr (STEP < W) {
         for (int i = 0; i < W / STEP / 2; i++)
-            v[i] = blend<STEP>(v[2 * i], v[2 * i + 1]) + swap<STEP>(blend<STEP>(v[2 * i + 1], v[2 * i]));
+            v[i] = blend<STEP>(v[2 * i], v[2 * i + 1]) + blend_swapped<STEP>(v[2 * i], v[2 * i + 1]);
         return sum_each<2 * STEP>(v);
     } else {
         return v[0];

@@ -6,6 +6,7 @@
 
 #include <vector>
 
+#include "dot.h"
 #include "exp.h"
 #include "query_block.h"
 #include "softmax.h"
@@ -19,17 +20,6 @@ constexpr int64_t TILE = 64;                  // keys
 constexpr int ROW_VECTORS = 4;                // of a block at most
 constexpr int64_t ROWS = ROW_VECTORS * W;
 
-MP_INLINE vf dot(vf sum, vu a, vu b) { return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
-MP_INLINE vu pairs(const void* p) {
-    vu v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
-MP_INLINE vu broadcast(const void* p) {
-    int32_t pair;
-    memcpy(&pair, p, 4);
-    return (vu)_mm512_set1_epi32(pair);
-}
 MP_INLINE void prefetch_far(const bf16* row, int64_t n) {
     for (int64_t i = 0; i < n; i += 32) __builtin_prefetch(row + i, 0, 2);
 }
@@ -121,14 +111,14 @@ void weigh(Scratch& s, int64_t tile, bool all_visible) {
 // values[key / 2] = the values of both keys, interleaved; null: zeros.
 inline void interleave(Scratch& s, const bf16* const* values, const bf16* const* next, int64_t dim) {
     bf16* to = s.values.data();
-    const __m512i zero = _mm512_setzero_si512();
     for (int64_t key = 0; key < TILE; key += 2)
         for (int64_t d = 0; d < dim; d += 32, to += 64) {
-            const __m512i a = values[key] ? _mm512_loadu_si512(values[key] + d) : zero;
-            const __m512i b = values[key + 1] ? _mm512_loadu_si512(values[key + 1] + d) : zero;
+            const vu a = values[key] ? pairs(values[key] + d) : vu{};
+            const vu b = values[key + 1] ? pairs(values[key + 1] + d) : vu{};
             if (next) __builtin_prefetch(next[key] + d, 0, 2), __builtin_prefetch(next[key + 1] + d, 0, 2);
-            _mm512_storeu_si512(to, _mm512_unpacklo_epi16(a, b));
-            _mm512_storeu_si512(to + 32, _mm512_unpackhi_epi16(a, b));
+            const vu low = low_pairs(a, b), high = high_pairs(a, b);
+            memcpy(to, &low, sizeof low);
+            memcpy(to + 32, &high, sizeof high);
         }
 }
 
@@ -223,19 +213,14 @@ void attend_rows(Scratch& s, const QueryBlock<bf16>& block, const Pool& pool, in
         gather(s, rows, R * W, dim);
     }
 
-    const vi low = {0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23};
-    const vi high = {8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31};
     for (int64_t row = 0; row < rows; row++) {
         const float* sums = s.sums.data() + row * dim;
         const float total = s.total[row / W][row % W], top = s.top[row / W][row % W];
         // The sums of a query that sees no key are zero.
         const float divisor = total == 0.0f ? 1.0f : total / rules.v_scale;
         bf16* out = block.output(row, dim);
-        for (int64_t d = 0; d < dim; d += 2 * W) {
-            const vf a = load(sums + d) / divisor, b = load(sums + d + W) / divisor;
-            store(out + d, shuffle(a, b, low));
-            store(out + d + W, shuffle(a, b, high));
-        }
+        for (int64_t d = 0; d < dim; d += 2 * W)
+            store_ordered(out + d, load(sums + d) / divisor, load(sums + d + W) / divisor);
         if (block.lse) *block.log_sum(row) = total == 0.0f ? -INF : top + std::log(total);
     }
 }

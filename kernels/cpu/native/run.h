@@ -1,6 +1,8 @@
 // The unit in which the decode kernel reads blocks, and the layout of its scores.
 #pragma once
 
+#include <algorithm>
+
 #include "pool.h"
 
 constexpr int64_t CHUNK = 256;             // tokens; a multiple of W
@@ -13,6 +15,10 @@ struct Run {
     const T* prefetch;  // or null
     int64_t count;
     const float* scales = nullptr;  // of each token, or null: none
+    const T* end = nullptr;         // of the memory to prefetch, where `skip` is called
+
+    // `n` values have been prefetched.
+    MP_INLINE void skip(int64_t n) { prefetch = prefetch && prefetch + n < end ? prefetch + n : nullptr; }
 };
 
 // rows[g][i] *= scales[i], for rows of scores.
@@ -39,6 +45,13 @@ MP_INLINE void prefetch_more(const T*& prefetch, int64_t n) {
     if (!prefetch) return;
     prefetch_row(prefetch, n);
     prefetch += n;
+}
+
+// Values to prefetch with each token of a run that is read in several turns: whole cache lines.
+template <class T>
+MP_INLINE int64_t part_of(int64_t dim, int64_t turns) {
+    constexpr int64_t line = 64 / (int64_t)sizeof(T);
+    return std::max(line, dim / turns / line * line);
 }
 
 // Calls f(run of Wide<T>, tokens before it): once for the whole run, or for each W converted tokens.

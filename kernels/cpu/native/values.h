@@ -5,9 +5,10 @@
 
 // sums[g] += weights[g] · v for G heads and C vectors of dimensions. With few vectors, even and odd tokens have
 // separate sums, which hides the latency of the additions. G does not decide: a head would be rounded otherwise
-// among others than alone.
+// among others than alone. Prefetches `ahead` values with each token: the turns of a run share its prefetch, as the
+// first alone would wait for it.
 template <class T, int G, int C>
-MP_INLINE void gather_part(const float* weights, Run<T> values, int64_t dim, float* sums) {
+MP_INLINE void gather_part(const float* weights, Run<T> values, int64_t dim, float* sums, int64_t ahead) {
     constexpr int COPIES = C <= 2 ? 2 : 1;
     const T* v = values.rows;
     vf registers[COPIES][G][C];
@@ -22,7 +23,7 @@ MP_INLINE void gather_part(const float* weights, Run<T> values, int64_t dim, flo
     for (; i + COPIES <= values.count; i += COPIES)
 #pragma GCC unroll 2
         for (int copy = 0; copy < COPIES; copy++, v += dim) {
-            prefetch_more(values.prefetch, dim);
+            prefetch_more(values.prefetch, ahead);
             vf row[C];
 #pragma GCC unroll 8
             for (int c = 0; c < C; c++) row[c] = load(v + c * W);
@@ -44,15 +45,16 @@ MP_INLINE void gather_part(const float* weights, Run<T> values, int64_t dim, flo
         }
 }
 
-// C vectors of dimensions for all heads. Only the first call of a run prefetches.
+// C vectors of dimensions for all heads.
 template <class T, int C>
 MP_INLINE void gather_columns(const float* weights, int64_t group, Run<T>& values, int64_t dim, float* sums) {
-    for (; group >= 4; group -= 4, weights += 4 * PITCH, sums += 4 * dim, values.prefetch = nullptr)
-        gather_part<T, 4, C>(weights, values, dim, sums);
-    if (group == 3) gather_part<T, 3, C>(weights, values, dim, sums);
-    if (group == 2) gather_part<T, 2, C>(weights, values, dim, sums);
-    if (group == 1) gather_part<T, 1, C>(weights, values, dim, sums);
-    values.prefetch = nullptr;
+    const int64_t ahead = part_of<T>(dim, dim / (C * W) * ((group + 3) / 4)), all = ahead * values.count;
+    for (; group >= 4; group -= 4, weights += 4 * PITCH, sums += 4 * dim, values.skip(all))
+        gather_part<T, 4, C>(weights, values, dim, sums, ahead);
+    if (group == 3) gather_part<T, 3, C>(weights, values, dim, sums, ahead);
+    if (group == 2) gather_part<T, 2, C>(weights, values, dim, sums, ahead);
+    if (group == 1) gather_part<T, 1, C>(weights, values, dim, sums, ahead);
+    if (group) values.skip(all);
     values.rows += C * W;
 }
 
@@ -60,6 +62,7 @@ MP_INLINE void gather_columns(const float* weights, int64_t group, Run<T>& value
 template <class T>
 void gather(const float* weights, int64_t group, Run<T> values, int64_t dim, float* sums) {
     int64_t at = 0;
+    values.end = values.prefetch ? values.prefetch + values.count * dim : nullptr;
     if (group == 1)
         for (; at + 8 * W <= dim; at += 8 * W) gather_columns<T, 8>(weights, group, values, dim, sums + at);
     for (; at + 4 * W <= dim; at += 4 * W) gather_columns<T, 4>(weights, group, values, dim, sums + at);
