@@ -40,7 +40,7 @@ async def llama_server(model_dir: Path, *, threads: int) -> AsyncIterator[Paused
 
 
 def llama_arguments(model: Path, port: int, threads: int) -> list[str]:
-    """Each request its own cache, flash attention: docs/decisions/bench.md."""
+    """Its fastest settings here: docs/decisions/bench.md."""
     return [
         *("--model", str(model), "--alias", "peer", "--host", "127.0.0.1", "--port", str(port)),
         *("--threads", str(threads), "--threads-batch", str(threads), "--flash-attn", "on"),
