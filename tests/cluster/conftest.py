@@ -84,8 +84,9 @@ async def migrate(client: Client, request_id: str, target: str = "") -> list[dic
                 raise
 
 
-# What a conductor answers when a request ends before its move begins, or while it runs.
-_HAS_ENDED = ("no request of this id runs here", "the attempt has ended")
+def has_ended(error: ApiError) -> bool:
+    """Whether a move was refused because its request ended before it began, or while it ran."""
+    return any(words in str(error) for words in ("no request of this id runs here", "the attempt has ended"))
 
 
 async def complete_and_move(
@@ -100,7 +101,7 @@ async def complete_and_move(
                 try:
                     moves += await migrate(client, reply.id)
                 except ApiError as error:
-                    runs = not any(words in str(error) for words in _HAS_ENDED)
+                    runs = not has_ended(error)
                     if runs:
                         raise
         if len(moves) == num_moves:
