@@ -66,7 +66,7 @@ class ExpertPlacement:
         try:
             return cls.from_json(path.read_text(), str(path))
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{_PATH_OPTION}: {path} cannot be read: {error}", _PATH_OPTION) from error
+            raise _no_placement(str(path), error) from error
 
     @classmethod
     def from_json(cls, text: str, source: str = "this") -> ExpertPlacement:
@@ -74,11 +74,7 @@ class ExpertPlacement:
         try:
             return cls.unpack(json.loads(text))
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{_PATH_OPTION}: {source} is not a placement of experts ({error}): make one with "
-                "`moonpool experts`",
-                _PATH_OPTION,
-            ) from error
+            raise _no_placement(source, error) from error
 
     @classmethod
     def unpack(cls, words: dict[str, object]) -> ExpertPlacement:
@@ -110,6 +106,13 @@ class ExpertPlacement:
                     "`moonpool experts`",
                     _PATH_OPTION,
                 )
+
+
+def _no_placement(source: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"{_PATH_OPTION}: {source} is not a placement of experts ({error}): make one with `moonpool experts`",
+        _PATH_OPTION,
+    )
 
 
 def plan_experts(load: npt.NDArray[np.int64], num_ranks: int, num_replicas: int) -> ExpertPlacement:
