@@ -156,6 +156,7 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         least(0.7, r"decode (?!.* over ).*, batch 1, context 131072", "rate", "large copy"),
         least(0.75, r"decode .*bfloat16 over fp8.*", "rate", "pages as wide as q"),
         least(0.77, r"decode .*, 4 queries", "rate", "one query"),
+        least(0.56, r"decode .*, 8 queries", "rate", "one query"),
         least(0.97, r"decode .*", "rate", "layer-major pool"),
         least(1.6, r"linear (1024x6144|3072x1024) bfloat16, weight int8, 1 rows", "rate", "bfloat16 weight"),
         least(2.5, r"linear (1024x6144|3072x1024) bfloat16, weight int4, 1 rows", "rate", "bfloat16 weight"),

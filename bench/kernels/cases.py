@@ -20,6 +20,7 @@ GROUPS, HEAD_DIMS, BLOCK_SIZES = (1, 4, 8), (64, 128), (16, 64, 256)
 _CENTRE = Heads(32, 8, 128, 16)
 # (batch, context) of the cases with other heads and blocks than the centre's.
 _POINTS = ((1, 128 << 10), (32, 4096), (128, 4096))
+_QUERIES = (4, 8)
 
 
 def decode_cases(cuda: bool, quick: bool) -> list[Decode]:
@@ -30,7 +31,10 @@ def decode_cases(cuda: bool, quick: bool) -> list[Decode]:
         if not quick:
             found += [Decode(_CENTRE, F32, F32, *at) for at in ((1, 512), (1, 8192), (8, 512))]
             several = (shapes[0], Heads(16, 8, 128, 16), _CENTRE)
-            found += [Decode(heads, *kind, 8, 2048, queries=4) for heads in several for kind in kinds[:2]]
+            found += [
+                Decode(heads, *kind, 8, 2048, queries=count)
+                for heads, kind, count in product(several, kinds[:2], _QUERIES)
+            ]
         return found
     every = [Heads(8 * group, 8, *of) for group, *of in product(GROUPS, HEAD_DIMS, BLOCK_SIZES)]
     grid = ((32, 4096),) if quick else tuple(product(BATCHES, CONTEXTS))
@@ -40,7 +44,10 @@ def decode_cases(cuda: bool, quick: bool) -> list[Decode]:
         found += [
             Decode(heads, BF16, pages, *at) for heads, at, pages in product(others, _POINTS, (BF16, FP8))
         ]
-        found += [Decode(_CENTRE, BF16, pages, 32, 4096, queries=4) for pages in (BF16, FP8)]
+        found += [
+            Decode(_CENTRE, BF16, pages, 32, 4096, queries=count)
+            for pages, count in product((BF16, FP8), _QUERIES)
+        ]
     return found
 
 
