@@ -208,7 +208,7 @@ class AdapterResidency:
         try:
             await pool.ready()
             await self._loader.load(ref, resident.number, resident.block_ids)
-        except BaseException:
+        except BaseException:  # a load that is cancelled gives its blocks back, too
             counts.failed_loads += 1
             # Requests that have pinned it get the error; the next one tries again.
             del self._residents[ref.digest]

@@ -94,8 +94,9 @@ async def _replicas(client: Client, node_id: str) -> list[dict[str, Any]]:
     nodes = (await client.cluster())["nodes"]
     found = [node for node in nodes if node["node_id"] == node_id]
     if not found:
-        names = ", ".join(node["node_id"] for node in nodes if node["role"] in ("prefill", "decode"))
-        raise click.ClickException(f"there is no node {node_id} in the cluster; there are: {names}")
+        names = ", ".join(node["node_id"] for node in nodes if node["role"] != "store")
+        there = f"there are: {names}" if names else "no node has joined yet"
+        raise click.ClickException(f"there is no node {node_id} in the cluster; {there}")
     return list(holders(found[0]))
 
 
