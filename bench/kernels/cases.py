@@ -32,8 +32,8 @@ def decode_cases(cuda: bool, quick: bool) -> list[Decode]:
             found += [Decode(_CENTRE, F32, F32, *at) for at in ((1, 512), (1, 8192), (8, 512))]
             several = (shapes[0], Heads(16, 8, 128, 16), _CENTRE)
             found += [
-                Decode(heads, *kind, 8, 2048, queries=count)
-                for heads, kind, count in product(several, kinds[:2], _QUERIES)
+                Decode(heads, dtype, dtype, 8, 2048, queries=count)
+                for heads, dtype, count in product(several, (F32, BF16), _QUERIES)
             ]
         return found
     every = [Heads(8 * group, 8, *of) for group, *of in product(GROUPS, HEAD_DIMS, BLOCK_SIZES)]
