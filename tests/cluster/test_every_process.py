@@ -29,6 +29,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PROMTOOL = shutil.which("promtool")
 SECRET = "xyzzy plugh"  # nothing that the code would ever say
+MOVED_TOKENS = 1500  # the request still decodes when its node is seen and killed
 PROMPT = f"{SECRET}, whispered the keeper of the book. " * 12
 RUN = re.compile(
     r"\b\d+\b(?:[,\s]+\b\d+\b){3,}"
@@ -125,17 +126,18 @@ async def logged(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Logg
         await eventually(fetches)
         assert (await run.ask("wrong-1", temperature=SECRET))[0] == 400
         assert (await run.ask("wrong-2", model=SECRET))[0] == 404
-        running = asyncio.create_task(run.ask("moved", max_tokens=200, ignore_eos=True))
+        running = asyncio.create_task(run.ask("moved", max_tokens=MOVED_TOKENS, ignore_eos=True))
 
-        async def decoding() -> list[str]:
+        async def decoding_is_killed() -> list[str]:
             nodes = json.loads(await run.read(f"{cluster.url}/v1/cluster"))["nodes"]
-            return [
+            found = [
                 node["node_id"] for node in nodes if node["role"] == "decode" and node["load"]["own_decodes"]
             ]
+            for name in found:
+                os.kill(cluster.children[name].pid, signal.SIGKILL)
+            return found
 
-        await eventually(decoding)
-        for name in await decoding():
-            os.kill(cluster.children[name].pid, signal.SIGKILL)
+        await eventually(decoding_is_killed)
         assert (await running)[0] == 200
         nodes = json.loads(await run.read(f"{cluster.url}/v1/cluster"))["nodes"]
         urls = {"conductor": f"{cluster.url}/metrics"}
@@ -171,7 +173,8 @@ async def test_each_process_names_the_request_it_works_for(logged: Logged) -> No
     assert of_request["first"] >= {"conductor", "prefill", "decode"}
     assert of_request["again"] >= {"conductor", "prefill", "decode", "store"}
     said = [line["message"] for line in logged.lines() if line.get("request_id", "").startswith("cmpl-moved")]
-    for sentence in ("placed on prefill-0, then decode-", "attempt 0 after ", "length after 200 tokens"):
+    end = f"length after {MOVED_TOKENS} tokens"
+    for sentence in ("placed on prefill-0, then decode-", "attempt 0 after ", end):
         assert any(sentence in message for message in said), said
 
 

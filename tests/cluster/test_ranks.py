@@ -213,7 +213,7 @@ async def test_a_rank_lost_while_prefilling_costs_no_request(
         LocalCluster(config, directory=tmp_path) as cluster,
         Client(cluster.url) as client,
     ):
-        prompt = "The words of the preacher, the son of David. " * 100
+        prompt = "The words of the preacher, the son of David. " * 300
         task = asyncio.ensure_future(whole(client, prompt, max_tokens=32))
         busy: list[dict[str, Any]] = []
         while not busy and not task.done():
