@@ -105,6 +105,7 @@ class ScriptedNode(
         self.prefills: list[node_pb2.PrefillRequest] = []
         self.cancelled: list[tuple[str, int]] = []
         self.copied: list[tuple[str, int]] = []  # source, number of blocks
+        self.prefetches = False  # clients ask for copies
         self.stop_at = -1  # index of the token that ends a sequence by itself; -1: none
         self.adapters: dict[str, node_pb2.Adapter] = {}
         self.num_listed = 0  # calls
@@ -246,7 +247,8 @@ class ScriptedNode(
     async def Replicate(
         self, request: node_pb2.ReplicateRequest, context: ServicerContext[Any, Any]
     ) -> node_pb2.ReplicateReply:
-        assert request.surplus, "what a conductor has copied may go again"
+        # What a conductor copies by itself may go again, what a client asked for may not.
+        assert request.surplus or self.prefetches, "a copy for good, and no request asked for one"
         keys = unpack(request.keys)
         new = [key for key in keys if key not in self.held]
         self.hold(new)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,10 +11,12 @@ from prometheus_client import REGISTRY
 
 from moonpool.conductor.errors import RequestFailed
 from moonpool.conductor.requests.recovery import Recovery
+from moonpool.protos import node_pb2
 from moonpool.runtime.failures import FailureClass
 from tests.conductor.core_nodes import (
     PROMPT,
     Script,
+    ScriptedNode,
     continuation,
     redis_process,
     request,
@@ -64,10 +67,22 @@ async def test_a_failed_attempt_has_its_class_everywhere(
         ("moonpool_failure_retries_total", {"class": failure, "outcome": "failed"}),
     )
     async with running(url, "p0", "d0", "d1", namespace=f"class-{failure}") as cluster:
-        script = once(3, fault)
+        streamed = asyncio.Event()
+
+        async def once_streamed(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
+            # Tokens on their way would not count: they are dropped with the attempt.
+            await streamed.wait()
+            await fault(node, work, index)
+
+        script = once(3, once_streamed)
         for name in ("d0", "d1"):
             cluster.nodes[name].script = script
-        assert await cluster.generate(request()) == continuation(PROMPT, 8)
+        tokens = []
+        async for event in cluster.conductor.generate(request()):
+            tokens.append(event.token_id)
+            if len(tokens) == 3:
+                streamed.set()
+        assert tokens == continuation(PROMPT, 8)
         timeline = cluster.conductor.timeline("r")
     assert change() == [1, 1, 1, 1, 1, 0]
     assert timeline is not None
