@@ -21,7 +21,7 @@ ROUTINGS = (ISOLATED, NEAREST, SUN, COST)
 
 @dataclass(frozen=True)
 class Days:
-    """Regions whose days are alike and evenly shifted. ``swing``: of the rate, around ``rate``."""
+    """Regions with equal days, evenly shifted. ``swing``: of the rate, around ``rate``."""
 
     regions: Sequence[str]
     day_s: float
