@@ -1,4 +1,4 @@
-"""A workload whose rate follows the day of its region, and where other regions take part of it."""
+"""A workload with a rate that follows the day of its region; other regions can serve part of it."""
 
 from __future__ import annotations
 
