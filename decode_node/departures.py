@@ -97,7 +97,7 @@ class Departures:
                 f"request {sequence.request_id} has {sequence.num_tokens} tokens, not {request.num_tokens}"
             )
         if self._node.engine.config.widest_window:
-            raise HandoverFailed("a model whose layers all have windows has released blocks: place it again")
+            raise HandoverFailed("all layers have windows, so blocks were released: place it again")
 
     def _check_decodes(self, sequence: Sequence) -> None:
         if sequence.state is not State.DECODING:

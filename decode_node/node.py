@@ -254,7 +254,7 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
         """A step has advanced these sequences. ``mixed``: it also computed a part of a prompt."""
         batches: dict[str, list[node_pb2.TokenOut]] = {}
         num_tokens = 0
-        stopped: set[str] = set()  # conductors whose next token comes from another node
+        stopped: set[str] = set()  # conductors that get their next token from another node
         for event in events:
             key = event.sequence.key
             request = self._requests.get(key)

@@ -130,7 +130,7 @@ class Engine:
         self._loop: StepLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._placing = asyncio.Lock()
-        self.num_moved_layers = 0  # whose experts were placed anew
+        self.num_moved_layers = 0  # layers with experts that were placed anew
         self._closed = False
 
     def _create_pool(self, num_blocks: int) -> None:

@@ -14,9 +14,8 @@ from moonpool.runtime.redaction import hide_arguments, hide_in_tracebacks
 
 
 class _Entry(NamedTuple):
-    target: (
-        str  # MODULE:ATTRIBUTE of a click command; MODULE, maybe with arguments: a daemon, run as python -m
-    )
+    # MODULE:ATTRIBUTE of a click command; MODULE, maybe with arguments: a daemon, run as python -m
+    target: str
     summary: str
     extra: str = ""  # the extra of pyproject.toml that the command needs
 

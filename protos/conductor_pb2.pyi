@@ -30,7 +30,7 @@ class LoadReport(_message.Message):
     LOADS_FIELD_NUMBER: _builtins.int
     NUM_BEGUN_FIELD_NUMBER: _builtins.int
     OPEN_FIELD_NUMBER: _builtins.int
-    LEAVING_FIELD_NUMBER: _builtins.int
+    STOPS_FIELD_NUMBER: _builtins.int
     TENANTS_FIELD_NUMBER: _builtins.int
     DEMAND_FIELD_NUMBER: _builtins.int
     conductor_id: _builtins.str
@@ -41,7 +41,7 @@ class LoadReport(_message.Message):
     """grows with each report"""
     num_begun: _builtins.int
     """bookings that it had asked others for; they are numbered from 1"""
-    leaving: _builtins.bool
+    stops: _builtins.bool
     """it stops: its load no longer counts"""
     @_builtins.property
     def loads(self) -> _containers.RepeatedCompositeFieldContainer[Global___BookedLoad]:
@@ -68,13 +68,13 @@ class LoadReport(_message.Message):
         loads: _abc.Iterable[Global___BookedLoad] | None = ...,
         num_begun: _builtins.int = ...,
         open: _abc.Iterable[_builtins.int] | None = ...,
-        leaving: _builtins.bool = ...,
+        stops: _builtins.bool = ...,
         tenants: _abc.Iterable[Global___TenantUse] | None = ...,
         demand: Global___Demand | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["demand", b"demand"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "conductor_id", b"conductor_id", "demand", b"demand", "leaving", b"leaving", "loads", b"loads", "num_begun", b"num_begun", "open", b"open", "tenants", b"tenants", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "conductor_id", b"conductor_id", "demand", b"demand", "loads", b"loads", "num_begun", b"num_begun", "open", b"open", "stops", b"stops", "tenants", b"tenants", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1435,7 +1435,7 @@ class KvChunk(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     first_block: _builtins.int
     num_tokens: _builtins.int
-    """tokens of the sequence whose KV is complete after this chunk"""
+    """leading tokens of the sequence: their KV is complete after this chunk"""
     last: _builtins.bool
     lease_id: _builtins.int
     """of all blocks of the stream"""

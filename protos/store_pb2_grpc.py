@@ -136,7 +136,7 @@ class StoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Publish(self, request, context):
-        """Change the records of objects whose bytes are here and at the other places named: they are visible now.
+        """Change the records of objects; their bytes are here and on the other nodes named. They are visible now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

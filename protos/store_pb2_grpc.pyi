@@ -47,7 +47,7 @@ class StoreStub:
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_store_pb2.AbortRequest, _store_pb2.AbortReply]
     Publish: _grpc.UnaryUnaryMultiCallable[_store_pb2.PublishRequest, _store_pb2.PublishReply]
-    """Change the records of objects whose bytes are here and at the other places named: they are visible now."""
+    """Change the records of objects; their bytes are here and on the other nodes named. They are visible now."""
     Open: _grpc.UnaryUnaryMultiCallable[_store_pb2.OpenRequest, _store_pb2.OpenReply]
     """Read the records, and pin the first chunks from `first_chunk` on; the caller may read them until the lease ends."""
     Close: _grpc.UnaryUnaryMultiCallable[_store_pb2.CloseRequest, _store_pb2.CloseReply]
@@ -84,7 +84,7 @@ class StoreAsyncStub(StoreStub):
     """
     Abort: _aio.UnaryUnaryMultiCallable[_store_pb2.AbortRequest, _store_pb2.AbortReply]  # type: ignore[assignment]
     Publish: _aio.UnaryUnaryMultiCallable[_store_pb2.PublishRequest, _store_pb2.PublishReply]  # type: ignore[assignment]
-    """Change the records of objects whose bytes are here and at the other places named: they are visible now."""
+    """Change the records of objects; their bytes are here and on the other nodes named. They are visible now."""
     Open: _aio.UnaryUnaryMultiCallable[_store_pb2.OpenRequest, _store_pb2.OpenReply]  # type: ignore[assignment]
     """Read the records, and pin the first chunks from `first_chunk` on; the caller may read them until the lease ends."""
     Close: _aio.UnaryUnaryMultiCallable[_store_pb2.CloseRequest, _store_pb2.CloseReply]  # type: ignore[assignment]
@@ -142,7 +142,7 @@ class StoreServicer(metaclass=_abc_1.ABCMeta):
         request: _store_pb2.PublishRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_store_pb2.PublishReply, _abc.Awaitable[_store_pb2.PublishReply]]:
-        """Change the records of objects whose bytes are here and at the other places named: they are visible now."""
+        """Change the records of objects; their bytes are here and on the other nodes named. They are visible now."""
 
     @_abc_1.abstractmethod
     def Open(

@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 
-# What CI need not have: a GPU, data that is not in the repository, vLLM (3.4 GB), SGLang (1.5 GB), llama.cpp.
-MAY_LACK = ("NVIDIA GPU", "GPU here", "shared/data", "no vLLM here", "no SGLang here", "no llama.cpp here")
+# What CI need not have: a GPU, data that is not in the repository, the repository's history, vLLM (3.4 GB),
+# SGLang (1.5 GB), llama.cpp.
+MAY_LACK = (
+    *("NVIDIA GPU", "GPU here", "shared/data", "no history here"),
+    *("no vLLM here", "no SGLang here", "no llama.cpp here"),
+)
 
 
 @pytest.hookimpl(wrapper=True)

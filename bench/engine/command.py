@@ -146,7 +146,7 @@ async def mask_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
 
 
 async def draft_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
-    """Of the shipped pair; or of a shape with its own first layers, whose random weights tell costs only."""
+    """Of the shipped pair; or of a shape and its first layers: random weights tell costs only."""
     with tempfile.TemporaryDirectory(prefix="moonpool-") as scratch:
         name, directory, draft = "shipped model and draft", ModelOptions().directory, shipped("small")
         if settings.name in shapes.SHAPES:

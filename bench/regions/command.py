@@ -115,7 +115,7 @@ def regions(
     target: float,
     seed: int,
 ) -> Settings:
-    """Serve three regions whose days are eight hours apart, with as many nodes in each, in virtual time.
+    """Serve three regions, eight hours from each other, with as many nodes in each, in virtual time.
 
     isolated: each region serves its own users. nearest: the nearest region with a node that keeps the TTFT
     SLO. follow-the-sun: what exceeds a region's average goes where it is night, by the clock. cost-aware:

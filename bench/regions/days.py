@@ -1,4 +1,4 @@
-"""A workload whose rate follows the day of its region, and where other regions take part of it."""
+"""A workload with a rate that follows the day of its region; other regions can serve part of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROUTINGS = (ISOLATED, NEAREST, SUN, COST)
 
 @dataclass(frozen=True)
 class Days:
-    """Regions whose days are alike and evenly shifted. ``swing``: of the rate, around ``rate``."""
+    """Regions with equal days, evenly shifted. ``swing``: of the rate, around ``rate``."""
 
     regions: Sequence[str]
     day_s: float

@@ -31,7 +31,7 @@ _QUICK_TOOL_S = (0.1, 0.3)
 _CACHE = "new prompts each round, but for the shared parts that cases name; tiers: each prompt is cached"
 _WARM_UP = (
     "path, perimeter: two requests; load: a request of another seed for each that runs at a time; "
-    "load-sweep: a step of another seed; tiers: each prompt; agents: a round whose tools take no time; "
+    "load-sweep: a step of another seed; tiers: each prompt; agents: a round with tools that take no time; "
     "else a round"
 )
 

@@ -3,7 +3,7 @@
     python -m moonpool.bench.training.classifier
 
 L2-regularised logistic regression on the vectors that serving uses, by Newton's method over all examples,
-whose systems are solved by conjugate gradients: numpy alone. What it prints of templates that were not
+with systems solved by conjugate gradients: numpy alone. What it prints of templates that were not
 trained on is written into the file, too. ``--labelled FILE`` trains on your own prompts: a line is one JSON
 object with ``prompt``, ``larger`` (whether it needs the larger model), and, if known, ``tools``, ``turns``
 and ``num_chars``.

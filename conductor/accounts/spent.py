@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from moonpool.protos import node_pb2
 
 USEFUL = "useful"
-# Uses of seconds that served nobody.
+# Uses of seconds that served no request.
 WASTES = {
     "retry": "a prompt was computed again, after an attempt that had computed it",
     "recomputed": "tokens were computed that had been before: their KV was gone, or was not used",

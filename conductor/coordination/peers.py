@@ -111,7 +111,7 @@ class Peers(conductor_pb2_grpc.ConductorPeerServicer):
         if server is None:
             return
         farewell = self._report()
-        farewell.leaving = True
+        farewell.stops = True
         peers = list(self._peers.values())
         self._peers.clear()
         await asyncio.gather(
@@ -175,7 +175,7 @@ class Peers(conductor_pb2_grpc.ConductorPeerServicer):
     async def Share(
         self, request: conductor_pb2.LoadReport, context: ServicerContext[Any, Any]
     ) -> conductor_pb2.LoadReport:
-        if request.leaving:
+        if request.stops:
             if (peer := self._peers.pop(request.conductor_id, None)) is not None:
                 self._lapse(peer)
                 self._end_soon(peer)

@@ -155,8 +155,8 @@ class EngineAttempt(Attempt):
         self.kv_received = True
 
     def _received(self, member: Member, took_s: float) -> node_pb2.TokenOut:
-        """The hand-over, whose first token took ``took_s``. No engine tells what of that was the reading: the
-        step is taken off as predicted."""
+        """The hand-over; its first token took ``took_s``. Engines do not report the reading alone, so the
+        predicted step is subtracted."""
         plan, estimate = self.plan, self.plan.placement.decode
         assert member.engine is not None and estimate is not None
         block_size = member.engine.block_size

@@ -142,9 +142,9 @@ def plan_drain(
     without a target stays until it ends or there is room.
     """
     loads = {view.node_id: DecodeLoad.of(view) for view in nodes}
-    leaving = [request for request in running if request.node_id in draining]
+    movable = [request for request in running if request.node_id in draining]
     moves = []
-    for request in sorted(leaving, key=lambda one: (-one.expected_tokens, one.request_id)):
+    for request in sorted(movable, key=lambda one: (-one.expected_tokens, one.request_id)):
         target = best_target(request, loads.values(), block_size=block_size, now_s=now_s)
         needs = request
         if target is None:
@@ -185,9 +185,9 @@ def plan_defragment(
         ]
         if not request.computed or max(free, default=0) >= needed or sum(free) < needed:
             continue
-        leaving = [one for one in running if one.node_id == request.node_id]
+        movable = [one for one in running if one.node_id == request.node_id]
         reason = f"{request.request_id} waits for {needed} blocks, and fits nowhere"
-        moves += _make_room(request, leaving, loads, moves, "defragment", reason, block_size, now_s)
+        moves += _make_room(request, movable, loads, moves, "defragment", reason, block_size, now_s)
     return moves
 
 
@@ -205,11 +205,11 @@ def plan_priority(
     loads = {view.node_id: DecodeLoad.of(view, closed) for view in nodes}
     moves: list[Move] = []
     for request in sorted(waiting, key=lambda one: (one.priority, one.request_id)):
-        leaving = [
+        movable = [
             one for one in running if one.node_id == request.node_id and one.priority > request.priority
         ]
         reason = f"{request.request_id} is more urgent and needs {request.num_blocks(block_size)} blocks"
-        moves += _make_room(request, leaving, loads, moves, "priority", reason, block_size, now_s)
+        moves += _make_room(request, movable, loads, moves, "priority", reason, block_size, now_s)
     return moves
 
 
@@ -229,9 +229,9 @@ def plan_hot_spots(
     moves = []
     for load in sorted(hot, key=lambda one: (-one.step_s(now_s), one.view.node_id)):
         source = load.view.node_id
-        leaving = [one for one in running if one.node_id == source and one.expected_tokens >= _LEAST_TOKENS]
+        movable = [one for one in running if one.node_id == source and one.expected_tokens >= _LEAST_TOKENS]
         for request in sorted(
-            leaving, key=lambda one: (-one.expected_tokens, one.num_tokens, one.request_id)
+            movable, key=lambda one: (-one.expected_tokens, one.num_tokens, one.request_id)
         ):
             target = best_target(request, loads.values(), block_size=block_size, now_s=now_s)
             if target is None:
@@ -252,7 +252,7 @@ def plan_hot_spots(
 
 def _make_room(
     waiting: Waiting,
-    leaving: Sequence[Running],
+    movable: Sequence[Running],
     loads: dict[str, DecodeLoad],
     planned: Sequence[Move],
     cause: str,
@@ -270,9 +270,9 @@ def _make_room(
     if missing <= 0:
         return []
     targets, chosen = dict(loads), []
-    leaving = sorted(leaving, key=lambda one: (one.num_tokens, one.request_id))
+    movable = sorted(movable, key=lambda one: (one.num_tokens, one.request_id))
     # One that suffices alone, rather than several.
-    for request in [one for one in leaving if _freed(one, block_size) >= missing] + leaving:
+    for request in [one for one in movable if _freed(one, block_size) >= missing] + movable:
         if missing <= 0:
             break
         target = best_target(request, targets.values(), block_size=block_size, now_s=now_s)

@@ -70,7 +70,7 @@ class Marks:
         block_size: int,
         now_s: float,
     ) -> list[Mark]:
-        """Remember a prompt, whose blocks are ``keys``, at least one; returns its blocks that were known."""
+        """Remember a prompt with the blocks ``keys``, at least one; return its blocks that were known."""
         digest, end = blake2b(tenant.encode() + b"\0", digest_size=8), 0
         tokens = memoryview(token_ids.tobytes())
         found = []

@@ -31,8 +31,8 @@ class RequestRecord:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     prefix_outcome: str = ""  # of the first sequence: see prefix_outcomes.OUTCOMES
-    prefix_missed: str = ""  # likewise: see prefix_outcomes.MISSED
-    cached_from: dict[str, int] = field(default_factory=dict)  # likewise, tokens: pool, host, ssd, fetched
+    prefix_missed: str = ""  # the same: see prefix_outcomes.MISSED
+    cached_from: dict[str, int] = field(default_factory=dict)  # the same, tokens: pool, host, ssd, fetched
     output_tokens: int = 0
     cost: float = 0.0  # of all sequences: their shares of nodes' seconds, at model.price
     status: str = "running"  # then done, cancelled, or the error's name

@@ -100,7 +100,7 @@ class RequestMetrics:
         beside: RequestMetrics | None = None,
     ) -> None:
         """``slo``: a sequence must keep it to count as good; None: every sequence is good. ``beside``: the
-        metrics of another model, in whose families these are."""
+        metrics of another model, with families that these join."""
         self.registry = registry
         self.slo = slo or Slo()
         self._model = model

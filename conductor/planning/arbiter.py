@@ -1,7 +1,7 @@
 """Nodes that go from one model to another: what the models' planners saw, compared, and carried out.
 
 Only the conductor with the planners' lease lends, which all models of a cluster share; and only between
-models whose planners act. What is stranded is counted by every conductor, with or without planners.
+models with planners that act. What is stranded is counted by every conductor, with or without planners.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which nodes change their model. Pure: a model lends what it did not need to one that lacks nodes.
 
 Adding comes first: only a model for which no node can be started borrows. What is idle was not needed for a
-while (see ``plan.idle``), beyond the floor and the spare nodes of the model that has it. A model whose nodes
-changed lends none before its cool-down is over, so that no node goes to and fro.
+while (see ``plan.idle``), beyond the floor and the spare nodes of the model that has it. After a
+change of its nodes a model lends none before its cool-down is over, so that no node goes to and fro.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Loan:
 
 def lend(models: Sequence[ModelState]) -> list[Loan]:
     """At most one loan to each model; the next round sees what it changed. The model with the most idle nodes
-    lends, of those the one whose cached blocks are missed least."""
+    lends, of those the one with the cached blocks that are missed least."""
     idle = {model.name: dict(model.idle) for model in models}
     loans: list[Loan] = []
     for borrower in models:

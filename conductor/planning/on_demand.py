@@ -151,9 +151,9 @@ class OnDemand:
             return
         if self._began_s is None:
             self._began_s = now_s
-        coming = {node.role for node in supplied if node.node_id in expected}
+        starting = {node.role for node in supplied if node.node_id in expected}
         for role in self._roles:
-            if role in coming or all(self._registry.available(stage) for stage in stages_of(role)):
+            if role in starting or all(self._registry.available(stage) for stage in stages_of(role)):
                 continue
             node_id = await self._admin.start(role, "a request asked for a model without a node")
             self._starting = (*self._starting, node_id)

@@ -56,7 +56,7 @@ class Heat:
         chain.at_s = now_s
 
     def count(self, keys: Sequence[BlockKey], num_used: int, tenant: str) -> None:
-        """A request was placed whose first ``num_used`` blocks are not computed. A look-up for each block."""
+        """A request was placed; its first ``num_used`` blocks are not computed. A look-up for each block."""
         for chain in filter(None, map(self._chains.get, keys)):
             if len(chain.keys) <= num_used:
                 chain.hits += 1

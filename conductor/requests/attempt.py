@@ -150,8 +150,8 @@ class Attempt:
 
     @property
     def waits_on(self) -> tuple[Member, bool] | None:
-        """The decode node whose word that it has the blocks is missing, and whether they are computed, or
-        will be on it."""
+        """The decode node that has not yet confirmed the blocks, and whether they are computed, or will be
+        on it."""
         if self._closed or self._failure is not None or self.kv_received or self.plan.decode is None:
             return None
         return self.plan.decode, self._reply is not None or self.plan.decode is self.plan.prefill

@@ -377,7 +377,7 @@ class RequestRun:
         silent_s = self._attempt.silent_s if self._attempt is not None else 0.0
         self._recorder.retry(failure, attempt, num_tokens, silent_s, self._placer.spent)
         if failure.cause == QUEUE:
-            return  # nobody's fault
+            return  # no node failed
         num_new = num_tokens - self._num_tokens_failed
         # Where only prefills succeed, each placement brings one token, at the price of a prefill.
         self._num_without_decode = self._num_without_decode + 1 if num_new < 2 else 0

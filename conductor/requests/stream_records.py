@@ -4,7 +4,7 @@
 
 The prompt is not there: a client that resumes sends its request again, and the head has a digest of it. A
 list lives ``RESUME_S`` longer than its stream. No token waits for Redis: what is new is written by a task of
-its own, and a stream whose conductor dies before it was written goes on from the tokens before.
+its own, and a stream goes on from the tokens before, if its conductor dies before it was written.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class StreamRecords:
         cached = [0] * len(head.seeds)
         for choice, start, num_cached, new in (one for entry in entries for one in entry["new"]):
             cached[choice] = num_cached
-            # An entry whose answer was lost was written twice.
+            # An entry was written twice if Redis' answer was lost.
             if start <= len(tokens[choice]) < start + len(new):
                 tokens[choice] += new[len(tokens[choice]) - start :]
         return StreamPast(head, tuple(map(tuple, tokens)), tuple(cached))

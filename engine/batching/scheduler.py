@@ -483,7 +483,7 @@ class Scheduler:
         return num_tokens
 
     def _short_of_blocks(self, batch: MicroBatch) -> list[Sequence]:
-        """Return the sequences whose next token needs a block."""
+        """Return the sequences that need a block for their next token."""
         size = self.pool.block_size
         return [s for s in batch.decoding if s.num_tokens > len(s.block_table) * size]
 

@@ -126,7 +126,7 @@ class Sequence:
         self.num_passed_blocks = 0  # leading blocks of block_table that were released: -1
         self.num_sealed_blocks = 0  # leading blocks of block_table known to carry their keys
         self.num_preemptions = 0
-        self.num_lost_tokens = 0  # leading tokens whose KV was here before its blocks were taken
+        self.num_lost_tokens = 0  # leading tokens: their KV was here before its blocks were taken
         self.spent = Spent()  # since the last message about it
         self.state = State.NEW
         self.finish_reason = FinishReason.NONE

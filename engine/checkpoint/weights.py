@@ -67,7 +67,7 @@ class Shapes:
         return self._entries[name].dtype if name in self._entries else ""
 
     def nbytes(self, prefix: str) -> int:
-        """The bytes of all tensors whose names begin so."""
+        """The bytes of all tensors with names that begin so."""
         return sum(
             entry.end - entry.start for name, entry in self._entries.items() if name.startswith(prefix)
         )

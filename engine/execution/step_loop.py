@@ -231,7 +231,7 @@ class StepLoop:
         events of the last one; report the others, and first ``events``.
 
         A thread runs them all: it launches each, which computes this rank's layers, and then finishes the
-        one launched first, whose other layers have been computed meanwhile.
+        one launched first: its other layers have been computed meanwhile.
         """
         flights: deque[_Flight] = deque()
         next_plan: StepPlan | None = plan

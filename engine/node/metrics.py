@@ -201,7 +201,7 @@ def _expert_parallel_metrics(engine: Engine, load: npt.NDArray[np.int64]) -> Ite
     )
     yield CounterMetricFamily(
         "moonpool_expert_moved_layers",
-        "Layers whose experts were moved to other ranks while the node served",
+        "Layers with experts that were moved to other ranks while the node served",
         value=float(engine.num_moved_layers),
     )
     clock = engine.exchange_clock()

@@ -32,7 +32,7 @@ class BlockMap(Lookup):
         # The sweep in progress: the next part, what sets are replaced by, and flags that are free after it.
         self._part = NUM_PARTS
         self._to: npt.NDArray[np.uint32] = np.zeros(0, np.uint32)
-        self._leaving: list[int] = []
+        self._sweeping: list[int] = []
 
     def join(self, node_id: str) -> None:
         """Add a node, or a new epoch of one, without blocks."""
@@ -95,12 +95,12 @@ class BlockMap(Lookup):
         while budget > 0 and (self._part < NUM_PARTS or self._unswept):
             if self._part == NUM_PARTS:
                 self._part, self._unswept, self._to = 0, False, self._sets.same()
-                self._leaving, self._left = self._left, []
+                self._sweeping, self._left = self._left, []
             budget -= max(self._keys.replace(self._part, self._to), 1)
             self._part += 1
             if self._part == NUM_PARTS:
-                self._free_flags += self._leaving
-                self._leaving = []
+                self._free_flags += self._sweeping
+                self._sweeping = []
         return self._part < NUM_PARTS or self._unswept
 
     @property
@@ -126,7 +126,7 @@ class BlockMap(Lookup):
     def check_integrity(self) -> None:
         """Assert that every bit belongs to a node, and that blocks are counted by set and by node."""
         sets, living = self._sets, [slot.flag for slot in self._by_node.values()]
-        flags = [*living, *self._left, *self._leaving, *self._free_flags]
+        flags = [*living, *self._left, *self._sweeping, *self._free_flags]
         assert sorted(flags) == [1 << MASK_WIDTH * slot for slot in range(self._num_slots)]
         assert sets.alive == sum(living)
         counts = self._keys.counts(len(sets))

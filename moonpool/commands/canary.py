@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from moonpool.client import Client
-from moonpool.commands.options import console, json_option, plain_table, run_with_client, url_option
+from moonpool.commands.options import console, json_option, plain_table, run_with_client, show, url_option
 
 _NAME = click.option("--model", "name", required=True, metavar="NAME", help="The name that clients ask for.")
 
@@ -65,10 +64,7 @@ def share_command(name: str, share: float, url: str) -> None:
 def status_command(url: str, as_json: bool) -> None:
     """Show the latest canary of each model: its counts, and what they say."""
     found = run_with_client(url, Client.canaries)
-    if as_json:
-        click.echo(json.dumps(found, indent=2))
-    else:
-        console.print(canary_view(found) if found else "no canary was started")
+    show(found, canary_view(found) if found else "no canary was started", as_json)
 
 
 @canary.command("promote")

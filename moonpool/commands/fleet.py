@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from typing import Any
 
@@ -13,7 +12,7 @@ from rich.text import Text
 
 from moonpool.client import Client
 from moonpool.commands.canary import canary
-from moonpool.commands.options import console, json_option, plain_table, run_with_client, url_option
+from moonpool.commands.options import console, json_option, plain_table, run_with_client, show, url_option
 
 _TEXTS = ("node", "role", "state", "supplied", "why")
 _FIGURES = ("requests",)
@@ -36,10 +35,7 @@ fleet.add_command(canary)
 def ls_command(url: str, as_json: bool) -> None:
     """List all nodes: as they serve, and as their provider knows them."""
     found = run_with_client(url, Client.fleet)
-    if as_json:
-        click.echo(json.dumps(found, indent=2))
-    else:
-        console.print(fleet_view(found))
+    show(found, fleet_view(found), as_json)
 
 
 @fleet.command("plan")
@@ -48,10 +44,7 @@ def ls_command(url: str, as_json: bool) -> None:
 def plan_command(url: str, as_json: bool) -> None:
     """Show what the planner sees, and what it does or would do."""
     found = run_with_client(url, Client.fleet)["planner"]
-    if as_json:
-        click.echo(json.dumps(found, indent=2))
-    else:
-        console.print(plan_view(found))
+    show(found, plan_view(found), as_json)
 
 
 @fleet.command("scale")
@@ -61,7 +54,7 @@ def plan_command(url: str, as_json: bool) -> None:
 def scale_command(role: str, count: int, url: str) -> None:
     """Have the provider run COUNT nodes of ROLE (prefill or decode).
 
-    Nodes that are too many drain first; those go whose cached blocks are used least.
+    Nodes that are too many drain first: those with the cached blocks that are used least.
     """
     done = run_with_client(url, lambda client: client.scale(role, count))
     for what, names in (("starts", done["started"]), ("drains and ends", done["stopped"])):
@@ -187,10 +180,7 @@ def rollout_command(
         return found
 
     found = run_with_client(url, done)
-    if as_json:
-        click.echo(json.dumps(found, indent=2))
-    else:
-        console.print(rollout_view(found))
+    show(found, rollout_view(found), as_json)
     if not status and not abort and found["state"] != "done":
         raise click.exceptions.Exit(1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 from collections.abc import Awaitable, Callable, Iterable
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 from moonpool.client import API_KEY_VARIABLE, Client
@@ -91,6 +92,14 @@ def output_option(**more: Any) -> Callable[[Command], Command]:
     """``-o FILE``: the file that a command writes."""
     path = click.Path(dir_okay=False, writable=True, path_type=Path)
     return click.option("-o", "--output", type=path, metavar="FILE", **more)
+
+
+def show(found: Any, view: RenderableType, as_json: bool) -> None:
+    """Print ``found`` as JSON, or ``view``, its form for people."""
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+    else:
+        console.print(view)
 
 
 def run_with_client(url: str, work: Callable[[Client], Awaitable[T]]) -> T:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import click
@@ -10,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from moonpool.client import Client
-from moonpool.commands.options import console, json_option, plain_table, run_with_client, url_option
+from moonpool.commands.options import json_option, plain_table, run_with_client, show, url_option
 
 _STYLES = {
     "ready": "green",
@@ -33,10 +32,7 @@ _FIGURES = ("running", "waiting", "queued tokens", "pool in use", "host blocks",
 def status_command(url: str, as_json: bool) -> None:
     """Print the cluster's nodes and their load."""
     cluster = run_with_client(url, Client.cluster)
-    if as_json:
-        click.echo(json.dumps(cluster, indent=2))
-    else:
-        console.print(cluster_view(url, cluster))
+    show(cluster, cluster_view(url, cluster), as_json)
 
 
 def cluster_view(url: str, cluster: dict[str, Any]) -> RenderableType:

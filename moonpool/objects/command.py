@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import os
 import sys
 import time
@@ -23,9 +22,9 @@ from moonpool.commands.options import (
     api_key,
     api_key_option,
     config_options,
-    console,
     json_option,
     plain_table,
+    show,
 )
 from moonpool.kvstore.client.errors import BadObject, BadUrl, UnknownNode
 from moonpool.kvstore.client.queries import ObjectStat
@@ -165,7 +164,7 @@ async def ls_command(client: StoreClient, prefix: str, as_json: bool) -> None:
     stale: set[str] = set()
     objects = await client.ls(prefix, stale=stale)
     _say_stale(stale)
-    _show([_plain(each) for each in objects], _objects_table(objects), as_json)
+    show([_plain(each) for each in objects], _objects_table(objects), as_json)
 
 
 @store.command("stat")
@@ -176,12 +175,12 @@ async def stat_command(client: StoreClient, name: str | None, as_json: bool) -> 
     """Describe the object NAME; without it, the capacity and use of each store node."""
     if name is None:
         rows = _usage_rows(await client.usage())
-        _show(rows, _usage_table(rows), as_json)
+        show(rows, _usage_table(rows), as_json)
     else:
         stale: set[str] = set()
         found = await client.stat_existing(name, stale=stale)
         _say_stale(stale)
-        _show(_plain(found), _objects_table([found]), as_json)
+        show(_plain(found), _objects_table([found]), as_json)
 
 
 @store.command("evict")
@@ -217,13 +216,6 @@ def _say_stale(stale: set[str]) -> None:
             "and may be replaced or removed",
             style="yellow",
         )
-
-
-def _show(plain: Any, table: Table, as_json: bool) -> None:
-    if as_json:
-        click.echo(json.dumps(plain, indent=2))
-    else:
-        console.print(table)
 
 
 def _read(file: str) -> np.ndarray[Any, np.dtype[np.uint8]]:

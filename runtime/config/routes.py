@@ -29,7 +29,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Classified:
-    """Prompts whose score by the classifier in ``path`` is at least ``threshold`` go to the second model."""
+    """Prompts that the classifier in ``path`` scores at ``threshold`` or more go to the second model."""
 
     models: tuple[str, str]
     threshold: float = 0.5

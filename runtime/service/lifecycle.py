@@ -129,7 +129,7 @@ def run_service(
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     context = ServiceContext(role, arguments)
     beat_s = os.environ.get(BEAT_S)
-    heart = Heartbeat(context.beat, float(beat_s)) if beat_s else None
+    heartbeat = Heartbeat(context.beat, float(beat_s)) if beat_s else None
     try:
         with audited(config.audit, config.node.id or role):
             uvloop.run(_supervise(main, config, context))
@@ -141,8 +141,8 @@ def run_service(
         return 1
     finally:
         end_tracing()
-        if heart is not None:
-            heart.stop()  # a thread that writes while the interpreter ends would abort it
+        if heartbeat is not None:
+            heartbeat.stop()  # a thread that writes while the interpreter ends would abort it
     return 0
 
 

@@ -70,9 +70,9 @@ def _disjoint(one: dict[str, Any], other: dict[str, Any], definitions: Definitio
         return False
     match types.pop():
         case "number":
-            return _apart(_numbers(one), _numbers(other))
+            return _no_overlap(_numbers(one), _numbers(other))
         case "string":
-            return _apart(_lengths(one), _lengths(other))
+            return _no_overlap(_lengths(one), _lengths(other))
         case "object":
             if _lacks(one, required_by(other)) or _lacks(other, required_by(one)):
                 return True
@@ -97,7 +97,7 @@ def _values(schema: dict[str, Any]) -> set[tuple[str, Any]]:
     return found
 
 
-def _apart(one: tuple[_Bounds, _Bounds], other: tuple[_Bounds, _Bounds]) -> bool:
+def _no_overlap(one: tuple[_Bounds, _Bounds], other: tuple[_Bounds, _Bounds]) -> bool:
     """Whether two ranges, each from its lower to its upper bound, have nothing in common."""
     return any(
         upper[0] < lower[0] or (upper[0] == lower[0] and (upper[1] or lower[1]))

@@ -143,7 +143,8 @@ def test_a_link_shrugs_off_one_stall_and_believes_several() -> None:
     assert links.seconds("p", "d", 100_000, now_s=0.0) < 1.5 * calm_s
     for _ in range(25):
         links.observe("p", "d", 100_000, 0.1)
-    assert links.seconds("p", "d", 100_000, now_s=0.0) == pytest.approx(0.1, rel=0.5)
+    # The stall is doubted for some while, so it follows from below.
+    assert 0.07 < links.seconds("p", "d", 100_000, now_s=0.0) <= 0.1
 
 
 def test_transfers_under_way_share_the_links_of_their_nodes_and_are_forgotten() -> None:

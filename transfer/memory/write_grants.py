@@ -170,6 +170,6 @@ def _ranges(spans: Spans) -> Ranges:
         # One span may lie within another: what ends is the longest so far.
         begins, ends = spans.offset[order], np.maximum.accumulate(spans.offset[order] + spans.nbytes[order])
         # Peers join adjacent spans.
-        apart = np.flatnonzero(begins[1:] > ends[:-1]) + 1
-        found[region_id] = begins[np.concatenate(([0], apart))], ends[np.concatenate((apart - 1, [-1]))]
+        breaks = np.flatnonzero(begins[1:] > ends[:-1]) + 1
+        found[region_id] = begins[np.concatenate(([0], breaks))], ends[np.concatenate((breaks - 1, [-1]))]
     return found

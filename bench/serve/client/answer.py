@@ -62,7 +62,7 @@ def read_json(exchange: Exchange) -> tuple[int, Any]:
 
 
 def status_of(exchange: Exchange) -> int:
-    """Of an answer whose body does not matter."""
+    """The HTTP status; the body does not matter."""
     return _decode(exchange)[0]
 
 

@@ -37,7 +37,7 @@ SENTENCES = {
 }
 
 
-# Events whose time is inside the stretch before another one.
+# Events with a time inside the stretch before another one.
 _INSIDE = ("prefix_loaded", "cached", "stayed", "recovered")
 
 
