@@ -57,7 +57,7 @@ class Comparison:
             self._say(f"{case.name}: {planned.attained:.2%} in {planned.node_hours:.2f} node-hours")
             self._histories[case.name] = planned.history
             yield from _figures(case.name, planned)
-            yield from _behaviour(case, planned)
+            yield from behaviour(case.name, case.planned.join_s, planned)
             yield from self._against_fixed(case, planned)
 
     def curves(self) -> list[Curve]:
@@ -161,15 +161,16 @@ def _figures(name: str, result: Result) -> Iterator[Row]:
     yield Row(name, "TTFT", p50, "ms", p50=p50, p90=p90, p95=p95, p99=p99)
 
 
-def _behaviour(case: Case, planned: Result) -> Iterator[Row]:
-    name, hours = case.name, planned.span_s / HOUR_S
+def behaviour(name: str, join_s: float, planned: Result) -> Iterator[Row]:
+    """How often a planned fleet changed, and how soon it had enough nodes. ``join_s``: that a node takes."""
+    hours = planned.span_s / HOUR_S
     switches = sum(change.kind == SWITCH for change in planned.changes)
     yield Row(name, "role changes (switches)", switches / hours, "an hour")
     yield Row(name, "nodes added and removed", (len(planned.changes) - switches) / hours, "an hour")
     flaps = num_reversed(planned.changes, _FLAP_S)
     yield Row(name, "reversed within 10 minutes", flaps / hours, "an hour")
     # Until it serves, a node is paid for nothing: keeping one for that long would have cost as much.
-    in_vain = num_reversed(planned.changes, case.planned.join_s)
+    in_vain = num_reversed(planned.changes, join_s)
     yield Row(name, "removed and added within a join", in_vain / hours, "an hour")
     yield Row(name, "prompts placed again", planned.num_replaced / hours, "an hour")
     served = [row[1] + row[2] for row in planned.history]

@@ -126,7 +126,7 @@ def simulate(task: Task, requests: Sequence[TraceRequest]) -> Result | None:
         _ttft_s(outcome),
         simulation.moves.num_replaced,
         fleet.changes if fleet is not None else (),
-        fleet.shortages if fleet is not None else (),
+        fleet.shortages.ended if fleet is not None else (),
         fleet.history if fleet is not None else (),
     )
 

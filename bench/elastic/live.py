@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from moonpool.bench.elastic.fleets import HOUR_S
+from moonpool.bench.elastic.comparison import behaviour
+from moonpool.bench.elastic.watch import Watch
 from moonpool.bench.harness.command import Run
 from moonpool.bench.harness.services import local_cluster
 from moonpool.bench.harness.turns import spread
@@ -18,8 +20,9 @@ from moonpool.client import Client
 from moonpool.runtime.reports.report import Row
 from moonpool.simulator.inputs.trace import TraceRequest
 
+PLANNED = "live, planned"
 _SAMPLE_S = 0.25
-_PAID = ("starting", "running", "stopping")
+_PLACED_AGAIN = re.compile(r'^moonpool_replacements_total\{cause="queue"\} (\S+)$', re.MULTILINE)
 _COMMON = (
     "cluster.decode=1",
     "cluster.both=0",
@@ -62,21 +65,24 @@ async def live_rows(run: Run, requests: Sequence[TraceRequest], load: LiveLoad) 
     """One cluster after the other. Raises ``RequestFailed``."""
     work = load.cut(requests)
     fixed = {f"live, fixed: {count} prefill + 1 decode": count for count in range(1, load.most + 1)}
-    for name, count in ({"live, planned": 0} | fixed).items():
+    for name, count in ({PLANNED: 0} | fixed).items():
         run.say(f"{name}: {len(work)} requests in {load.window_s:g} s")
-        answers, node_s, most = await _one(name, count, work, load)
+        answers, watch = await _one(name, count, work, load)
         ttft_s = [answer.ttft_s for answer in answers]
-        within = sum(one <= load.ttft_s for one in ttft_s) / len(ttft_s)
-        yield Row(name, f"requests with a TTFT of {load.ttft_s:g} s or less", 100 * within, "%")
-        yield Row(name, "node-hours", node_s / HOUR_S, "h")
+        result = watch.result(sum(one <= load.ttft_s for one in ttft_s) / len(ttft_s))
+        yield Row(name, f"requests with a TTFT of {load.ttft_s:g} s or less", 100 * result.attained, "%")
+        yield Row(name, "node-hours", result.node_hours, "h")
         yield spread(name, "TTFT", ttft_s, "ms", 1e3)
-        yield Row(name, "nodes at most", float(most), "nodes")
+        yield Row(name, "nodes at most", float(watch.most), "nodes")
+        if not count:
+            for row in behaviour(name, watch.join_s, result):
+                yield row
 
 
 async def _one(
     name: str, count: int, work: Sequence[tuple[float, int, int]], load: LiveLoad
-) -> tuple[list[Answer], float, int]:
-    """The answers, the seconds that nodes were there, and the most at a time. ``count`` 0: planned."""
+) -> tuple[list[Answer], Watch]:
+    """The answers, and the nodes that were there meanwhile. ``count`` 0: planned."""
     sets = [*_COMMON, f"cluster.prefill={count or 1}", f"conductor.slo_ttft_s={load.ttft_s:g}"]
     if not count:
         sets += ["planner.mode=act", "planner.spare=0", f"planner.prefill_most={load.most}"]
@@ -88,7 +94,7 @@ async def _one(
     ):
         server, prompts = await Server.find(name, http), Prompts(0, name)
         await server.ask(prompts.draw(16), 1)
-        loop, node_s, most = asyncio.get_running_loop(), 0.0, 0
+        loop = asyncio.get_running_loop()
         began_s = loop.time()
 
         async def send(at_s: float, prompt_tokens: int, output_tokens: int) -> Answer:
@@ -96,12 +102,10 @@ async def _one(
             return await server.ask(prompts.draw(prompt_tokens), output_tokens)
 
         answers = asyncio.gather(*(send(*one) for one in work))
-        since_s = began_s
+        watch = Watch(began_s, {"prefill": load.most, "decode": 1})
         while not answers.done():
-            nodes = (await client.fleet())["nodes"]
-            # Those that no provider started are there all the time.
-            there = sum(not node["supplied"] or node["supplied"]["state"] in _PAID for node in nodes)
-            now_s = loop.time()
-            node_s, most, since_s = node_s + there * (now_s - since_s), max(most, there), now_s
+            watch.look(await client.fleet(), loop.time())
             await asyncio.wait((answers,), timeout=_SAMPLE_S)
-        return await answers, node_s, most
+        if found := _PLACED_AGAIN.search(await client.metrics()):
+            watch.num_replaced = round(float(found[1]))
+        return await answers, watch

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from moonpool.conductor.admission.tenants import EVERYWHERE, Regions, may_hold
 from moonpool.conductor.placing.node_view import NodeView
 
+ASKED = "asked"  # by an operator
 DRAIN = "drain"
 # A node with a step of at most this part of the target has room for requests of slower nodes.
 _CALM_PART = 0.8

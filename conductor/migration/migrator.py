@@ -10,7 +10,15 @@ from dataclasses import replace
 from moonpool.conductor.errors import MigrationFailed
 from moonpool.conductor.fleet.node_client import RequestKey
 from moonpool.conductor.fleet.registry import NodeRegistry
-from moonpool.conductor.migration.decisions import DRAIN, DecodeLoad, Move, Running, Waiting, best_target
+from moonpool.conductor.migration.decisions import (
+    ASKED,
+    DRAIN,
+    DecodeLoad,
+    Move,
+    Running,
+    Waiting,
+    best_target,
+)
 from moonpool.conductor.migration.relief import plan_relief
 from moonpool.conductor.migration.rounds import PAUSE_S, MoveRounds
 from moonpool.conductor.requests.migration import Migrated, Movable
@@ -48,6 +56,7 @@ class Migrator:
         self._rounds = MoveRounds(causes, tbt_s=tbt_s, block_size=block_size)
         self._tasks: set[asyncio.Task[None]] = set()
         self._replaced: dict[tuple[str, int], float] = {}  # keys of prefills that were placed again, and when
+        self._asked: list[Move] = []  # in flight, and no decision of ``_rounds``
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -64,9 +73,9 @@ class Migrator:
 
     @property
     def in_flight(self) -> list[Move]:
-        return list(self._rounds.in_flight.values())
+        return [*self._rounds.in_flight.values(), *self._asked]
 
-    async def migrate(self, request_id: str, target_id: str, cause: str = "asked") -> Migrated:
+    async def migrate(self, request_id: str, target_id: str, cause: str = ASKED) -> Migrated:
         """Move a running request to the node ``target_id``; empty: to the best one.
 
         Raises MigrationFailed: it goes on where it was, or has ended.
@@ -81,7 +90,15 @@ class Migrator:
             raise MigrationFailed(request_id, target_id, "no decode node has this name")
         if target.gated:
             raise MigrationFailed(request_id, target_id, "a rollout watches it before it gets requests")
-        return await run.migrate(target, cause)
+        source = run.decodes_on
+        if cause != ASKED or source is None:
+            return await run.migrate(target, cause)
+        move = Move(request_id, source.node_id, target_id, cause, "an operator asked for it")
+        self._asked.append(move)
+        try:
+            return await run.migrate(target, cause)
+        finally:
+            self._asked.remove(move)
 
     def _best_target(self, request_id: str, run: Movable) -> str:
         running = self._running(request_id, run)

@@ -11,7 +11,7 @@ needed = Gauge("moonpool_planner_needed_nodes", "Nodes that the load needs, by r
 targets = Gauge("moonpool_planner_target_nodes", "Nodes that the planner wants, by role", ["role"])
 steps = Counter(
     "moonpool_planner_steps_total",
-    "Changes the planner decided, by kind (add, remove, switch, migrate, lend), role and outcome (made, "
+    "Changes the planner decided, by kind (add, remove, switch, lend), role and outcome (made, "
     "advised, refused, failed, abandoned)",
     ["kind", "role", "outcome"],
 )

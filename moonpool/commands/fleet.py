@@ -52,7 +52,7 @@ def plan_command(url: str, as_json: bool) -> None:
 @click.argument("count", type=click.IntRange(min=1))
 @url_option
 def scale_command(role: str, count: int, url: str) -> None:
-    """Have the provider run COUNT nodes of ROLE (prefill or decode).
+    """Have the provider run COUNT nodes of ROLE (prefill, decode or both).
 
     Nodes that are too many drain first: those with the cached blocks that are used least.
     """

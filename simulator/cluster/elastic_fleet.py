@@ -34,6 +34,20 @@ class Shortage:
     ended_s: float
 
 
+class Shortages:
+    """The shortages that have ended, in ``ended``, of what ``look`` was told of."""
+
+    def __init__(self) -> None:
+        self.ended: list[Shortage] = []
+        self._since_s: dict[str, float] = {}  # by role
+
+    def look(self, role: str, is_short: bool, now_s: float) -> None:
+        if is_short:
+            self._since_s.setdefault(role, now_s)
+        elif role in self._since_s:
+            self.ended.append(Shortage(role, self._since_s.pop(role), now_s))
+
+
 class ElasticFleet:
     """Plans every ``elastic.period_s`` while ``has_open_requests()``."""
 
@@ -48,7 +62,7 @@ class ElasticFleet:
         has_open_requests: Callable[[], bool],
     ) -> None:
         self.changes: list[Change] = []
-        self.shortages: list[Shortage] = []
+        self.shortages = Shortages()
         self.history: list[tuple[float, int, int]] = []  # time, prefill and decode nodes that serve
         self.reuse: dict[str, Reuse] = {}  # by node
         self._elastic = elastic
@@ -60,7 +74,6 @@ class ElasticFleet:
         self._window = DemandWindow()
         self._memory = Memory()
         self._starting = {"prefill": 0, "decode": 0}
-        self._short_s: dict[str, float] = {}  # since when a role is short
         clock.at(clock.now_s, self._round)
 
     def used(self, node_id: str, num_tokens: float) -> None:
@@ -77,7 +90,8 @@ class ElasticFleet:
         )
         self.history.append((now_s, len(cluster.prefill), len(cluster.decode)))
         for role, state in seen.roles.items():
-            self._count_shortage(role, state.num_ready < min(state.need.nodes, rules.bounds[role].most))
+            needed = min(state.need.nodes, rules.bounds[role].most)
+            self.shortages.look(role, state.num_ready < needed, now_s)
         decided, self._memory = plan(seen.roles, rules, self._memory, now_s)
         for step in decided.steps:
             self.changes.append(Change(now_s, step.kind, step.role))
@@ -106,10 +120,3 @@ class ElasticFleet:
     def _joined(self, role: str, ordered_s: float) -> None:
         self._starting[role] -= 1
         self._cluster.join(role, ordered_s)
-
-    def _count_shortage(self, role: str, is_short: bool) -> None:
-        now_s = self._clock.now_s
-        if is_short:
-            self._short_s.setdefault(role, now_s)
-        elif role in self._short_s:
-            self.shortages.append(Shortage(role, self._short_s.pop(role), now_s))

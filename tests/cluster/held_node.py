@@ -12,6 +12,8 @@ import os
 import runpy
 from pathlib import Path
 
+ASKED = "asked"
+"""It follows the source, and has no blocks yet."""
 READING = "reading"
 """It has reserved blocks and read some; the source decodes."""
 STANDS_STILL = "stands still"
@@ -30,16 +32,22 @@ def held_file(directory: Path, name: str) -> Path:
 
 def _hold_where_asked() -> None:
     from moonpool.decode_node import takeover
+    from moonpool.protos import node_pb2
 
     directory, name = Path(os.environ[DIRECTORY]), os.environ[NAME]
     hold, held = hold_file(directory, name), held_file(directory, name)
-    stop_if_near = takeover._stop_if_near
+    reserve, stop_if_near = takeover._reserve, takeover._stop_if_near
 
     async def held_at(stage: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             while hold.read_text() == stage:
                 held.touch()
                 await asyncio.sleep(0.01)
+
+    async def hold_and_reserve(reading: takeover._Reading, first: node_pb2.KvChunk) -> None:
+        if reading.source.decodes:
+            await held_at(ASKED)
+        await reserve(reading, first)
 
     async def stop_if_near_and_hold(reading: takeover._Reading, num_tokens: int) -> None:
         if reading.source.decodes and not reading.stopped_s:
@@ -48,7 +56,7 @@ def _hold_where_asked() -> None:
             if reading.stopped_s:
                 await held_at(STANDS_STILL)
 
-    takeover._stop_if_near = stop_if_near_and_hold
+    takeover._reserve, takeover._stop_if_near = hold_and_reserve, stop_if_near_and_hold
 
 
 if __name__ == "__main__":

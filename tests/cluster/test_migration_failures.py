@@ -31,7 +31,7 @@ from tests.cluster.conftest import (
     small_config,
     started,
 )
-from tests.cluster.held_node import READING, STANDS_STILL
+from tests.cluster.held_node import ASKED, READING, STANDS_STILL
 from tests.cluster.test_migration import events_of
 from tests.processes import stop
 
@@ -69,6 +69,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Loc
     config = replace(
         config,
         cluster=replace(config.cluster, prefill=1, decode=2),
+        conductor=replace(config.conductor, request_timeout_s=240.0),
         index=replace(config.index, lease_ttl_s=5.0),
     )
     async with HeldCluster(config, directory=tmp_path_factory.mktemp("cluster")) as running:
@@ -160,13 +161,13 @@ async def mend(cluster: LocalCluster, fault: signal.Signals, name: str) -> None:
         os.kill(child.pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS.keys())
+@pytest.mark.parametrize(("stage", "sampling"), [(ASKED, "greedy"), (READING, "greedy"), (READING, "seeded")])
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("side", ["source", "target"])
-async def test_a_side_that_fails_while_blocks_are_copied(
-    cluster: LocalCluster, client: Client, side: str, fault: signal.Signals, sampling: dict[str, Any]
+async def test_a_side_that_fails_while_the_source_decodes(
+    cluster: LocalCluster, client: Client, side: str, fault: signal.Signals, stage: str, sampling: str
 ) -> None:
-    move, victim, reply = await fail_in(READING, cluster, client, side, fault, sampling)
+    move, victim, reply = await fail_in(stage, cluster, client, side, fault, SAMPLINGS[sampling])
     assert isinstance(move.exception(), ApiError)
     # The request stayed where it was, unless that node failed.
     assert bool(await events_of(client, reply.id, "retry")) == (side == "source")
@@ -261,15 +262,18 @@ async def test_a_follower_that_fails_while_the_source_stands_still(
     await settled(cluster, client)
 
 
-async def test_a_client_that_goes_away_while_blocks_are_copied(cluster: LocalCluster, client: Client) -> None:
+@pytest.mark.parametrize("stage", [ASKED, READING, STANDS_STILL])
+async def test_a_client_that_goes_away_in_a_move(cluster: LocalCluster, client: Client, stage: str) -> None:
     reply = Reply()
     await settled(cluster, client)
-    stream = client.complete(f"away. {PROMPT}", reply, temperature=0, max_tokens=3000, ignore_eos=True)
+    stream = client.complete(
+        f"away, {stage}. {PROMPT}", reply, temperature=0, max_tokens=3000, ignore_eos=True
+    )
     async for _ in stream:
         if len(reply.pieces_s) >= 10:
             break
     target = other_of(await decode_node(client, reply))
-    async with held_move(cluster, client, reply, target, READING) as move:
+    async with held_move(cluster, client, reply, target, stage) as move:
         await stream.aclose()
         await asyncio.wait((move,))
     assert isinstance(move.exception(), ApiError)
@@ -334,6 +338,64 @@ async def test_a_target_without_blocks_leaves_the_request_where_it_is(
 
         await eventually(empty)
     await settled(cluster, client)
+
+
+async def test_a_source_that_takes_the_blocks_back_keeps_the_request(
+    cluster: LocalCluster, client: Client
+) -> None:
+    """It has no block left for an earlier request while the later one is copied, and preempts that."""
+    many = PARAMETERS | SAMPLINGS["greedy"] | {"max_tokens": 1250}
+    prompts = [f"{name}. In those days " for name in ("earlier", "later")]
+    expected = [await whole(client, prompt, **many) for prompt in prompts]
+    nbytes = 100 * (await client.cluster())["block_nbytes"]  # 1,600 tokens: enough for one of them
+    tight = another(cluster, "decode-tight", "decode", f"engine.pool_nbytes={nbytes}")
+    await settled(cluster, client)
+
+    async def decodes(*names: str) -> bool:
+        known = (await nodes(client)).values()
+        return {
+            node["node_id"] for node in known if (node["role"], node["state"]) == ("decode", "ready")
+        } == {*names}
+
+    async with started(tight):
+        await eventually(lambda: decodes("decode-0", "decode-1", tight.name))
+        for name in ("decode-0", "decode-1"):
+            await client.switch(name, "prefill")
+        await eventually(lambda: decodes(tight.name))
+        replies = [Reply() for _ in prompts]
+
+        async def read(prompt: str, reply: Reply) -> None:
+            async for _ in client.complete(prompt, reply, **many):
+                pass
+
+        streams = []
+        for prompt, reply in zip(prompts, replies, strict=True):
+            streams.append(asyncio.create_task(read(prompt, reply)))
+            await eventually(lambda reply=reply: decoding(reply))  # type: ignore[misc]
+        await client.switch("decode-0", "decode")
+        await eventually(lambda: decodes("decode-0", tight.name))
+        later = replies[1]
+        async with held_move(cluster, client, later, "decode-0", READING) as move:
+            await eventually(lambda: events_of(client, later.id, "preempted"))
+        await asyncio.wait((move,))
+        assert isinstance(move.exception(), ApiError)
+        await asyncio.gather(*streams)
+        assert [reply.text for reply in replies] == expected
+        for reply in replies:
+            assert not await events_of(client, reply.id, "retry")
+            assert await decode_node(client, reply) == tight.name
+
+        async def empty() -> object:
+            return not (await nodes(client))[tight.name]["tiers"][0]["num_used_blocks"]
+
+        await eventually(empty)
+        await client.switch("decode-1", "decode")
+        await eventually(lambda: decodes("decode-0", "decode-1", tight.name))
+    await settled(cluster, client)
+
+
+async def decoding(reply: Reply) -> bool:
+    return len(reply.pieces_s) >= 10
 
 
 async def test_a_node_that_is_ended_hands_its_streams_on(cluster: LocalCluster, client: Client) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from moonpool.conductor.errors import MigrationFailed
+from moonpool.conductor.observing import scheduling_metrics as core_metrics
 from moonpool.protos import node_pb2
 from tests.conductor.core_nodes import (
     PROMPT,
@@ -81,16 +82,32 @@ async def scene(redis: RedisProcess, name: str) -> AsyncIterator[Scene]:
                 await begun.tokens
 
 
+def metrics() -> list[float]:
+    """Moves and stays that were asked for, blocks read before and after the stop, downtimes and stages."""
+    found = [core_metrics.migrations.labels("asked", outcome) for outcome in ("moved", "stayed")]
+    found += [core_metrics.migrated_blocks.labels(kind) for kind in ("running", "stopped")]
+    histograms = (core_metrics.migration_downtime_s, core_metrics.migration_stages)
+    counts = [sum(bucket.get() for bucket in one._buckets) for one in histograms]
+    return [one._value.get() for one in found] + counts
+
+
 async def test_tokens_of_the_target_wait_for_those_of_the_source(redis: RedisProcess) -> None:
+    before = metrics()
     async with scene(redis, "order") as it:
         move = await it.begin()
         it.take.set()
         # The target has sent all its tokens before the source's are there.
         await it.cluster.until(lambda: not it.target._tasks)
         assert not move.done()
+        (told,) = it.cluster.conductor.cluster()["migrations"]
+        assert [told[name] for name in ("request_id", "source", "target", "cause")] == [
+            *("r", it.source.node_id, it.target.node_id, "asked")
+        ]
         it.go_on.set()
         assert await it.tokens == continuation(PROMPT, NUM_TOKENS)
         await move
+        assert it.cluster.conductor.cluster()["migrations"] == []
+        assert [after - one for after, one in zip(metrics(), before, strict=True)] == [1, 0, 1, 0, 1, 1]
         assert it.summary.decode_node == it.target.node_id
         await it.cluster.until(lambda: ("r", 0) in it.source.cancelled)
         assert "migrated" in it.cluster.names("r")
@@ -136,6 +153,7 @@ async def test_a_source_that_went_on_meanwhile_does_no_harm(redis: RedisProcess)
 
 @pytest.mark.parametrize("fault", ["dies", "refuses"])
 async def test_a_target_that_fails_leaves_the_request_where_it_was(redis: RedisProcess, fault: str) -> None:
+    before = metrics()
     async with scene(redis, f"target-{fault}") as it:
 
         async def refuses(decode: node_pb2.DecodeRequest) -> list[int]:
@@ -161,6 +179,7 @@ async def test_a_target_that_fails_leaves_the_request_where_it_was(redis: RedisP
         assert it.summary.decode_node == it.source.node_id
         assert "stayed" in it.cluster.names("r")
         assert "retry" not in it.cluster.names("r")
+    assert [after - one for after, one in zip(metrics(), before, strict=True)] == [0, 1, 0, 0, 0, 0]
 
 
 async def test_a_source_that_dies_before_its_last_tokens_arrive(redis: RedisProcess) -> None:

@@ -300,6 +300,36 @@ async def test_regions_are_a_column_once_a_node_has_one(page: Page, cluster: Loc
     assert title == "region" and cells == ["", "", "", "", "eu/a"]  # decode nodes and replicas
 
 
+async def test_the_plan_with_its_reasons_and_the_requests_that_move(
+    page: Page, cluster: LocalCluster
+) -> None:
+    await show(page, "Fleet")
+    await expect(page.locator("#moves")).to_be_hidden()
+    async with cluster.client() as client, aclosing(client.live()) as live:
+        now = await anext(live)
+    draw = """async ([now, planner, moves]) => {
+        const { take } = await import('/static/dashboard.js');
+        now.cluster.migrations = moves;
+        take({ ...now, planner, unix_s: 4e9 });
+        const texts = (found) => [...document.querySelectorAll(found)].map((one) => one.textContent);
+        const cells = (id) => texts(`#${id} tbody :is(td, th)`);
+        return [texts('#planner')[0], cells('plan'), document.querySelector('#moves').hidden, cells('moves')];
+    }"""
+    role = {"ready": 1, "starting": 0, "needed": 2, "target": 3, "attained": 0.5, "why": "", "join": {}}
+    role |= {"reason": f"2 needed {MARKUP}", "held": "none is asked for within 9 s"}
+    planner = {"mode": "advise", "state": "plans, epoch 4", "roles": {"prefill": role}}
+    planner["steps"] = [{"kind": "add", "role": "prefill", "node_id": ""}]
+    move = {"request_id": MARKUP, "source": "decode-0", "target": "decode-1", "cause": "drain"}
+    move["reason"] = "decode-0 hands its requests on"
+    assert await page.evaluate(draw, [now, planner, [move]]) == [
+        "plans, epoch 4; mode advise; would add a prefill node",
+        ["prefill", "1", "0", "2", "3", "50.0 %", f"{role['reason']}; {role['held']}"],
+        False,
+        [*move.values()],
+    ]
+    assert (await page.evaluate(draw, [now, planner, []]))[2:] == [True, []]
+
+
 async def test_a_day_of_other_nodes_and_requests_leaves_no_trace(page: Page, cluster: LocalCluster) -> None:
     """Snapshots in which everything has a new name each second: the page has as many elements as before."""
     async with cluster.client() as client, aclosing(client.live()) as live:

@@ -1,4 +1,4 @@
-// The planner: how many nodes of each role there are, how many the load needs, and why.
+// The planner: how many nodes of each role there are, how many the load needs, and why; and requests that move.
 import { byId, cell, fill, percent, row, say } from "../elements.js";
 
 export function drawPlan(planner) {
@@ -9,6 +9,13 @@ export function drawPlan(planner) {
   fill(byId("plan"), Object.entries(planner.roles).map(([role, state]) => row(role, state.ready, state.starting,
     state.needed, state.target ?? "–", state.attained == null ? "–" : percent(state.attained),
     cell([state.reason ?? state.why, state.held, joins(state.join)].filter(Boolean).join("; "), "soft"))));
+}
+
+// Running requests on their way to another decode node.
+export function drawMoves(moves) {
+  const several = moves ?? [];
+  byId("moves").hidden = several.length === 0;
+  fill(byId("moves").querySelector("table"), several.map((one) => row(one.request_id, one.source, one.target, one.cause, cell(one.reason, "soft"))));
 }
 
 // Where the time of a role's slowest start goes.

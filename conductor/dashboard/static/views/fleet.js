@@ -4,7 +4,7 @@ import { List } from "../list.js";
 import { heldBy, regionOf, stateClass, stateOf } from "../nodes.js";
 import { canariesOf } from "../panels/canaries.js";
 import { drawModels } from "../panels/models.js";
-import { drawPlan } from "../panels/plan.js";
+import { drawMoves, drawPlan } from "../panels/plan.js";
 import { TIER_COLUMNS, tierRows } from "../panels/tiers.js";
 import { Detail } from "./detail.js";
 
@@ -124,6 +124,7 @@ export function mount(root, page) {
     list.sortBy(page.param("sort"));
     list.draw(shown, page.param("node"));
     drawPlan(frame.now.planner);
+    drawMoves(frame.now.cluster.migrations);
     drawModels(frame.now.cluster.models);
     say(root.querySelector("#canaries"), canariesOf(frame.now.cluster));
   }
