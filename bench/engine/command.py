@@ -18,7 +18,7 @@ from moonpool.bench.engine.model_shapes import SHAPES, make_checkpoint
 from moonpool.bench.engine.perplexity import VARIANTS, perplexity
 from moonpool.bench.harness import shapes
 from moonpool.bench.harness.command import Run, benchmark
-from moonpool.bench.harness.floor import Floor, measure_device
+from moonpool.bench.harness.floor import Floor, instruction_limit, measure_device
 from moonpool.bench.harness.models import model_at, random_model
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.device.selection import choose_device
@@ -55,6 +55,8 @@ async def engine_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
     memory = "large copy, read and written" if on_gpu else "large read"
     yield Row("machine", memory, nbytes_per_s / 1e9, "GB/s")
     yield Row("machine", "torch's best bfloat16 product", flops_per_s / 1e12, "TFLOP/s")
+    if not on_gpu and (most := instruction_limit(num_threads)) is not None:
+        yield Row("machine", "multiply-adds on registers", most / 1e12, "TFLOP/s")
     with tempfile.TemporaryDirectory(prefix="moonpool-") as directory:
         if name in shapes.SHAPES:
             config = ModelConfig.from_checkpoint(shapes.shape_directory(name))

@@ -28,9 +28,10 @@ VARIANTS = {
 }
 
 
-async def perplexity(options: EngineOptions) -> tuple[float, int]:
-    """Of the shipped model on a CPU, and the number of tokens that it predicted."""
-    model = ModelOptions(device="cpu")
+async def perplexity(options: EngineOptions, checkpoint: Path | None = None) -> tuple[float, int]:
+    """Of the shipped model on a CPU, or of ``checkpoint`` with its tokenizer, and the number of tokens that
+    it predicted."""
+    model = ModelOptions(device="cpu", path="" if checkpoint is None else str(checkpoint))
     tokenizer = tokenizers.Tokenizer.from_file(str(model.directory / "tokenizer.json"))
     tokens = np.array(tokenizer.encode(TEXT.read_text()).ids, np.int32)
     engine = Engine(model.directory, options, model)

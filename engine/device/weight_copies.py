@@ -22,10 +22,12 @@ class WeightCopies:
     """To a GPU tensors go through pinned slots: while the copies of some run, the next one is filled, which
     reads the file with all compute threads. A copy from mapped memory would wait for the driver's own.
 
-    Uses the caller's current device and stream, so that copies keep their order with its kernels.
+    Uses the caller's current stream of the device, so that copies keep their order with its kernels there.
+    From any thread, one call at a time.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._is_cpu = device.type == "cpu"
         self._slots: list[tuple[Tensor, Event]] = []
         self._turn = 0
@@ -38,6 +40,11 @@ class WeightCopies:
         if self._is_cpu:
             target.copy_(source)
             return
+        # An event is recorded on the current device's stream, and pinned memory belongs to its context.
+        with torch.cuda.device(self._device):
+            self._copy(target, source)
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
         if not source.dim():
             target, source = target[None], source[None]
         row_nbytes = max(1, source[:1].numel() * source.itemsize)

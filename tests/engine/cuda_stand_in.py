@@ -24,6 +24,11 @@ class TorchStandIn:
             stream=lambda stream: self._on(stream.device),
             Stream=self._stream,
             Event=lambda **_: SimpleNamespace(record=self._noted("record"), synchronize=self._noted("wait")),
+            current_stream=lambda device: SimpleNamespace(
+                synchronize=lambda: self.used.append(("stream", device.index))
+            ),
+            CUDAGraph=lambda: SimpleNamespace(replay=lambda: None),
+            graph=self._graph,
             graph_pool_handle=lambda: 0,
             mem_get_info=self._noted("mem_get_info", (8, 9)),
             memory_reserved=self._noted("memory_reserved", 1),
@@ -54,6 +59,10 @@ class TorchStandIn:
             yield
         finally:
             self._thread.device = before
+
+    def _graph(self, *_: Any, stream: Any, **__: Any) -> Any:
+        self.used.append(("graph", self.current))
+        return self._on(stream.device)
 
     def _stream(self, device: torch.device) -> Any:
         return SimpleNamespace(device=device)

@@ -15,6 +15,7 @@ from tests.engine.cuda_stand_in import TorchStandIn
 USES: dict[str, Callable[[Any], object]] = {
     "step": lambda device: device.run(lambda: 1).wait(),
     "copy": lambda device: device.copy([torch.zeros(3)], [torch.ones(3)]).wait(),
+    "capture": lambda device: device.capture(lambda: 1)(),
     "read": lambda device: device.read(lambda: 1).wait(),
     "staging": lambda device: device.staging(2, 3),
     "download": lambda device: device.download(torch.zeros(3)),

@@ -18,9 +18,11 @@ from moonpool.engine.errors import CheckpointError, UnsupportedModel
 from moonpool.kernels.reference import QuantisedWeight
 from moonpool.runtime.config.options import EngineOptions, ModelOptions
 from moonpool.runtime.errors import ConfigError
+from tests.engine.adapters import make_adapter
 from tests.engine.conftest import Reference
 from tests.engine.quantised_files import FORMATS, plain_model, write
 from tests.engine.ranks.conftest import ranks, serving
+from tests.engine.test_adapters import exact
 
 # Of log probabilities: x is rounded to 16 bits a segment, in each of 21 matrices.
 TOLERANCE = 5e-3
@@ -116,6 +118,27 @@ async def test_rounding_does_not_depend_on_the_plan(kind: str, make_checkpoint: 
     meant = rounded(plain, kind, tmp_path)
     async with ranks(2) as group, serving(plain.path, group, tp=2, weights=kind) as driver:
         await assert_exact(driver, meant)
+
+
+# Matrices in one piece, and side by side with one that is plain.
+PARTLY_PLAIN = ("1.mlp.up_proj", "0.self_attn.k_proj")
+
+
+@pytest.mark.parametrize("name", ["gptq-act-order", "awq", "packed-int4", "fp8-blocks"])
+async def test_adapters(name: str, make_checkpoint: Any, serve_on: Any, tmp_path: Path) -> None:
+    """Each gives the tokens of the plain model that the weights mean, with the adapter merged."""
+    meant = write(name, make_checkpoint("llama"), tmp_path / "model", skip=PARTLY_PLAIN)
+    adapters = {"all": make_adapter(meant, tmp_path / "adapter")}
+    async with serve_on(CpuDevice(), meant.path) as driver:
+        await exact(driver, meant, adapters)
+
+
+async def test_adapters_of_weights_rounded_at_load_over_ranks(make_checkpoint: Any, tmp_path: Path) -> None:
+    plain = make_checkpoint("llama")
+    meant = rounded(plain, "int4", tmp_path)
+    adapters = {"all": make_adapter(meant, tmp_path / "adapter")}
+    async with ranks(2) as group, serving(plain.path, group, tp=2, weights="int4") as driver:
+        await exact(driver, meant, adapters)
 
 
 def test_other_weights_have_another_fingerprint(make_checkpoint: Any, tmp_path: Path) -> None:

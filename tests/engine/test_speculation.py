@@ -19,7 +19,7 @@ from moonpool.engine.speculation.speculator import Speculator
 from moonpool.errors import ConfigError
 from moonpool.runtime.config.engine_options import EngineOptions, ParallelOptions, SpeculativeOptions
 from tests.engine.conftest import prompt
-from tests.engine.test_model import FAMILIES
+from tests.engine.test_families import FAMILIES
 
 NUM_TOKENS = 120
 

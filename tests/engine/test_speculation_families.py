@@ -12,7 +12,7 @@ from moonpool.engine.batching.sequence import Sequence
 from moonpool.engine.speculation.speculator import Speculator
 from moonpool.runtime.config.engine_options import SpeculativeOptions
 from tests.engine.conftest import VOCAB_SIZE, Driver, Reference, prompt
-from tests.engine.test_model import FAMILIES
+from tests.engine.test_families import FAMILIES
 
 SAMPLINGS: Rows[dict[str, Any]] = (
     {},

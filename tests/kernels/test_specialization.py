@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from moonpool.kernels.triton import adapters, decode, experts, kv, merge, prefill, rows
+from moonpool.kernels.triton import adapters, decode, experts, kv, merge, prefill, quantised, rows
 
 HEADS, KV_HEADS, DIM, BLOCK_SIZE = 6, 2, 64, 16
 BF16 = torch.bfloat16
@@ -97,3 +97,11 @@ def test_experts_have_a_form_for_few_rows_and_one_for_many(forms: dict[str, set[
     for n in (1, 2, 3, 64, 128, 129, 500):
         experts.grouped_matmul(aligned(n, 64, dtype=BF16), weights, aligned(5, dtype=torch.int32))
     assert {name: len(found) for name, found in forms.items()} == {"grouped_tile": 2}
+
+
+def test_products_in_few_bits_have_a_form_for_few_rows_and_one_for_many(forms: dict[str, set[str]]) -> None:
+    codes, scales = aligned(64, 128, dtype=torch.uint8), aligned(64, 1, dtype=torch.float32)
+    for n in (1, 2, 3, 16, 17, 64, 128, 129, 500):
+        x = aligned(n, 128, dtype=BF16)
+        quantised.quantised_matmul(x, codes, scales, None, kind="int8", group=128)
+    assert {name: len(found) for name, found in forms.items()} == {"quantised_tile": 2}

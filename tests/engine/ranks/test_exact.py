@@ -33,7 +33,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {"sliding_window": 12, "attn_logit_softcapping": 3.0}),
     "gemma3": ("gemma3_text", {"sliding_window": 12, "sliding_window_pattern": 2, "layer_types": None}),
     "phi3": ("phi3", {}),
+    "phi4": ("phi3", {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}),
     "glm4": ("glm4", {}),
+    "deepseek-v2": ("deepseek_v2", {"num_key_value_heads": 8}),
     "deepseek-v3": ("deepseek_v3", {"num_key_value_heads": 8}),
     "gpt-oss": ("gpt_oss", {"sliding_window": 12, "num_local_experts": 4}),
 }

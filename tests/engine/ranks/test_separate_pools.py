@@ -123,10 +123,20 @@ async def test_more_blocks_than_staging_holds_pass_through_it(make_checkpoint, m
         assert await apart.memory.blocks.checksums([0, 2]) == sums[1:]
 
 
-@pytest.mark.parametrize(("tp", "pp"), PLANS)
-async def test_what_they_save_any_plan_loads(make_checkpoint, tmp_path, tp, pp) -> None:
+# Of two ranks that have the whole latents of their layers: elements, tokens, float32.
+LATENTS = ("deepseek_v3", {"num_key_value_heads": 8}, 2 * NUM_BLOCKS * 3 * (8 + 32) * 8 * 4)
+SAVED = [
+    pytest.param(("qwen3", {}, POOL_NBYTES), *plan.values, id=plan.id, marks=plan.marks) for plan in PLANS
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "pp"), [*SAVED, pytest.param(LATENTS, 2, 1, id="latents", marks=pytest.mark.slow)]
+)
+async def test_what_they_save_any_plan_loads(make_checkpoint, tmp_path, model, tp, pp) -> None:
     """By way of host memory, and of disk in another life."""
-    reference = make_checkpoint("qwen3", **SHAPE)
+    family, words, pool_nbytes = model
+    reference = make_checkpoint(family, **SHAPE | words)
     tokens = prompt(7, 61)
     expected = reference.greedy(tokens, NUM_TOKENS)
     config = replace(
@@ -142,7 +152,7 @@ async def test_what_they_save_any_plan_loads(make_checkpoint, tmp_path, tp, pp) 
         apart = name.startswith("apart")
         async with (
             side(
-                reference.path, "node", *plan, separate_pools=apart, config=config, pool_nbytes=POOL_NBYTES
+                reference.path, "node", *plan, separate_pools=apart, config=config, pool_nbytes=pool_nbytes
             ) as one,
             storing(one, config) as store,
         ):
