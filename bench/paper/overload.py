@@ -19,7 +19,7 @@ _DECODE_SLOWDOWN = 4.0
 
 TERMS = f"""\
 Requests rejected, and served within TTFT 30 s and TBT 100 ms, of the trace at {_SPEED:g}× its speed;
-{_NODES} prefill and {_NODES} decode nodes, kv-aware placement, prefills calibrated as for fig5, decode steps
+{_NODES} prefill and {_NODES} decode nodes, kv-aware placement, decode steps
 {_DECODE_SLOWDOWN:g}× the formula of the shipped node, so that decode limits too. The paper's counts (arXiv,
 version 3) are of 23,000 requests of another trace at twice its speed, so fractions are compared.
 """
