@@ -110,7 +110,7 @@ _SCENARIO = (
     "--paper",
     "figure",
     type=click.Choice(list(FIGURES)),
-    help="With --trace: reproduce a figure of the Mooncake papers and compare.",
+    help="Reproduce a figure of a paper and compare; those of Mooncake and Splitwise need --trace.",
 )
 @click.option(
     "--robustness",
@@ -147,9 +147,12 @@ def simulate(
         console.print(line, style="dim")
 
     if figure is not None:
-        _refuse_others(f"--paper {figure}", "figure", "trace", "json_path")
-        _finish(FIGURES[figure].measure(_requests(given), say), json_path)
-        click.echo(FIGURES[figure].terms.rstrip())
+        case = FIGURES[figure]
+        own = ["figure", "json_path"] if case.workload else ["figure", "json_path", "trace"]
+        _refuse_others(f"--paper {figure}", *own)
+        requests = case.workload() if case.workload else _requests(given)
+        _finish(case.measure(requests, say), json_path, model=case.model)
+        click.echo(case.terms.rstrip())
         return
     if validates:
         _refuse_others("--validate", "validates", "workload", "seed", "sets", "json_path")
@@ -187,11 +190,16 @@ def simulate(
 
 
 def _finish(
-    found: list[Row], json_path: Path | None, plot_path: Path | None = None, lines: Sequence[Curve] = ()
+    found: list[Row],
+    json_path: Path | None,
+    plot_path: Path | None = None,
+    lines: Sequence[Curve] = (),
+    model: str = "",
 ) -> None:
+    """Report. ``model``: what was simulated; without it the nodes of ``--hardware``."""
     given = click.get_current_context().params
     options = {name: value for name, value in given.items() if name not in ("json_path", "plot_path")}
-    models = [ModelFacts.simulated(given["hardware"])]
+    models = [ModelFacts.simulated(model or given["hardware"])]
     if given["validates"]:
         from moonpool.bench.harness.models import models_of  # needs the engine, as the clusters do
 
