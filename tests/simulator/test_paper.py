@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.bench.cli import bench
-from moonpool.bench.paper import FIGURES, allocation, equal_cost
+from moonpool.bench.paper import FIGURES, allocation, equal_cost, overload
 from moonpool.bench.paper.allocation import Buddy
 from moonpool.bench.paper.hit_ratio import PAPER_HITS, hit_ratio
 from moonpool.runtime.errors import ConfigError
@@ -109,6 +109,12 @@ def test_paged_memory_wastes_less_than_regions() -> None:
     held = [row.value for row in rows if row.metric == "KV memory that holds tokens"]
     assert held == sorted(held)
     assert held[-1] > 90
+
+
+@pytest.mark.slow
+def test_where_prefills_must_not_be_wasted_rejections_have_the_papers_order() -> None:
+    rows = overload.generated(lambda line: None)
+    assert [row.value for row in rows if row.metric.startswith("ever ")] == [1.0, 1.0]
 
 
 def test_a_machine_that_is_alone_is_as_fast_as_itself() -> None:
