@@ -159,30 +159,40 @@ def judge(
         say(f"{candidate.name} of {candidate.parallel} GPUs at {speed:.2f}× the speed")
         return Simulation(_scenario(candidate, slo), at_speed(requests, speed)).run()
 
-    speed, best, good = 1.0, 0.0, None
-    outcome = run(speed)
-    growth = _GROWTH if outcome.effective_ratio >= EFFECTIVE else 1 / _GROWTH
-    slowest, bad_speed = outcome, speed
+    outcomes: dict[float, Outcome] = {}
+
+    def serves(speed: float) -> bool:
+        outcomes[speed] = run(speed)
+        return outcomes[speed].effective_ratio >= EFFECTIVE
+
+    speed = highest_speed(serves)
+    return Verdict(candidate, speed, outcomes[speed or min(outcomes)])
+
+
+def highest_speed(serves: Callable[[float], bool]) -> float:
+    """Return the highest speed that ``serves`` accepts, to 5 %; 0: none that was tried."""
+    speed, best = 1.0, 0.0
+    good = serves(speed)
+    growth = _GROWTH if good else 1 / _GROWTH
+    bad_speed = speed
     for _ in range(_MAX_GROWTHS):
-        serves = outcome.effective_ratio >= EFFECTIVE
-        if serves:
-            best, good = speed, outcome
+        if good:
+            best = speed
         else:
-            bad_speed, slowest = speed, outcome
-        if serves != (growth > 1):
+            bad_speed = speed
+        if good != (growth > 1):
             break
         speed *= growth
-        outcome = run(speed)
-    if good is None:
-        return Verdict(candidate, 0.0, slowest)
+        good = serves(speed)
+    if not best:
+        return 0.0
     for _ in range(_HALVINGS if bad_speed > best else 0):
         middle = (best + bad_speed) / 2
-        outcome = run(middle)
-        if outcome.effective_ratio >= EFFECTIVE:
-            best, good = middle, outcome
+        if serves(middle):
+            best = middle
         else:
             bad_speed = middle
-    return Verdict(candidate, best, good)
+    return best
 
 
 def _scenario(candidate: Candidate, slo: Slo) -> Scenario:

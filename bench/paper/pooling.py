@@ -11,9 +11,9 @@ from moonpool.simulator.simulation import Simulation
 
 TERMS = """\
 Prompt tokens found in a cache, of all prompt tokens of the trace; 10 prefill nodes with a cache of 3 M
-tokens, timed, prefills calibrated as for fig5. Shared: kv-aware, which reads prefixes from other nodes. Own:
-a node uses its own cache alone, with placement by load (least-loaded) or by cache too (local-cache). The
-paper does not say which of the two its local caches are. Its values are read off a plot.
+tokens, timed. Shared: kv-aware, which reads prefixes from other nodes. Own: a node uses its own cache
+alone, with placement by load (least-loaded) or by cache too (local-cache). The paper does not say which of
+the two its local caches are. Its values are read off a plot.
 """
 _NODES = 10
 _PAPER = {"least-loaded": 0.17, "local-cache": 0.17, "kv-aware": 0.375}

@@ -8,9 +8,6 @@ from moonpool.conductor.observing.slo import Slo
 from moonpool.simulator.inputs.hardware import SHIPPED, Hardware, tensor_parallel
 from moonpool.simulator.inputs.scenario import Scenario
 
-# The one calibrated constant: the prefill rate relative to the shipped node's formula, so 30 % of the peak.
-# Chosen to match the ratios of figure 5.
-PREFILL_RATE = 0.6
 # KV cache of a node, as in figure 10.
 CACHE_TOKENS = 3_000_000
 SLO = Slo(ttft_s=30.0, tbt_s=0.1)
@@ -24,8 +21,8 @@ def decode_node() -> Hardware:
 
 
 def prefill_node() -> Hardware:
-    """Return the same with calibrated prefills. Its pool is the cache: loading overlaps with computing."""
-    return replace(decode_node().scaled(prefill=1 / PREFILL_RATE), pool_tokens=CACHE_TOKENS)
+    """Return the same. Its pool is the cache: loading overlaps with computing."""
+    return replace(decode_node(), pool_tokens=CACHE_TOKENS)
 
 
 def scenario(policy: str, *, prefill: int, decode: int) -> Scenario:

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from moonpool.bench.harness.kinds import with_kinds
 from moonpool.bench.paper import FIGURES
+from moonpool.bench.simulation.ablations import ablations as parts_of_goodput
 from moonpool.bench.simulation.robustness import robustness as errors_of_estimates
 from moonpool.bench.simulation.rows import curves, rows
 from moonpool.bench.simulation.validation import Settings, default_workload, validate
@@ -29,7 +30,9 @@ from moonpool.runtime.reports.conditions import CacheState, Conditions, ModelFac
 from moonpool.runtime.reports.output import ResultFile, finish
 from moonpool.runtime.reports.report import Curve, Report, Row, measure_environment
 from moonpool.simulator.inputs import arguments as inputs
+from moonpool.simulator.inputs.azure_trace import load_azure_trace
 from moonpool.simulator.inputs.hardware import SHIPPED
+from moonpool.simulator.inputs.prefixes import with_prefixes
 from moonpool.simulator.inputs.scenario import Scenario
 from moonpool.simulator.inputs.trace import BLOCK_TOKENS, TraceRequest, at_speed, load_trace
 from moonpool.simulator.outcome import Outcome
@@ -44,7 +47,13 @@ _SCENARIO = (
 
 
 @click.command()
-@click.option("--trace", type=_FILE, metavar="FILE", help="Requests in Mooncake's format, gzipped or not.")
+@click.option(
+    "--trace",
+    type=_FILE,
+    metavar="FILE",
+    help="Requests in Mooncake's format, or Azure's (.csv), gzipped or not. Those of Azure get prefixes "
+    "that are shared as in Mooncake's conversation trace.",
+)
 @click.option("--workload", metavar="KEY=VALUE,…", help="Generate requests instead: sessions=500,rate=2.")
 @click.option("--prefill", "num_prefill", default=8, show_default=True, help="Prefill nodes.")
 @click.option("--decode", "num_decode", default=8, show_default=True, help="Decode nodes.")
@@ -101,12 +110,17 @@ _SCENARIO = (
     "--paper",
     "figure",
     type=click.Choice(list(FIGURES)),
-    help="With --trace: reproduce a figure of the Mooncake papers and compare.",
+    help="Reproduce a figure of a paper and compare; those of Mooncake and Splitwise need --trace.",
 )
 @click.option(
     "--robustness",
     is_flag=True,
     help="Each policy (default: all) with errors of the scheduler's estimates, 0 to 3 times as measured.",
+)
+@click.option(
+    "--ablations",
+    is_flag=True,
+    help="goodput with and without its queue order, beside kv-aware with and without that order.",
 )
 @click.option("--validate", "validates", is_flag=True, help="Compare with a real local cluster.")
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="--validate: option of that cluster.")
@@ -121,6 +135,7 @@ def simulate(
     policies: Sequence[str],
     figure: str | None,
     robustness: bool,
+    ablations: bool,
     validates: bool,
     sets: Sequence[str],
     **given: Any,
@@ -132,9 +147,12 @@ def simulate(
         console.print(line, style="dim")
 
     if figure is not None:
-        _refuse_others(f"--paper {figure}", "figure", "trace", "json_path")
-        _finish(FIGURES[figure].measure(_requests(given), say), json_path)
-        click.echo(FIGURES[figure].terms.rstrip())
+        case = FIGURES[figure]
+        own = ["figure", "json_path"] if case.workload else ["figure", "json_path", "trace"]
+        _refuse_others(f"--paper {figure}", *own)
+        requests = case.workload() if case.workload else _requests(given)
+        _finish(case.measure(requests, say), json_path, model=case.model)
+        click.echo(case.terms.rstrip())
         return
     if validates:
         _refuse_others("--validate", "validates", "workload", "seed", "sets", "json_path")
@@ -146,9 +164,17 @@ def simulate(
         from moonpool.runtime.reports.plot import check_ending
 
         check_ending(plot_path)
+    context = click.get_current_context()
+    chosen = context.get_parameter_source("policies") is ParameterSource.COMMANDLINE
+    if ablations:
+        if chosen or robustness or plot_path is not None:
+            raise ConfigError(
+                "--ablations cannot be combined with --policy, --robustness or --plot", key="ablations"
+            )
+        _finish(parts_of_goodput(_scenario(given, "goodput"), _requests(given), say), json_path)
+        return
     if robustness:
-        source = click.get_current_context().get_parameter_source("policies")
-        policies = policies if source is ParameterSource.COMMANDLINE else list(POLICIES)
+        policies = policies if chosen else list(POLICIES)
         scenarios = {name: _scenario(given, name) for name in policies}
         found, lines = errors_of_estimates(scenarios, _requests(given), say)
         _finish(found, json_path, plot_path, lines)
@@ -164,11 +190,16 @@ def simulate(
 
 
 def _finish(
-    found: list[Row], json_path: Path | None, plot_path: Path | None = None, lines: Sequence[Curve] = ()
+    found: list[Row],
+    json_path: Path | None,
+    plot_path: Path | None = None,
+    lines: Sequence[Curve] = (),
+    model: str = "",
 ) -> None:
+    """Report. ``model``: what was simulated; without it the nodes of ``--hardware``."""
     given = click.get_current_context().params
     options = {name: value for name, value in given.items() if name not in ("json_path", "plot_path")}
-    models = [ModelFacts.simulated(given["hardware"])]
+    models = [ModelFacts.simulated(model or given["hardware"])]
     if given["validates"]:
         from moonpool.bench.harness.models import models_of  # needs the engine, as the clusters do
 
@@ -206,10 +237,13 @@ def _refuse_others(option: str, *names: str) -> None:
 def _requests(given: dict[str, Any]) -> list[TraceRequest]:
     if (given["trace"] is None) == (given["workload"] is None):
         raise ConfigError("give either --trace FILE or --workload KEY=VALUE,…", key="trace")
-    if given["trace"] is not None:
-        found = load_trace(given["trace"], block_tokens=given["block_tokens"])
+    path, block_tokens, seed = given["trace"], given["block_tokens"], given["seed"]
+    if path is None:
+        found = inputs.workload(given["workload"], block_tokens, seed).requests()
+    elif ".csv" in path.suffixes:
+        found = with_prefixes(load_azure_trace(path), block_tokens=block_tokens, seed=seed)
     else:
-        found = inputs.workload(given["workload"], given["block_tokens"], given["seed"]).requests()
+        found = load_trace(path, block_tokens=block_tokens)
     return at_speed(found, given["speed"], given["limit"])
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.placing.cluster_view import ClusterView, PlaceRequest
 from moonpool.conductor.placing.node_view import NodeView
 from moonpool.conductor.placing.placement import DecodeEstimate, PrefillEstimate
@@ -91,11 +92,12 @@ def estimate_prefill(
     node: NodeView,
     usable: int,
     fetchable: Sequence[Source],
-    tbt_s: float = math.inf,
+    slo: Slo,
 ) -> PrefillEstimate:
     """Queue, fetch, load and compute on ``node``, with the prefix that the policy would use there.
 
-    ``tbt_s``: the longest step that the node makes while it decodes.
+    ``slo``: its TBT is the longest step that the node makes while it decodes; a policy may let prefills wait
+    that miss its TTFT.
     """
     now_s, block_size, num_tokens = view.now_s, view.block_size, request.num_tokens
     cost, queue, node_id = node.cost, node.queue, node.node_id
@@ -107,19 +109,24 @@ def estimate_prefill(
     load_s += _adapter_s(request, node)
     rtt_s = view.links.regions.between(request.origin, node.region).rtt_s if request.origin else 0.0
 
-    def estimate(own_s: float, source: Source | None, transfer_s: float, nbytes: int = 0) -> PrefillEstimate:
+    def estimate(
+        own_s: float, source: Source | None, transfer_s: float, nbytes: int = 0, late: bool = False
+    ) -> PrefillEstimate:
         cached_tokens = source.num_blocks * block_size if source else local_tokens
-        compute_s = own_s + _steps_between_s(view, node, own_s, num_tokens - cached_tokens, tbt_s)
-        order_s = now_s + request.fairness_delay_s + policy.patience_s(compute_s)
+        compute_s = own_s + _steps_between_s(view, node, own_s, num_tokens - cached_tokens, slo.tbt_s)
+        order_s = now_s + request.fairness_delay_s + policy.patience_s(compute_s, late)
         queue_s = node.foreign_queue_s + queue.wait_s(now_s, order_s)
         late_load_s = load_s - queue_s if load_s > queue_s else 0.0
         fetch_s = max(load_s + transfer_s - queue_s, 0.0) - late_load_s if source else 0.0
+        ttft_s = queue_s + fetch_s + late_load_s + compute_s + rtt_s
+        if ttft_s > slo.ttft_s and not late:
+            return estimate(own_s, source, transfer_s, nbytes, late=True)
         return PrefillEstimate(
             node_id,
             queue_s,
             fetch_s,
             compute_s,
-            queue_s + fetch_s + late_load_s + compute_s + rtt_s,
+            ttft_s,
             local_tokens,
             late_load_s,
             (source.num_blocks - local_blocks) * block_size if source else 0,

@@ -51,14 +51,14 @@ def place(
     nodes: Sequence[NodeView] = prefill_shortlist(request, view, policy, usable, fetchable)
     if not nodes:
         return _too_large(request, view, "prefill")
-    prefills = [estimate_prefill(request, view, policy, n, usable, fetchable, slo.tbt_s) for n in nodes]
+    prefills = [estimate_prefill(request, view, policy, n, usable, fetchable, slo) for n in nodes]
     prefill, reason = policy.prefill(prefills, view, slo)
     if prefill.ttft_s > request.deadline_s:
         in_time = [estimate for estimate in prefills if estimate.ttft_s <= request.deadline_s]
         if not in_time:
             return _too_late(request, prefills)
         (prefill, _), reason = policy.prefill(in_time, view, slo), Reason.DEADLINE
-    patience_s = request.fairness_delay_s + policy.patience_s(prefill.compute_s)
+    patience_s = _patience_s(request, prefill, slo, policy)
     if not decodes:
         return _placement(prefill, None, reason, prefills, (), patience_s, policy)
 
@@ -81,7 +81,7 @@ def place(
     for node in {node.node_id: node for node in (*nodes, *alone)}.values():
         if node.node_id in known or node.computes_rest:
             whole = known.get(node.node_id) or estimate_prefill(
-                request, view, policy, node, usable, fetchable, slo.tbt_s
+                request, view, policy, node, usable, fetchable, slo
             )
             wholes.append((whole, estimate_decode(request, view, whole, node)))
     return _cheaper(placement, wholes, request, view, slo, policy)
@@ -127,7 +127,7 @@ def _cheaper(
     if view.prefill.get(node_id) is None:
         reason, path = Reason.REST, Path.REST
     detail = f"{one_s}, {two}" if split.path is Path.SPLIT else f"{one_s}, the least"
-    patience_s = request.fairness_delay_s + policy.patience_s(prefill.compute_s)
+    patience_s = _patience_s(request, prefill, slo, policy)
     return replace(
         split,
         prefill=prefill,
@@ -137,6 +137,12 @@ def _cheaper(
         patience_s=patience_s,
         path=path,
     )
+
+
+def _patience_s(request: PlaceRequest, prefill: PrefillEstimate, slo: Slo, policy: Policy) -> float:
+    # As in the estimate: one that is late in its turn is late behind others, too.
+    late = prefill.ttft_s > slo.ttft_s
+    return request.fairness_delay_s + policy.patience_s(prefill.compute_s, late)
 
 
 def _too_large(request: PlaceRequest, view: ClusterView, role: str) -> Rejection:

@@ -41,8 +41,11 @@ class Policy(ABC):
         included, and without."""
         return False
 
-    def patience_s(self, compute_s: float) -> float:
-        """Prefills that arrive within this time may overtake one that computes for ``compute_s``."""
+    def patience_s(self, compute_s: float, late: bool = False) -> float:
+        """Prefills that arrive within this time may overtake one that computes for ``compute_s``.
+
+        ``late``: its first token would come too late for the SLO even so.
+        """
         return 0.0
 
     @abstractmethod
@@ -136,7 +139,8 @@ class Goodput(Policy):
     """The default: the least waiting for all requests together, within the SLOs.
 
     A request goes where its own TTFT plus the delay of requests that wait there is the least. Short prefills
-    overtake long ones, so the wait that a long one can cause is bounded by its own cost.
+    overtake long ones, so the wait that a long one can cause is bounded by its own cost. Prefills that can
+    keep the TTFT SLO overtake those that cannot.
     """
 
     name = "goodput"
@@ -154,6 +158,8 @@ class Goodput(Policy):
     # Prefills that arrive within this many times a prefill's own compute time may overtake it.
     patience: float = 8.0
     longest_patience_s: float = 120.0
+    # One that misses the TTFT SLO anyway lets those pass that can keep it, but not for ever.
+    late_patience_s: float = 300.0
     # A decode node computes the rest of a prompt that it has the beginning of, and only where that takes at
     # most so many of its decode steps: it is there for steps without prompts.
     longest_rest_steps: float = 4.0
@@ -161,8 +167,8 @@ class Goodput(Policy):
     def takes(self, local_blocks: int, remote_blocks: int, fetched_s: float, local_s: float) -> bool:
         return fetched_s + self.least_gain_s < local_s
 
-    def patience_s(self, compute_s: float) -> float:
-        return min(self.patience * compute_s, self.longest_patience_s)
+    def patience_s(self, compute_s: float, late: bool = False) -> float:
+        return self.late_patience_s if late else min(self.patience * compute_s, self.longest_patience_s)
 
     def prefill(self, candidates: Sequence[PrefillEstimate], view: ClusterView, slo: Slo) -> PrefillChoice:
         in_time = [c for c in candidates if c.ttft_s <= slo.ttft_s] or candidates

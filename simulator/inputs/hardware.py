@@ -137,12 +137,17 @@ def tensor_parallel(gpu: Accelerator, model: ModelShape, num_gpus: int, stages: 
 
 # NVIDIA's data sheets: A800 80GB SXM (312 TFLOP/s bf16 dense, 2,039 GB/s, NVLink 400 GB/s both ways) and H200
 # SXM (989 TFLOP/s, 4.8 TB/s, 141 GB, NVLink 900 GB/s both ways). The A800 node of the Mooncake paper has four
-# network cards of 200 Gb/s; for an H200 one card of 400 Gb/s.
+# network cards of 200 Gb/s; for an H200 one card of 400 Gb/s. NVIDIA's DGX of A100 and H100, 80GB SXM: NVLink
+# 600 and 900 GB/s both ways, a card of 200 and 400 Gb/s for each GPU.
 A800 = Accelerator("A800", 312e12, 2.039e12, 80e9, 200e9, 4 * 25e9 / 8)
+A100 = Accelerator("A100", 312e12, 2.039e12, 80e9, 300e9, 25e9)
+H100 = Accelerator("H100", 989e12, 3.35e12, 80e9, 450e9, 50e9)
 H200 = Accelerator("H200", 989e12, 4.8e12, 141e9, 450e9, 50e9, host_nbytes_per_s=50e9)
 # From the models' published configurations; KV: 2 × layers × KV heads × head size × 2 bytes.
 LLAMA3_70B = ModelShape("LLaMA3-70B", 70.6e9, 80, 8192, 2 * 80 * 8 * 128 * 2, 141.2e9)
 LLAMA3_8B = ModelShape("LLaMA3-8B", 8.03e9, 32, 4096, 2 * 32 * 8 * 128 * 2, 16.1e9)
+MISTRAL_7B = ModelShape("Mistral-7B", 7.24e9, 32, 4096, 2 * 32 * 8 * 128 * 2, 14.5e9)
+OPT_13B = ModelShape("OPT-13B", 12.9e9, 40, 5120, 2 * 40 * 5120 * 2, 25.7e9)
 
 # The names of --hardware: GPU, model, GPUs of a node.
 SHIPPED: Mapping[str, tuple[Accelerator, ModelShape, int]] = {

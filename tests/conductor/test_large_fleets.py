@@ -50,7 +50,7 @@ def test_the_first_look_keeps_the_best(seed: int, count: int, policy: str) -> No
     if policy in ("goodput", "kv-aware", "local-cache"):
         rule, usable = POLICIES[policy], usable_blocks(REQUEST, view)
         fetchable = sources(view, usable) if rule.fetches else ()
-        every = [estimate_prefill(REQUEST, view, rule, n, usable, fetchable) for n in view.prefill]
+        every = [estimate_prefill(REQUEST, view, rule, n, usable, fetchable, Slo()) for n in view.prefill]
         slack = 1.05 if policy == "goodput" else 1.0
         assert placement.prefill.ttft_s <= slack * min(e.ttft_s for e in every) + 1e-4
     if policy == "least-loaded":

@@ -14,7 +14,7 @@ from moonpool.conductor.placing.cluster_view import ClusterView, PlaceRequest
 from moonpool.conductor.placing.node_table import NodeTable
 from moonpool.conductor.placing.place import place
 from moonpool.conductor.placing.placement import Placement, PrefillEstimate
-from moonpool.conductor.placing.policies import POLICIES, KvAware
+from moonpool.conductor.placing.policies import POLICIES, Goodput, KvAware
 from tests.conductor.views import REQUEST, cluster, node, placed
 
 BY_ESTIMATE = sorted(set(POLICIES) - {"random", "round-robin"})
@@ -127,3 +127,17 @@ def test_only_goodput_lets_shorter_prefills_pass() -> None:
     patience = {name: placed(REQUEST, view, name).patience_s for name in POLICIES}
     assert patience.pop("goodput") == pytest.approx(8 * 0.101)
     assert set(patience.values()) == {0.0}
+
+
+def test_goodput_lets_those_pass_that_keep_the_slo_before_one_that_misses_it() -> None:
+    view, slo = cluster([node("p", queue_s=0.3)], [node("d")]), Slo(ttft_s=0.4)
+    patience = {}
+    for name, policy in POLICIES.items():
+        placement = place(REQUEST, view, slo, policy)
+        assert isinstance(placement, Placement)
+        patience[name] = placement.patience_s
+    assert patience.pop("goodput") == Goodput().late_patience_s
+    assert set(patience.values()) == {0.0}
+    in_time = place(REQUEST, view, Slo(ttft_s=0.41), POLICIES["goodput"])
+    assert isinstance(in_time, Placement)
+    assert in_time.patience_s == pytest.approx(8 * 0.101)
