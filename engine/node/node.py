@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from moonpool.engine.errors import (
 from moonpool.engine.node.engine_memory import EngineMemory
 from moonpool.engine.node.first_connections import connect_nodes
 from moonpool.engine.node.join_phases import JoinPhases
+from moonpool.engine.node.kept_experts import KeptExperts
 from moonpool.engine.node.metrics import (
     NODE_JOIN_SECONDS,
     RANK_DETECT_SECONDS,
@@ -99,6 +101,9 @@ class EngineNode(ABC):
         self.replica = Replica.ours()
         own_id = config.node.id or f"{self.role}-{config.node.host}-{os.getpid()}"
         self.node_id = self.replica.replica_id if self.replica is not None else own_id
+        self.kept_experts = KeptExperts(
+            self.node_id, is_named=bool(config.node.id) or self.replica is not None
+        )
         self.epoch = time.time_ns()
         self.state = "starting"
         self.rpc_address = ""
@@ -248,6 +253,9 @@ class EngineNode(ABC):
                 agent = await stack.enter_async_context(
                     await TransferAgent.start(self.config.transfer, agent_id=self.node_id, epoch=self.epoch)
                 )
+                redis = connect(self.config.index.redis_url)
+                stack.push_async_callback(redis.aclose)
+                self.index = KVIndex(redis, self.config.index.namespace)
                 memory = await self._open_memory(context, agent)
                 if memory is None:
                     return None
@@ -282,8 +290,10 @@ class EngineNode(ABC):
         """Return None after a drain meanwhile; everything is closed then."""
         with closing(LoadProgress(self.node_id, context.loaded)) as progress:
             watched, decodes = self._join.watch(progress), "decode" in stages_of(self.role)
+            kept = partial(self.kept_experts.load, self.index)
             opening = asyncio.create_task(
-                EngineMemory.open(self.config, agent, watched, decodes=decodes), name="open"
+                EngineMemory.open(self.config, agent, watched, decodes=decodes, kept_experts=kept),
+                name="open",
             )
             asked = asyncio.create_task(context.draining.wait())
             try:
@@ -323,9 +333,7 @@ class EngineNode(ABC):
         )
         stack.callback(self.health.close)
         self.health.start()
-        redis = connect(config.index.redis_url)
-        stack.push_async_callback(redis.aclose)
-        index = KVIndex(redis, config.index.namespace)
+        index = self.index
         self.publisher = IndexPublisher(index, self.record, config.index, lambda: self.store.tiers.blocks())
         self.slow_rank = SlowRankWatch(
             Remedy(config.engine.parallel.slow_rank),
