@@ -41,11 +41,11 @@ from moonpool.engine.node.metrics import (
     observe_engine,
 )
 from moonpool.engine.node.slow_rank import SlowRankWatch
+from moonpool.engine.node.slow_rank_decision import Remedy
 from moonpool.engine.node.work_time import WorkTime
 from moonpool.engine.prefix_cache.peer_exchange import PeerExchange
 from moonpool.engine.prefix_cache.store import NodeStore
 from moonpool.engine.prefix_cache.tenant_cache import TenantCache
-from moonpool.engine.ranks.slow_rank import Remedy
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.events.publisher import EventPublisher

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 
 from moonpool.engine.errors import RankSlow
 from moonpool.engine.node.metrics import RANK_DETECT_SECONDS, SLOW
+from moonpool.engine.node.slow_rank_decision import LOOK_S, WINDOW_S, Look, Remedy, Verdict, decide
 from moonpool.engine.ranks.rank_times import RankTimes
-from moonpool.engine.ranks.slow_rank import LOOK_S, WINDOW_S, Look, Remedy, Verdict, decide
 from moonpool.kvstore.errors import IndexUnavailable
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.node_record import NodeRecord, stages_of

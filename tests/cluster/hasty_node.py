@@ -5,7 +5,7 @@ from __future__ import annotations
 import runpy
 
 if __name__ == "__main__":
-    from moonpool.engine.ranks import slow_rank
+    from moonpool.engine.node import slow_rank_decision
 
-    slow_rank.LEAST_LIFE_S = 0.0
+    slow_rank_decision.LEAST_LIFE_S = 0.0
     runpy.run_module("moonpool.node", run_name="__main__", alter_sys=True)

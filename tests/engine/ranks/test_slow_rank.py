@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from moonpool.engine.node.slow_rank import SlowRankWatch, why_alone
+from moonpool.engine.node.slow_rank_decision import LEAST_LIFE_S, LOOK_S, Look, Remedy, Verdict, decide
 from moonpool.engine.ranks.rank_times import RankTimes
-from moonpool.engine.ranks.slow_rank import LEAST_LIFE_S, LOOK_S, Look, Remedy, Verdict, decide
 from moonpool.kvstore.errors import IndexUnavailable
 from moonpool.kvstore.index.redis.node_record import NodeRecord
 
@@ -100,7 +100,7 @@ async def test_a_node_serves_on_until_the_index_names_another_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("moonpool.engine.node.slow_rank.LOOK_S", 1e-6)
-    monkeypatch.setattr("moonpool.engine.ranks.slow_rank.LEAST_LIFE_S", 0.0)
+    monkeypatch.setattr("moonpool.engine.node.slow_rank_decision.LEAST_LIFE_S", 0.0)
     ticks = count()
     clock = lambda: next(ticks) * 0.1  # noqa: E731
     times = RankTimes([1], 2, lambda: 0.0)
