@@ -78,13 +78,15 @@ class Engine:
         listener: RankListener | None = None,
         separate_pools: bool = False,
         decodes: bool = True,
+        experts: ExpertPlacement | None = None,
         adapters_host_nbytes: int = LoraOptions().host_nbytes,
     ) -> None:
         """Read the checkpoint's configuration; ``start`` reads the weights.
 
         ``ranks``: a started group of another engine that has closed; None: start one where the plan needs it.
         ``separate_pools``: see ``RankGroup``. ``listener``: for ranks of other machines, needed with
-        ``options.parallel.hosts``. ``decodes``: see ``EngineSetup.choose``.
+        ``options.parallel.hosts``. ``decodes``: see ``EngineSetup.choose``. ``experts``: see
+        ``EngineSetup.placing``.
 
         ``adapters_host_nbytes``: memory of each rank's process for LoRA adapters that were read.
 
@@ -98,7 +100,8 @@ class Engine:
         exist or a draft model of other tokens.
         """
         chosen = model_options or ModelOptions()
-        self.setup = setup = EngineSetup.choose(model, options, chosen, device, decodes=decodes)
+        setup = EngineSetup.choose(model, options, chosen, device, decodes=decodes)
+        self.setup = setup = setup.placing(experts)
         self._draft = choose_draft(setup, chosen) if options.speculative.method == "draft" else None
         self.config, self.options, self.device = setup.config, setup.options, setup.device
         self.dtype, self.plan = setup.dtype, setup.plan
@@ -271,7 +274,7 @@ class Engine:
         """Move experts to the ranks of ``placement`` while steps run. Returns how many layers changed.
 
         A layer after the other: each rank reads its own, and all switch at the beginning of a step and drop
-        those before. Started. Does not outlive the ranks: see ``engine.parallel.expert_plan_path``.
+        those before. Started. Another engine begins without it, unless it is given as ``experts``.
 
         Raises ConfigError for a placement of other layers, experts or ranks, before anything has changed;
         ExpertsRefused when a rank cannot read them, or RankLost: layers that were moved stay so.

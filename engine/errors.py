@@ -158,6 +158,17 @@ class RankLost(EngineError):
         self.reason = reason
 
 
+class RankSlow(EngineError):
+    """A rank stayed slow, and the node's requests have left. ``regroups``: other ranks join this process."""
+
+    code = "DEADLINE_EXCEEDED"
+    failure = FailureClass.RANK
+
+    def __init__(self, rank: int, reason: str, *, regroups: bool) -> None:
+        super().__init__(f"rank {rank} stays slow: {reason}")
+        self.regroups = regroups
+
+
 class LinkBroken(RankLost):
     """An exchange with ``rank`` failed. ``RankGroup.explain`` finds the cause."""
 

@@ -24,6 +24,7 @@ from moonpool.engine.execution.gpu_memory import CONTEXT_NBYTES, LINK_NBYTES
 from moonpool.engine.execution.runner import ModelRunner
 from moonpool.engine.ranks.assignment import Assignment
 from moonpool.engine.ranks.link_factory import choose_link
+from moonpool.engine.sharding.expert_placement import ExpertPlacement
 from moonpool.engine.sharding.parallel_plan import ParallelPlan, Shard
 from moonpool.engine.sharding.stage_work import StepShape, balanced_layers
 from moonpool.kvstore.blocks.layout import KVLayout
@@ -84,6 +85,10 @@ class EngineSetup:
                 options = replace(options, parallel=replace(options.parallel, pp_layers=words))
                 plan = replace(plan, pp_layers=layers)
         return cls(config, options, device, dtype, plan, max_len)
+
+    def placing(self, experts: ExpertPlacement | None) -> EngineSetup:
+        """Return this setup with another placement of experts, which fits; None: the configured one."""
+        return self if experts is None else replace(self, plan=replace(self.plan, experts=experts))
 
     def layout(self, shard: Shard) -> KVLayout:
         """Return the layout of the shard's part of a KV block."""

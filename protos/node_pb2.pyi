@@ -707,15 +707,20 @@ class PlaceExpertsReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_LAYERS_FIELD_NUMBER: _builtins.int
+    NOT_KEPT_FIELD_NUMBER: _builtins.int
     num_layers: _builtins.int
+    """that changed"""
+    not_kept: _builtins.str
+    """why a restarted node begins without it; empty: it begins with it"""
     def __init__(
         self,
         *,
         num_layers: _builtins.int = ...,
+        not_kept: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_layers", b"num_layers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["not_kept", b"not_kept", "num_layers", b"num_layers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

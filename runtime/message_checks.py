@@ -45,6 +45,8 @@ MOST: Mapping[str, int] = {
     "moonpool.BlockSpans.offset": _BLOCKS,
     "moonpool.BlockSpans.checksum": _BLOCKS,
     "moonpool.ExpertLoadReply.rows": 1 << 20,
+    "moonpool.PlaceExpertsRequest.placement": 1 << 22,  # 64 layers of 512 experts on 64 ranks: 0.3 MB
+    "moonpool.PlaceExpertsReply.not_kept": ERROR_CHARS,
     "moonpool.NodeStatus.tiers": 64,
     "moonpool.LeaseRequest.keys": _KEYS_NBYTES,
     "moonpool.BlockListing.changes": 2 * _KEYS_NBYTES,

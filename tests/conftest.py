@@ -47,7 +47,8 @@ def pytest_configure() -> None:
         from moonpool.runtime.service.fork_server import use_fork_server
 
         imports = [*PRELOAD["moonpool.node"], "tests.engine.short_profile"]
-        nodes = dict.fromkeys(("moonpool.node", "tests.cluster.held_node"), imports)
+        others = ("tests.cluster.held_node", "tests.cluster.hasty_node")
+        nodes = dict.fromkeys(("moonpool.node", *others), imports)
         use_fork_server(_EARLY | PRELOAD | nodes | _LATE)
 
         from moonpool.runtime.security.local_key import local_key

@@ -14,7 +14,7 @@ from moonpool.engine.sharding.parallel_plan import Shard
 from moonpool.kernels.dispatch import combine_experts, group_by_expert
 
 # An all-to-all moves top_k rows per token, a sum moves more with more ranks. At 2 × top_k ranks the
-# all-to-all was still slower (docs/decisions/engine.md), so it starts at 4 × top_k.
+# all-to-all was still slower (docs/decisions/ranks.md), so it starts at 4 × top_k.
 _RANKS_PER_CHOICE = 4
 _MIN_TOKENS = 256
 _NEVER = 1 << 62

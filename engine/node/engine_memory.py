@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from moonpool.engine.engine import Engine
@@ -12,6 +13,7 @@ from moonpool.engine.memory.shared_rank_bytes import SharedRankBytes
 from moonpool.engine.ranks.group import RankGroup
 from moonpool.engine.ranks.rank_listener import RankListener
 from moonpool.engine.setup import EngineSetup
+from moonpool.engine.sharding.expert_placement import ExpertPlacement
 from moonpool.kvstore.blocks.shards import BlockShard
 from moonpool.kvstore.remote.rank_reader import AgentReader, RankReader
 from moonpool.kvstore.remote.sharded_reader import RankTarget, ShardedReader, rank_memory
@@ -40,13 +42,16 @@ class EngineMemory:
         *,
         separate_pools: bool = False,
         decodes: bool = True,
+        kept_experts: Callable[[EngineSetup], Awaitable[ExpertPlacement | None]] | None = None,
     ) -> EngineMemory:
         """Start the engine. Raises as ``Engine.start``; the engine is closed then.
 
-        ``separate_pools``: see ``RankGroup``. ``decodes``: see ``EngineSetup.choose``.
+        ``separate_pools``: see ``RankGroup``. ``decodes``: see ``EngineSetup.choose``. ``kept_experts``: the
+        placement to begin with, where the plan distributes experts.
         """
         model, options = config.model.directory, config.engine
         setup = EngineSetup.choose(model, options, config.model, None, decodes=decodes)
+        experts = await kept_experts(setup) if kept_experts is not None and setup.plan.ep > 1 else None
         region: Region | None = None
         if setup.device.memory() is None:
             # Allocate rank 0's part of the memory for all ranks.
@@ -64,6 +69,7 @@ class EngineMemory:
             listener=RankListener.from_options(options.parallel, agent.agent_id),
             separate_pools=separate_pools,
             decodes=decodes,
+            experts=experts,
             adapters_host_nbytes=config.lora.host_nbytes,
         )
         try:

@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,28 @@ from moonpool.engine.adapters.residency import AdapterPin, AdapterRef
 from moonpool.engine.batching.sequence import Sequence
 from moonpool.engine.device.cuda import gpu_uuids, machine_of
 from moonpool.engine.device.selection import weights_dtype
-from moonpool.engine.errors import AdapterNameTaken, AdapterRefused, NodeDraining, RankLost, RoleUnsupported
+from moonpool.engine.errors import (
+    AdapterNameTaken,
+    AdapterRefused,
+    NodeDraining,
+    RankLost,
+    RankSlow,
+    RoleUnsupported,
+)
 from moonpool.engine.node.engine_memory import EngineMemory
 from moonpool.engine.node.first_connections import connect_nodes
 from moonpool.engine.node.join_phases import JoinPhases
-from moonpool.engine.node.metrics import NODE_JOIN_SECONDS, RANKS_LOST, observe_engine
+from moonpool.engine.node.kept_experts import KeptExperts
+from moonpool.engine.node.metrics import (
+    NODE_JOIN_SECONDS,
+    RANK_DETECT_SECONDS,
+    RANKS_LOST,
+    REGROUP_SECONDS,
+    SLOW,
+    observe_engine,
+)
+from moonpool.engine.node.slow_rank import SlowRankWatch
+from moonpool.engine.node.slow_rank_decision import Remedy
 from moonpool.engine.node.work_time import WorkTime
 from moonpool.engine.prefix_cache.peer_exchange import PeerExchange
 from moonpool.engine.prefix_cache.store import NodeStore
@@ -83,6 +101,9 @@ class EngineNode(ABC):
         self.replica = Replica.ours()
         own_id = config.node.id or f"{self.role}-{config.node.host}-{os.getpid()}"
         self.node_id = self.replica.replica_id if self.replica is not None else own_id
+        self.kept_experts = KeptExperts(
+            self.node_id, is_named=bool(config.node.id) or self.replica is not None
+        )
         self.epoch = time.time_ns()
         self.state = "starting"
         self.rpc_address = ""
@@ -92,6 +113,9 @@ class EngineNode(ABC):
         self._versions = versions_of(("moonpool", "torch"))
         self._began_s = self._ready_s = 0.0  # of this start
         self.work_time = WorkTime(time.monotonic())  # likewise
+        self._ended_by: RankLost | RankSlow | None = None  # the life before
+        self._ended_s = 0.0
+        self._regrouped_s: float | None = None  # because of a slow rank
         self.tenant_labels = TenantLabels()
         self.events: EventPublisher | None = None  # where configured
 
@@ -196,23 +220,31 @@ class EngineNode(ABC):
         """Start, announce, serve until drained, leave the index.
 
         When a rank is lost the node leaves the index and starts again, with new ranks and a new epoch; blocks
-        on disk stay. It gives up when starts repeatedly last too short. A drain before it serves ends it at
+        on disk stay. It gives up when starts repeatedly last too short. So it does, or ends, after it has
+        drained because of a slow rank, see ``engine.parallel.slow_rank``. A drain before it serves ends it at
         once.
 
         Raises the error that prevents a start or stopped the engine; the node has left the index then.
         """
         crashes = CrashLoop()
-        while (lost := await self._run_once(context)) is not None:
-            RANKS_LOST.inc()
-            failures.count_error(lost)
+        while (ended := await self._run_once(context)) is not None:
+            asked = context.draining.is_set() or self.draining.is_set()
+            if isinstance(ended, RankLost):
+                RANKS_LOST.inc()
+            elif asked:
+                return
+            failures.count_error(ended)
             gives_up = crashes.gives_up(time.monotonic() - self._ready_s if self._ready_s else 0.0)
-            if gives_up or context.draining.is_set() or self.draining.is_set():
-                raise lost
-            log.error("%s: node %s starts again", lost, self.node_id)
+            if gives_up or asked or (isinstance(ended, RankSlow) and not ended.regroups):
+                raise ended
+            log.error("%s: node %s starts again", ended, self.node_id)
+            self._ended_by = ended
+            if isinstance(ended, RankSlow):
+                self._regrouped_s = time.monotonic()
             self.restart()
 
-    async def _run_once(self, context: ServiceContext) -> RankLost | None:
-        """Run until drained; return None. Return the error when a rank is lost."""
+    async def _run_once(self, context: ServiceContext) -> RankLost | RankSlow | None:
+        """Run until drained; return None. Return the error when a rank is lost, or stayed slow."""
         self._began_s = time.monotonic()
         self.work_time = WorkTime(self._began_s)
         self._join = JoinPhases(first=self.num_starts == 1)
@@ -221,12 +253,18 @@ class EngineNode(ABC):
                 agent = await stack.enter_async_context(
                     await TransferAgent.start(self.config.transfer, agent_id=self.node_id, epoch=self.epoch)
                 )
+                redis = connect(self.config.index.redis_url)
+                stack.push_async_callback(redis.aclose)
+                self.index = KVIndex(redis, self.config.index.namespace)
                 memory = await self._open_memory(context, agent)
                 if memory is None:
                     return None
                 stack.push_async_callback(memory.engine.close)
                 await self._start(stack, agent, memory)
                 NODE_JOIN_SECONDS.set(self.join_s)
+                if (before := self._ended_by) is not None:
+                    kind = SLOW if isinstance(before, RankSlow) else before.failure.value
+                    REGROUP_SECONDS.labels(kind).observe(self._ready_s - self._ended_s)
                 log.info("epoch %d is ready after %.2f s", self.epoch, self.join_s)
                 context.ready(
                     node_id=self.node_id,
@@ -239,9 +277,12 @@ class EngineNode(ABC):
                 await self._serve_until_drained(context)
                 if self.health.judgement.fatal:
                     raise NodeUnfit(self.node_id, self.health.judgement.reasons)
+                return self.slow_rank.found
         except RankLost as lost:
             if self.num_starts == 1 and not self._ready_s:
                 raise  # the next start would fail in the same way
+            if self._ready_s and self.engine.ranks is not None:
+                RANK_DETECT_SECONDS.labels(lost.failure.value).observe(self.engine.ranks.silent_s)
             return lost
         return None
 
@@ -249,8 +290,10 @@ class EngineNode(ABC):
         """Return None after a drain meanwhile; everything is closed then."""
         with closing(LoadProgress(self.node_id, context.loaded)) as progress:
             watched, decodes = self._join.watch(progress), "decode" in stages_of(self.role)
+            kept = partial(self.kept_experts.load, self.index)
             opening = asyncio.create_task(
-                EngineMemory.open(self.config, agent, watched, decodes=decodes), name="open"
+                EngineMemory.open(self.config, agent, watched, decodes=decodes, kept_experts=kept),
+                name="open",
             )
             asked = asyncio.create_task(context.draining.wait())
             try:
@@ -290,10 +333,15 @@ class EngineNode(ABC):
         )
         stack.callback(self.health.close)
         self.health.start()
-        redis = connect(config.index.redis_url)
-        stack.push_async_callback(redis.aclose)
-        index = KVIndex(redis, config.index.namespace)
+        index = self.index
         self.publisher = IndexPublisher(index, self.record, config.index, lambda: self.store.tiers.blocks())
+        self.slow_rank = SlowRankWatch(
+            Remedy(config.engine.parallel.slow_rank),
+            engine.rank_times,
+            index,
+            self.record,
+            regrouped_s=self._regrouped_s,
+        )
         # The folder must be the same after a restart, and a generated node id contains the process id.
         folder = config.node.id or (f"{self.role}.{self.replica.number}" if self.replica else self.role)
         self.store = await NodeStore.open(config, folder, agent, engine, self.memory, self._on_tier_change)
@@ -358,6 +406,7 @@ class EngineNode(ABC):
             vital(self._enforce_quotas(), "enforce quotas"),
             vital(self._refresh_expert_load(), "expert load"),
             vital(self._register(listed), "register adapters"),
+            vital(self.slow_rank.run(), "slow ranks"),
         ):
             stack.callback(task.cancel)
 
@@ -377,7 +426,8 @@ class EngineNode(ABC):
 
     async def _serve_until_drained(self, context: ServiceContext) -> None:
         engine_ended = asyncio.ensure_future(self.engine.wait())
-        asked = [asyncio.ensure_future(event.wait()) for event in (context.draining, self.draining)]
+        events = (context.draining, self.draining, self.slow_rank.due)
+        asked = [asyncio.ensure_future(event.wait()) for event in events]
         try:
             await asyncio.wait([engine_ended, *asked], return_when=asyncio.FIRST_COMPLETED)
             if engine_ended.done():
@@ -400,6 +450,7 @@ class EngineNode(ABC):
                     left,
                 )
         finally:
+            self._ended_s = time.monotonic()
             for task in (engine_ended, *asked):
                 task.cancel()
 

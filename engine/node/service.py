@@ -175,8 +175,10 @@ class ExpertService(_Service, node_pb2_grpc.ExpertsServicer):
     async def Place(
         self, request: node_pb2.PlaceExpertsRequest, context: RpcContext
     ) -> node_pb2.PlaceExpertsReply:
-        placement = ExpertPlacement.from_json(request.placement)
-        return node_pb2.PlaceExpertsReply(num_layers=await self._node.engine.place_experts(placement))
+        node, placement = self._node, ExpertPlacement.from_json(request.placement)
+        num_layers = await node.engine.place_experts(placement)
+        not_kept = await node.kept_experts.save(node.index, placement)
+        return node_pb2.PlaceExpertsReply(num_layers=num_layers, not_kept=not_kept)
 
 
 class AdapterService(_Service, node_pb2_grpc.AdaptersServicer):

@@ -65,6 +65,7 @@ class RankGroup:
         self.ranks = [RankProcess(rank) for rank in range(1, world_size)]
         self.on_lost: Callable[[RankLost], None] | None = None
         self.lost: RankLost | None = None
+        self.silent_s = 0.0  # since the lost rank's last heartbeat, when the group was torn down
         self._listener = listener
         self._timeout_s = timeout_s
         self._start_timeout_s = 0.0  # of the model that is open
@@ -344,6 +345,8 @@ class RankGroup:
         self.lost = error
         log.error("%s; the group is torn down", error)
         if self._memory is not None:
+            if error.rank:
+                self.silent_s = self._memory.board.silent_s(error.rank)
             self._memory.board.abort(error.rank)
         self._close_listener(str(error))
         # A wait in torch.distributed does not read the board; it ends when the peer's process does.

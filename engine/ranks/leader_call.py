@@ -79,9 +79,11 @@ class LeaderCall:
 
     def join(self) -> None:
         """Wait until the leader has taken this rank: without a time limit, because it may start later, and
-        does again after a loss."""
-        pause_s = _FIRST_PAUSE_S
+        does again after a loss. Raises SystemExit when the launcher has ended."""
+        launcher, pause_s = os.getppid(), _FIRST_PAUSE_S
         while not self._try_to_join():
+            if os.getppid() != launcher:
+                raise SystemExit("moonpool ranks: the launcher has ended, and no leader has taken this rank")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 

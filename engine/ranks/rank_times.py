@@ -122,14 +122,23 @@ class RankTimes:
         stages_s = [float(compute_s[self._stages == stage].max()) for stage in range(len(self._layers))]
         return "+".join(map(str, better_cut(stages_s, self._layers, num_steps) or ()))
 
+    def is_judged(self) -> bool:
+        """Whether there were steps enough in the window to tell slow ranks from others."""
+        with self._lock:
+            self._drop_old()
+            return len(self._recent) >= _LEAST_STEPS
+
+    def slowest(self) -> Pace | None:
+        """Return the slow rank with the highest ratio; None when none is slow."""
+        return max((pace for pace in self.paces() if pace.is_slow), key=lambda pace: pace.ratio, default=None)
+
     def sentence(self) -> str:
         """Name the slowest rank; empty when none is slow."""
-        paces = self.paces()
-        slow = max((pace for pace in paces if pace.is_slow), key=lambda pace: pace.ratio, default=None)
-        if slow is None:
+        if (slow := self.slowest()) is None:
             return ""
+        num_ranks = len(self._stages)
         return (
-            f"rank {slow.rank} of {len(paces)} is slow ({slow.cause}): it takes {slow.ratio:.1f} times "
+            f"rank {slow.rank} of {num_ranks} is slow ({slow.cause}): it takes {slow.ratio:.1f} times "
             f"as long as the median rank; stalls of over {_STALL_S:g} s since the start: {slow.num_stalls}"
         )
 

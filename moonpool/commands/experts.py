@@ -55,8 +55,8 @@ def experts_command(
 ) -> None:
     """Print the load of NODE's experts since it started, and plan a placement with copies of the hot ones.
 
-    Nodes that are started with engine.parallel.expert_plan_path=FILE use the plan from the start. --apply: a
-    node that is restarted has its former placement again.
+    Nodes that are started with engine.parallel.expert_plan_path=FILE use the plan from the start. --apply: so
+    does NODE when it is started again, with the same model and plan of ranks.
     """
     measured = run_with_client(url, lambda client: measure(client, node))
     if ranks is None and output is not None and measured.num_ranks == 1:
@@ -74,8 +74,10 @@ def experts_command(
             f"--set engine.parallel.expert_plan_path={output}"
         )
     if apply:
-        changed = run_with_client(url, lambda client: place(client, node, plan))
+        changed, not_kept = run_with_client(url, lambda client: place(client, node, plan))
         console.print(f"{node}: the experts of {changed} layers were moved")
+        if not_kept:
+            console.print(f"{node} begins without this plan when it is started again: {not_kept}")
 
 
 async def measure(client: Client, node_id: str) -> Measured:
@@ -100,10 +102,10 @@ async def _replicas(client: Client, node_id: str) -> list[dict[str, Any]]:
     return list(holders(found[0]))
 
 
-async def place(client: Client, node_id: str, plan: ExpertPlacement) -> int:
-    """Have all replicas of the node move their experts; returns how many layers changed, of all of them.
-    Raises ClickException: unknown node."""
-    changed = 0
+async def place(client: Client, node_id: str, plan: ExpertPlacement) -> tuple[int, str]:
+    """Have all replicas of the node move their experts; returns how many layers changed, of all of them, and
+    why a restart begins without the plan, if it does. Raises ClickException: unknown node."""
+    changed, not_kept = 0, ""
     for one in await _replicas(client, node_id):
         async with rpc.channel(one["rpc_address"]) as channel:
             with rpc.node_errors(one["node_id"]):
@@ -111,7 +113,8 @@ async def place(client: Client, node_id: str, plan: ExpertPlacement) -> int:
                     node_pb2.PlaceExpertsRequest(placement=plan.to_json()), timeout=_PLACE_S
                 )
         changed += reply.num_layers
-    return changed
+        not_kept = not_kept or reply.not_kept
+    return changed, not_kept
 
 
 async def _ask(node: dict[str, Any]) -> node_pb2.ExpertLoadReply:

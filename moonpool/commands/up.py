@@ -11,8 +11,9 @@ from typing import Any
 import click
 
 from moonpool.commands.options import config_options, console
+from moonpool.local.played_hosts import NUM_HOSTS
 from moonpool.local.up import up
-from moonpool.runtime.config.loading import load_config
+from moonpool.runtime.config.loading import load_config, override
 
 # The configuration key that each option sets.
 _KEYS = {
@@ -64,12 +65,21 @@ _KEYS = {
     metavar="ray://auto|ray://HOST:PORT",
     help="Start the nodes on this Ray cluster (default: on this machine); its nodes must reach the Redis.",
 )
+@click.option(
+    "--hosts",
+    type=click.IntRange(1, NUM_HOSTS),
+    default=1,
+    show_default=True,
+    help="2: play a second machine with half of each node's stages (engine.parallel.pp, 2 unless set): a "
+    "network namespace as root, else the loopback address.",
+)
 @click.option("--once", is_flag=True, help="Stop after the first conversation.")
 @config_options
 def up_command(
     file: Path | None,
     sets: Sequence[str],
     once: bool,
+    hosts: int,
     models: tuple[str, ...],
     models_file: str | None,
     adapters: tuple[str, ...],
@@ -85,7 +95,9 @@ def up_command(
     options = [f"{_KEYS[name]}={value}" for name, value in given.items() if value is not None]
     alone = ["cluster.prefill=0", "cluster.decode=0"] if given["both"] else []
     config = load_config(file, [*alone, *sets, *options])
-    sys.exit(asyncio.run(up(config.with_adapters(adapters), console, once=once)))
+    if hosts > 1 and config.engine.parallel.pp == 1:
+        config = override(config, [f"engine.parallel.pp={hosts}"])
+    sys.exit(asyncio.run(up(config.with_adapters(adapters), console, once=once, hosts=hosts)))
 
 
 def _models(models: Sequence[str]) -> list[str]:

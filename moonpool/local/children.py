@@ -18,6 +18,7 @@ from moonpool.local.node_configs import (
     node_configs,
     num_gpus_of,
 )
+from moonpool.local.played_hosts import NodeOverHosts, PlayedHost
 from moonpool.local.preflight import available_nbytes, check_model
 from moonpool.local.vllm_engine import VllmEngine
 from moonpool.runtime.config.loading import override, to_toml
@@ -48,11 +49,17 @@ class Children:
     """Makes the processes of one cluster, not started. ``config``: final."""
 
     def __init__(
-        self, config: Config, directory: Path, loaded: Callable[[str, int, int], None], label: str = ""
+        self,
+        config: Config,
+        directory: Path,
+        loaded: Callable[[str, int, int], None],
+        label: str = "",
+        host: PlayedHost | None = None,
     ) -> None:
         """``loaded``: gets a child's name, bytes loaded and all bytes while weights are loaded. ``label``:
-        in the names of its nodes, where a cluster has several models."""
+        in the names of its nodes, where a cluster has several models. ``host``: has half of the ranks."""
         self._config = config
+        self._host = host
         self._label = f"-{label}" if label else ""
         self._directory = directory
         self._loaded = loaded
@@ -157,7 +164,12 @@ class Children:
         own = {"prefill": self._config.cluster.prefill_options, "decode": self._config.cluster.decode_options}
         listening = (f"node.id={name}", "node.port=0", "node.metrics_port=0")
         module = ("moonpool.kvstore.store_node",) if role == "store" else ("moonpool.node", "--role", role)
-        return self._child(name, module, *gpu, *own.get(role, ()), *settings, *listening)
+        options = (*gpu, *own.get(role, ()), *settings, *listening)
+        if role == "store" or self._host is None:
+            return self._child(name, module, *options)
+        config = override(config_of(self._config, role), settings)
+        over_hosts, launcher = self._host.ranks_of(name, config, self._file, self._environment)
+        return self._child(name, module, *options, *over_hosts, kind=partial(NodeOverHosts, launcher))
 
     def _vllm_engine(self, name: str, role: str) -> VllmEngine:
         """The next engine, with its part of the cores."""
@@ -167,17 +179,19 @@ class Children:
         own = [cores[(first + i) % len(cores)] for i in range(count)]
         return VllmEngine(name, role, self._config, self._file, self._directory / f"{name}.log", own)
 
-    def _child(self, name: str, module: tuple[str, ...], *options: str) -> Child:
+    @property
+    def _environment(self) -> dict[str, str]:
+        # Idle OpenMP threads must not spin: other processes need the cores.
+        return {"OMP_NUM_THREADS": str(self._config.engine.threads), "OMP_WAIT_POLICY": "PASSIVE"}
+
+    def _child(
+        self, name: str, module: tuple[str, ...], *options: str, kind: Callable[..., Child] = Child
+    ) -> Child:
         command = [sys.executable, "-m", *module, "--config", str(self._file)]
         for option in options:
             command += ["--set", option]
-        environment = {
-            # Idle OpenMP threads must not spin: other processes need the cores.
-            "OMP_NUM_THREADS": str(self._config.engine.threads),
-            "OMP_WAIT_POLICY": "PASSIVE",
-        }
         log, loaded = self._directory / f"{name}.log", partial(self._loaded, name)
-        return Child(name, command, log, environment=environment, sends_json=True, on_loaded=loaded)
+        return kind(name, command, log, environment=self._environment, sends_json=True, on_loaded=loaded)
 
 
 def _memory_nbytes(config: Config) -> int:

@@ -17,6 +17,7 @@ from moonpool.client import Client
 from moonpool.errors import ApiError
 from moonpool.local.children import Children, ready_timeout_s
 from moonpool.local.elastic_nodes import STOP_TIMEOUT_S, ElasticNodes
+from moonpool.local.played_hosts import PlayedHost
 from moonpool.local.preflight import check_before_start
 from moonpool.local.preload import PRELOAD
 from moonpool.local.ray_nodes import RayNodes
@@ -56,6 +57,7 @@ class LocalCluster:
         directory: for logs (``NAME.log``); by default a temporary one, removed unless something failed.
         restart: restart a node or Redis that dies.
         supervises: let the conductor start and stop nodes (see ``local.supervisor``).
+        hosts: 2: half of each node's stages on a second machine, played on this one (see ``played_hosts``).
         report: gets a sentence about each event.
         loaded: gets a child's name, bytes loaded and all bytes while weights are loaded.
 
@@ -70,6 +72,7 @@ class LocalCluster:
         directory: Path | None = None,
         restart: bool = False,
         supervises: bool = False,
+        hosts: int = 1,
         report: Callable[[str], None] = lambda sentence: None,
         loaded: Callable[[str, int, int], None] = lambda name, nbytes_done, nbytes_total: None,
     ) -> None:
@@ -93,6 +96,8 @@ class LocalCluster:
         self._made_directory = self._remove_directory = directory is None
         self._restart = restart
         self._supervises = supervises
+        self._hosts = hosts
+        self._host: PlayedHost | None = None
         self._report = report
         self._loaded = loaded
         self._watchers: dict[str, asyncio.Task[None]] = {}
@@ -139,6 +144,10 @@ class LocalCluster:
             self.directory = _short_directory()
         try:
             await self._start_redis()
+            if self._hosts > 1:
+                self._host = PlayedHost(self.directory)
+                self._report(await self._host.open())
+                self.config = self._host.cluster_config(self.config)
             await self._create_children()
             if self._ray is not None:
                 await self._ray.connect()
@@ -168,6 +177,8 @@ class LocalCluster:
             await asyncio.gather(*(child.stop(STOP_TIMEOUT_S) for child in group))
         if self._ray is not None:
             await self._ray.stop()
+        if self._host is not None:
+            await self._host.close()
         if self.redis is not None:
             await self.redis.stop()
         if self._remove_directory:
@@ -219,13 +230,13 @@ class LocalCluster:
             self._audited.enter_context(audited(self.config.audit, "supervisor"))
             self.supervisor_address = await self._supervisor.start(Security(self.config.security, _me()))
             options = ("fleet.provider=local", f"fleet.supervisor={self.supervisor_address}")
-        made = Children(self.config, self.directory, self._loaded)
+        made = Children(self.config, self.directory, self._loaded, host=self._host)
         self.children["conductor"] = made.conductor(*options)
         served = served_models(self.config)
         nodes = {
             one.name: made
             if one.config is self.config
-            else Children(one.config, self.directory, self._loaded, one.name)
+            else Children(one.config, self.directory, self._loaded, one.name, self._host)
             for one in served.models
         }
         self._elastic.begin(self.config, nodes, supervises=bool(self.supervisor_address))

@@ -18,8 +18,9 @@ from moonpool.runtime.config.options import Config
 from moonpool.runtime.service.load_progress import LoadBars
 
 
-async def up(config: Config, console: Console, *, once: bool) -> int:
-    """Run the cluster; returns the exit code. ``once``: stop after the conversation.
+async def up(config: Config, console: Console, *, once: bool, hosts: int = 1) -> int:
+    """Run the cluster; returns the exit code. ``once``: stop after the conversation. ``hosts``: see
+    ``LocalCluster``.
 
     Ctrl-C or SIGTERM stops every process in order, a second one at once.
 
@@ -58,7 +59,12 @@ async def up(config: Config, console: Console, *, once: bool) -> int:
     bars = LoadBars(console)
     try:
         async with LocalCluster(
-            config, restart=not once, supervises=not once, report=report, loaded=bars.update
+            config,
+            restart=not once,
+            supervises=not once,
+            hosts=hosts,
+            report=report,
+            loaded=bars.update,
         ) as cluster:
             bars.close()
             report("ready\n")

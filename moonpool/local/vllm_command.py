@@ -53,9 +53,9 @@ def vllm_environment(cores: Iterable[int], cache: Path, *, kv_gib: int, imports:
     }
 
 
-def free_port() -> int:
+def free_port(host: str = "127.0.0.1") -> int:
     """A port of 127.0.0.1 that is free now."""
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+        listener.bind((host, 0))
         port: int = listener.getsockname()[1]
         return port

@@ -113,6 +113,14 @@ class ParallelOptions(Section, name="engine.parallel"):
     timeout_s: float = option(
         5.0, "seconds", "a rank or replica that is silent for this long is considered lost", above=0
     )
+    slow_rank: str = option(
+        "off",
+        "name",
+        "what becomes of a node with a rank that stays slow, once its requests have moved to others: drain "
+        "(its process ends, for its supervisor to start another), regroup (its ranks are replaced); off: it "
+        "is named only",
+        choices=("off", "drain", "regroup"),
+    )
     start_timeout_s: float = option(
         120.0, "seconds", "longest time without progress while the ranks start and load", above=0
     )

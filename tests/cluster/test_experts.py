@@ -23,7 +23,7 @@ from moonpool.client import Client, Reply
 from moonpool.engine.sharding.expert_placement import ExpertPlacement
 from moonpool.local.cluster import LocalCluster
 from moonpool.runtime.config.options import ModelOptions, ParallelOptions
-from tests.cluster.conftest import eventually, small_config
+from tests.cluster.conftest import eventually, kill, small_config
 from tests.cluster.test_ranks import DEMO, GREEDY, is_back, nodes, rank_pid
 from tests.lazily import Lazily
 
@@ -144,8 +144,25 @@ async def test_a_live_nodes_experts_move_and_no_text_changes(served: Served) -> 
         assert f"decode-0: the experts of {NUM_LAYERS} layers were moved" in moved.output
         assert await running == expected
         assert await texts() == expected
-    other = await asyncio.to_thread(run, "decode-0", "--ranks", "3", "--apply")
-    assert "decode-0 has 2 ranks: leave out --ranks, or --apply" in other.output
+        other = await asyncio.to_thread(run, "decode-0", "--ranks", "3", "--apply")
+        assert "decode-0 has 2 ranks: leave out --ranks, or --apply" in other.output
+        plan = (await nodes(client))["decode-0"]["ranks"]
+        assert plan.startswith("tp 2 × pp 1, ep 2 by plan ")
+        kill(served.cluster, "decode-0")
+        await served.cluster.children["decode-0"].wait()
+        await served.cluster.restart("decode-0")
+        assert served.cluster.children["decode-0"].ready["ranks"] == plan, "another process begins with it"
+
+        async def is_ready() -> bool:
+            return (await nodes(client)).get("decode-0", {}).get("state") == "ready"
+
+        await eventually(is_ready)
+        assert await texts() == expected
+        rank = rank_pid(served.cluster, "decode-0")
+        before = (await nodes(client))["decode-0"]
+        os.kill(rank, signal.SIGKILL)
+        await eventually(lambda: is_back(client, before))
+        assert (await nodes(client))["decode-0"]["ranks"] == plan, "and so does another life of the process"
     alone = await asyncio.to_thread(run, "prefill-0", "--apply")
     assert alone.exit_code == 1
     assert "all experts are on each rank and cannot be moved" in str(alone.exception)

@@ -16,10 +16,12 @@ import pytest
 
 from moonpool.client import Client, Reply
 from moonpool.local.cluster import LocalCluster
+from moonpool.local.played_hosts import NodeOverHosts
 from moonpool.runtime.service.child import Child
 from tests.cluster.conftest import eventually, nodes, small_config
 from tests.cluster.test_ranks import GREEDY, is_back, serves_exactly, whole
-from tests.processes import children_of
+from tests.processes import are_gone, children_of, descendants_of
+from tests.transfer.cables import obstacle
 
 TIMEOUT_S = 2.0
 WHERE = "tp 2 × pp 2 on 127.0.0.1, far (127.0.0.1)"
@@ -49,6 +51,51 @@ def ranks_of(launcher: Child) -> list[psutil.Process]:
     """Those that torchrun runs now."""
     found = children_of(launcher.pid)
     return [process for process in found if "moonpool.engine.ranks.worker" in process.cmdline()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("how", ["namespace", "loopback"])
+async def test_a_local_cluster_plays_a_second_machine_with_half_of_the_stages(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks, tensors and calls find their way there, and a rank that dies there joins the next life."""
+    if how == "loopback":
+        monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    elif reason := obstacle():
+        pytest.skip(reason)
+    config = small_config()
+    parallel = replace(config.engine.parallel, pp=2, timeout_s=20.0)
+    config = replace(
+        config,
+        engine=replace(config.engine, parallel=parallel),
+        cluster=replace(config.cluster, prefill=1, decode=1),
+    )
+    said: list[str] = []
+    async with (
+        LocalCluster(config, directory=tmp_path, hosts=2, report=said.append) as cluster,
+        Client(cluster.url) as client,
+    ):
+        launchers = [node._launcher for node in cluster.nodes if isinstance(node, NodeOverHosts)]
+        far = [rank for launcher in launchers for rank in ranks_of(launcher)]
+        assert len(far) == 2
+        own = os.readlink("/proc/self/ns/net")
+        spaces = {os.readlink(f"/proc/{rank.pid}/ns/net") for rank in far}
+        assert len(spaces) == 1
+        assert (own in spaces) == (how == "loopback")
+        address = "127.0.0.1" if how == "loopback" else cluster._host.far
+        assert any("is the network namespace of" in sentence for sentence in said) == (how == "namespace")
+        for node in (await nodes(client)).values():
+            assert node["ranks"] == f"tp 1 × pp 2 on 127.0.0.1, host-1 ({address})"
+        await serves_exactly(client)
+        expected = await whole(client, "In those days ", max_tokens=8)
+        before = (await nodes(client))["decode-0"]
+        os.kill(far[-1].pid, signal.SIGKILL)
+        await eventually(lambda: is_back(client, before), timeout_s=120)
+        assert await whole(client, "In those days ", max_tokens=8) == expected
+        there = [child.pid for child in (*launchers, cluster._host._holder) if child is not None]
+        started = [process for pid in there for process in (psutil.Process(pid), *descendants_of(pid))]
+    assert are_gone(started)
 
 
 @pytest.mark.slow

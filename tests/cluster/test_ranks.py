@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import os
 import signal
@@ -26,6 +27,7 @@ from moonpool.doctor.diagnosis import check_cluster
 from moonpool.errors import ApiError
 from moonpool.local.cluster import LocalCluster
 from moonpool.runtime.config.options import Config, ParallelOptions
+from tests.cluster import hasty_node
 from tests.cluster.conftest import eventually, nodes, small_config
 from tests.lazily import Lazily
 from tests.processes import children_of, stop
@@ -170,6 +172,76 @@ async def test_a_rank_that_is_stopped_now_and_then_is_named_within_10_s(
     finally:
         ended = True
         await asyncio.gather(*asking)
+
+
+class HastyCluster(LocalCluster):
+    """Its nodes act on slow ranks from their first second on: see ``hasty_node``."""
+
+    async def _create_children(self) -> None:
+        await super()._create_children()
+        for child in self.nodes:
+            child._command[child._command.index("moonpool.node")] = hasty_node.__name__
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("policy", ["drain", "regroup"])
+async def test_a_node_with_a_rank_that_stays_slow_hands_its_requests_on(tmp_path: Path, policy: str) -> None:
+    """And serves again: in another process by its supervisor, or with another rank."""
+    config = config_of(prefill=1, decode=2, plans=("tp=1", "tp=2"))
+    own = (*config.cluster.decode_options, f"engine.parallel.slow_rank={policy}")
+    config = replace(config, cluster=replace(config.cluster, decode_options=own))
+    prompts = [f"{number}. And it came to pass in those days " * 4 for number in range(3)]
+    greedy = {**GREEDY, "max_tokens": 900}
+    async with (
+        HastyCluster(config, directory=tmp_path, restart=True) as cluster,
+        Client(cluster.url) as client,
+    ):
+        expected = await asyncio.gather(*(whole(client, prompt, **greedy) for prompt in prompts))
+        before, slow = (await nodes(client))["decode-0"], rank_pid(cluster, "decode-0")
+        replies: list[Reply] = []
+
+        async def ask(prompt: str, text: str) -> None:
+            while (await nodes(client)).get("decode-0", {}).get("epoch") == before["epoch"]:
+                reply = Reply()
+                async for _ in client.complete(prompt, reply, **greedy):
+                    pass
+                assert reply.text == text
+                replies.append(reply)
+
+        async def serves() -> bool:
+            return (await nodes(client)).get("decode-0", {}).get("state") == "ready"
+
+        asking = asyncio.gather(*map(ask, prompts, expected))
+        began_s = time.monotonic()
+        while await serves() and psutil.pid_exists(slow):
+            assert time.monotonic() - began_s < 200
+            for number, pause_s in ((signal.SIGSTOP, 0.2), (signal.SIGCONT, 0.3)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(slow, number)
+                await asyncio.sleep(pause_s)
+        await asking
+        print(f"{policy}: drained after {time.monotonic() - began_s:.0f} s")
+        causes = list[str]()
+        for reply in replies:
+            events = (await client.timeline(reply.id))["events"]
+            assert "retry" not in [event["event"] for event in events]
+            causes += [event["cause"] for event in events if event["event"] == "migrated"]
+        assert "drain" in causes
+        await eventually(serves)
+        after = (await nodes(client))["decode-0"]
+        assert after["epoch"] != before["epoch"]
+        assert rank_pid(cluster, "decode-0") != slow
+        assert (after["pid"] == before["pid"]) == (policy == "regroup")
+        said = (tmp_path / "decode-0.log").read_text()
+        assert f"the node drains to {policy}" in said
+        async with aiohttp.ClientSession() as session, session.get(after["metrics_url"]) as page:
+            metrics = await page.text()
+        for name in ("rank_detect", "regroup"):
+            counted = f'moonpool_{name}_seconds_count{{class="slow"}} 1.0'
+            assert (counted in metrics) == (policy == "regroup"), "another process counts anew"
+        assert await asyncio.gather(*(whole(client, prompt, **greedy) for prompt in prompts)) == expected
 
 
 @pytest.mark.parametrize(

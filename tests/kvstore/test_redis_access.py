@@ -53,7 +53,10 @@ async def urls(directory: Path) -> AsyncIterator[dict[str, str]]:
     await server.kill()
 
 
-OTHERS = f"{{{NAMESPACE}}}:facts", f"{NAMESPACE}:objects:3", "{my1x}:node:a", "{moonpool}:node:a"
+OTHERS = (
+    *(f"{{{NAMESPACE}}}:facts", f"{NAMESPACE}:objects:3", f"{{{NAMESPACE}}}:experts"),
+    *("{my1x}:node:a", "{moonpool}:node:a"),
+)
 REFUSED: list[tuple[object, ...]] = [
     *(("FLUSHALL",), ("FLUSHDB",), ("CONFIG", "GET", "*"), ("KEYS", "*"), ("SCAN", 0), ("DBSIZE",)),
     *(("ACL", "LIST"), ("SHUTDOWN",), ("REPLICAOF", "h", 1), ("MONITOR",), ("CLIENT", "LIST"), ("GET", "x")),
@@ -64,7 +67,7 @@ REFUSED: list[tuple[object, ...]] = [
 @pytest.mark.parametrize("role", ["node", "conductor", "operator", "client"])
 async def test_each_user_is_refused_what_it_does_not_need(urls: dict[str, str], role: str) -> None:
     redis = connect(urls[role])
-    mine = {"node": OTHERS[1:2], "conductor": OTHERS[:1]}.get(role, ())
+    mine = {"node": OTHERS[1:3], "conductor": OTHERS[:1]}.get(role, ())
     more: list[tuple[object, ...]] = [("HGET", key, "x") for key in OTHERS if key not in mine]
     if role == "client":
         more += [

@@ -184,6 +184,8 @@ def test_texts_and_elements_have_a_greatest_length() -> None:
             "moonpool.PrefillReply.fetch_error",
             "moonpool.TokenOut.error",
             "moonpool.PutStep.error",
+            "moonpool.PlaceExpertsRequest.placement",
+            "moonpool.PlaceExpertsReply.not_kept",
             *(
                 name for name in MOST if name.startswith("moonpool.StoredObject.")
             ),  # of the disk, not of a call

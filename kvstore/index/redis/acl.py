@@ -29,7 +29,7 @@ _COMMANDS = {
 }
 _INDEX = ("{%s}:meta", "{%s}:events", "{%s}:marks", "{%s}:leases", "{%s}:node:*", "{%s}:log:*")
 _KEYS = {
-    NODE: (*_INDEX, "%s:objects:*"),
+    NODE: (*_INDEX, "{%s}:experts", "%s:objects:*"),
     CONDUCTOR: (
         *_INDEX,
         *("{%s}:conductors", "{%s}:facts", "{%s}:planner", "{%s}:stream:*", "{%s}:responses:*"),
