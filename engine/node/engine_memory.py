@@ -64,7 +64,6 @@ class EngineMemory:
             listener=RankListener.from_options(options.parallel, agent.agent_id),
             separate_pools=separate_pools,
             decodes=decodes,
-            adapters_host_nbytes=config.lora.host_nbytes,
         )
         try:
             await engine.start(progress)
