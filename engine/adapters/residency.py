@@ -258,7 +258,8 @@ class AdapterResidency:
         return self._pool.num_users(resident.block_ids[-1]) > 0
 
     def check_integrity(self) -> None:
-        """Blocks belong to one adapter each, and not too many of them are in use."""
+        """Blocks belong to one adapter each, and not too many of them are in use. Call it while the store
+        reads none of them."""
         blocks = [block for one in self._residents.values() for block in one.block_ids]
         assert len(set(blocks)) == len(blocks), "a block of two adapters"
         assert self.num_used_blocks <= self.most_blocks, "adapters use too many blocks"

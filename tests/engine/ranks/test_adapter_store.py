@@ -66,16 +66,21 @@ class Node:
         for name in self._voices.models:
             await self.answer(name)
         await self.store.tiers.copied()
+        assert self.store.tiers.writes is not None
+        await self.store.tiers.writes.drained()
         self.engine.adapters.check_integrity()
         self.engine.pool.check_integrity()
         self.store.tiers.check_integrity()
 
 
 @asynccontextmanager
-async def node(voices: Voices, disk: Path, plan: Plan, num_blocks: int = NUM_BLOCKS) -> AsyncIterator[Node]:
+async def node(
+    voices: Voices, disk: Path, plan: Plan, num_blocks: int = NUM_BLOCKS, **words: Any
+) -> AsyncIterator[Node]:
+    """Words are StoreOptions'."""
     options = {"tp": 1, "pp": 1, "pool_nbytes": num_blocks * BLOCK_NBYTES} | plan
     ssd = SsdTierOptions(path=str(disk), capacity_nbytes=64 << 20, deadline_s=30.0)
-    config = Config(store=StoreOptions(host=HostTierOptions(capacity_nbytes=8 << 20), ssd=ssd))
+    config = Config(store=StoreOptions(host=HostTierOptions(capacity_nbytes=8 << 20), ssd=ssd, **words))
     async with side(voices.base.path, "node", **options, config=config) as here:
         memory = here.memory
         store = await NodeStore.open(
@@ -85,13 +90,14 @@ async def node(voices: Voices, disk: Path, plan: Plan, num_blocks: int = NUM_BLO
             yield Node(here, store, voices)
         finally:
             await memory.engine.halt()
-            await store.close(30.0)
+            await store.close(30.0 if config.store.write_policy == "write-back" else 0.0)
 
 
 @pytest.mark.parametrize(
     "plan",
     [
         pytest.param({}, id="alone"),
+        pytest.param({"device": "cuda", "max_batch_size": 8}, id="gpu", marks=pytest.mark.gpu),
         pytest.param({"tp": 2}, id="tp 2"),
         pytest.param({"pp": 2}, id="pp 2", marks=pytest.mark.slow),
         pytest.param({"tp": 2, "separate_pools": True}, id="separate pools", marks=pytest.mark.slow),
@@ -111,6 +117,17 @@ async def test_adapters_return_without_their_files(checkpoint: Reference, tmp_pa
         assert second.loads == {"ssd": 3}
         await second.answer_all()
         assert second.loads == {"ssd": 3, "host": 3}
+
+
+async def test_adapters_are_written_as_they_are_loaded(checkpoint: Reference, tmp_path: Path) -> None:
+    """By write-through, while they are in the pool: nothing is left to do when the node ends."""
+    voices, disk = Voices(checkpoint, tmp_path), tmp_path / "disk"
+    async with node(voices, disk, {}, write_policy="write-through") as first:
+        await first.answer_all()
+        assert first.loads == {"file": 3}
+    async with node(voices, disk, {}, write_policy="write-through") as second:
+        await second.answer_all()
+        assert second.loads == {"ssd": 3}
 
 
 async def test_what_the_disk_has_corrupted_is_read_from_the_files(
