@@ -337,7 +337,11 @@ async def test_a_node_reads_an_adapter_from_the_node_that_has_it(
 ) -> None:
     tokenizer = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     config = small_config().with_adapters([f"wide={voices['wide'].path}"])
-    config = replace(config, cluster=replace(config.cluster, prefill=0, decode=0, both=2))
+    config = replace(
+        config,
+        cluster=replace(config.cluster, prefill=0, decode=0, both=2),
+        index=replace(config.index, lease_ttl_s=30.0),  # a node that a busy machine stops for long stays
+    )
     async with LocalCluster(config, directory=tmp_path) as running, Client(running.url) as client:
         await all_listed(client, ["wide"])
         reply, moved = Reply(), list[dict[str, Any]]()
@@ -346,9 +350,9 @@ async def test_a_node_reads_an_adapter_from_the_node_that_has_it(
             async for _ in stream:
                 if len(reply.pieces_s) == 4:
                     moved = await migrate(client, reply.id)
-                if len(reply.pieces_s) >= 220:
+                if len(reply.pieces_s) >= 100:
                     break
         assert moved
-        text = tokenizer.decode(voices["wide"].greedy(tokenizer.encode(PROMPT).ids, 200))
+        text = tokenizer.decode(voices["wide"].greedy(tokenizer.encode(PROMPT).ids, 80))
         assert reply.text.startswith(text[:-8])
         assert await loads_of(client) == {"file": 1, "peer": 1}
