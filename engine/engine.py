@@ -15,10 +15,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moonpool.engine.adapters.host import HostAdapters
 from moonpool.engine.adapters.loader import AdapterLoader
 from moonpool.engine.adapters.packing import AdapterPacking
 from moonpool.engine.adapters.residency import AdapterResidency
+from moonpool.engine.adapters.shapes import AdapterKeys, AdapterShapes
 from moonpool.engine.batching.reservations import AdapterRoom, Reservations, Reserving
 from moonpool.engine.batching.scheduler import Scheduler
 from moonpool.engine.batching.sequence import FinishReason, Sequence, State
@@ -43,7 +43,7 @@ from moonpool.engine.speculation.draft_model import DraftModel
 from moonpool.engine.speculation.draft_setup import choose_draft
 from moonpool.engine.speculation.speculator import Speculator
 from moonpool.engine.stats import EngineStats
-from moonpool.runtime.config.options import EngineOptions, LoraOptions, ModelOptions
+from moonpool.runtime.config.options import EngineOptions, ModelOptions
 from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.machine.processor import usable_cores
 from moonpool.runtime.service.load_progress import Progress
@@ -79,7 +79,6 @@ class Engine:
         separate_pools: bool = False,
         decodes: bool = True,
         experts: ExpertPlacement | None = None,
-        adapters_host_nbytes: int = LoraOptions().host_nbytes,
     ) -> None:
         """Read the checkpoint's configuration; ``start`` reads the weights.
 
@@ -87,8 +86,6 @@ class Engine:
         ``separate_pools``: see ``RankGroup``. ``listener``: for ranks of other machines, needed with
         ``options.parallel.hosts``. ``decodes``: see ``EngineSetup.choose``. ``experts``: see
         ``EngineSetup.placing``.
-
-        ``adapters_host_nbytes``: memory of each rank's process for LoRA adapters that were read.
 
         ``pool_memory``: uint8, memory for rank 0's part of the KV pool on a CPU; None: allocated here, from
         ``options.pool_nbytes`` for all ranks. ``device``: None: the one ``model_options`` name.
@@ -124,12 +121,11 @@ class Engine:
         self._num_expected_blocks = 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="moonpool-step")
         self.adapter_reader = ThreadPoolExecutor(1, thread_name_prefix="moonpool-adapters")
-        packings = [
+        self._packings = [
             AdapterPacking(self.config, shard, TORCH_DTYPES[self.dtype], layout.block_nbytes)
             for shard, layout in zip(self.shards, self.rank_layouts, strict=True)
         ]
-        self.host_adapters = HostAdapters(packings, adapters_host_nbytes)
-        self._adapters_host_nbytes = adapters_host_nbytes
+        self.adapter_shapes = AdapterShapes(self._packings)
         self._loop: StepLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._placing = asyncio.Lock()
@@ -202,20 +198,28 @@ class Engine:
         self._loop = StepLoop(
             self._scheduler, self._reservations, runner, costs, self._worker, self._clock, self._report_step
         )
+        self.adapter_loader = AdapterLoader(
+            self._packings[0],
+            runner.adapters,
+            self.adapter_shapes,
+            self._adapter_keys(),
+            self.ranks.ranks if self.ranks is not None else (),
+            self.adapter_reader,
+        )
         self.adapters = AdapterResidency(
-            self.pool,
-            AdapterLoader(
-                runner.adapters,
-                self.host_adapters,
-                self.ranks.ranks if self.ranks is not None else (),
-                self.adapter_reader,
-            ),
-            self._adapter_room,
-            clock=self._clock,
+            self.pool, self.adapter_loader, self._adapter_room, clock=self._clock
         )
         if self.ranks is not None:
             self.ranks.on_lost = self._loop.fail
         self._task = loop.create_task(self._run(self._loop), name="engine")
+
+    def _adapter_keys(self) -> AdapterKeys | None:
+        """Return the keys of adapters in the node's store. None: it takes ranks with the same KV for copies
+        of one another, but their rows differ; or blocks do not begin at a line, which moves the rows."""
+        nbytes = sum(layout.block_nbytes for layout in self.rank_layouts)
+        if nbytes != self.layout.block_nbytes or not all(one.starts_at_lines for one in self._packings):
+            return None
+        return AdapterKeys(self.config, self.layout, self.dtype, self.shards)
 
     def _load_draft(self) -> DraftModel | None:
         if self._draft is None:
@@ -232,9 +236,7 @@ class Engine:
     async def _open_group(self, progress: Progress) -> ModelRunner:
         """Load all ranks' parts at once: ours here, the others in their processes."""
         parallel = self.options.parallel
-        assignment = replace(
-            self.setup.assignment(self._num_blocks), adapters_host_nbytes=self._adapters_host_nbytes
-        )
+        assignment = self.setup.assignment(self._num_blocks)
         if self.ranks is None:
             assert parallel.hosts == 1 or self._listener is not None, "several hosts need a listener"
             self.ranks = RankGroup(

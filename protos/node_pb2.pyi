@@ -235,6 +235,7 @@ class Work(_message.Message):
     TBT_S_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     LEFT_S_FIELD_NUMBER: _builtins.int
+    ADAPTER_SOURCE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     token_ids: _builtins.bytes
     """int32 little-endian: the prompt, then the tokens already streamed"""
@@ -266,6 +267,10 @@ class Work(_message.Message):
     def adapter(self) -> Global___Adapter:
         """absent: the model alone. root_key depends on its name and digest"""
 
+    @_builtins.property
+    def adapter_source(self) -> Global___KvAddress:
+        """a node that has the adapter in memory; absent: no other is known to"""
+
     def __init__(
         self,
         *,
@@ -283,10 +288,11 @@ class Work(_message.Message):
         tbt_s: _builtins.float = ...,
         adapter: Global___Adapter | None = ...,
         left_s: _builtins.float = ...,
+        adapter_source: Global___KvAddress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_source", b"adapter_source", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "block_keys", b"block_keys", "left_s", b"left_s", "num_prompt_tokens", b"num_prompt_tokens", "patience_s", b"patience_s", "priority", b"priority", "request_id", b"request_id", "root_key", b"root_key", "sampling", b"sampling", "tbt_s", b"tbt_s", "tenant", b"tenant", "tenant_cached_nbytes", b"tenant_cached_nbytes", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_source", b"adapter_source", "attempt", b"attempt", "block_keys", b"block_keys", "left_s", b"left_s", "num_prompt_tokens", b"num_prompt_tokens", "patience_s", b"patience_s", "priority", b"priority", "request_id", b"request_id", "root_key", b"root_key", "sampling", b"sampling", "tbt_s", b"tbt_s", "tenant", b"tenant", "tenant_cached_nbytes", b"tenant_cached_nbytes", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

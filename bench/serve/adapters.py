@@ -114,8 +114,8 @@ class Counts:
         for node in cluster["nodes"]:
             page = await _page(node["metrics_url"])
             for name in totals:
-                if found := re.search(rf"^moonpool_adapter_{name}_total (\S+)", page, re.MULTILINE):
-                    totals[name] += float(found[1])
+                found = re.findall(rf"^moonpool_adapter_{name}_total(?:{{.*}})? (\S+)", page, re.MULTILINE)
+                totals[name] += sum(map(float, found))
         return cls(*totals.values())
 
     def since(self, other: Counts) -> Counts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from moonpool.conductor.accounts.spent import Spent
@@ -150,13 +150,14 @@ class RequestPlacer:
             source = None  # another node of the same name by now
         fetch_from = source.kv_address if source else None  # else it computes what it would have fetched
         num_blocks = estimate.prefix_tokens // deps.model.block_size
-        prefill, decode = members[estimate.node_id], placement.decode
-        work = self._work(number, placement.patience_s)
+        prefill = members[estimate.node_id]
+        decode = members[placement.decode.node_id] if placement.decode else None
+        work = self._work(number, placement.patience_s, prefill, decode)
         plan = AttemptPlan(
             key=(self._request.request_id, number),
             placement=placement,
             prefill=prefill,
-            decode=members[decode.node_id] if decode else None,
+            decode=decode,
             prefill_request=node_pb2.PrefillRequest(
                 work=work,
                 fetch_from=fetch_from,
@@ -219,7 +220,7 @@ class RequestPlacer:
             key=(self._request.request_id, number),
             target=target,
             request=node_pb2.DecodeRequest(
-                work=self._work(number, 0.0),
+                work=self._work(number, 0.0, target),
                 conductor_id=deps.conductor_id,
                 prefill_address=source.record.rpc_address,
                 migrates=True,
@@ -258,6 +259,19 @@ class RequestPlacer:
             deps.usage.charge(tenant, more)
         self._charged = used
 
+    def _adapter_source(self, nodes: Iterable[Member | None]) -> node_pb2.KvAddress | None:
+        """Return the address of a node near by that has the request's adapter in memory, where one of
+        ``nodes`` lacks it."""
+        adapter = self._request.adapter
+        if adapter is not None:
+            for lacking in nodes:
+                if lacking is not None and adapter.digest not in lacking.view.resident_adapters:
+                    for member in self._deps.registry.computing():
+                        near = member.record.region == lacking.record.region
+                        if near and adapter.digest in member.view.resident_adapters:
+                            return member.kv_address
+        return None
+
     def _begin_fetch(self, estimate: PrefillEstimate) -> None:
         """Let the link model count the fetch. The hand-over does not count: it runs chunk by chunk during the
         prefill, with little left at the end.
@@ -268,7 +282,7 @@ class RequestPlacer:
             links = deps.cost_model.links
             links.begin(estimate.fetch_from, estimate.node_id, nbytes, deps.clock())
 
-    def _work(self, number: int, patience_s: float) -> node_pb2.Work:
+    def _work(self, number: int, patience_s: float, *nodes: Member | None) -> node_pb2.Work:
         lineage = self._lineage
         return node_pb2.Work(
             request_id=self._request.request_id,
@@ -285,6 +299,7 @@ class RequestPlacer:
             patience_s=patience_s,
             tbt_s=0.0 if math.isinf(self._deps.slo.tbt_s) else self._deps.slo.tbt_s,
             adapter=self._request.adapter,
+            adapter_source=self._adapter_source(nodes),
         )
 
     @property

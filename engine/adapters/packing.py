@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,24 +17,14 @@ from moonpool.engine.sharding.tensor_slices import TensorSlices
 from moonpool.kernels.reference import LINE_NBYTES
 
 Lines = npt.NDArray[np.int32]
+Ranks = npt.NDArray[np.int32]
+"""int32 [modules]: the LoRA ranks of all modules of the model, in the order of ``targets``; 0: unchanged."""
 
 
-@dataclass(frozen=True, slots=True)
-class PackedAdapter:
-    """One process's part of an adapter, as a load copies it into blocks.
-
-    num_blocks: of the pool, the most that any process of the group needs. image: [blocks, values], this
-    process's blocks. lines: int32 [modules, rank, 2], where the rows of A and B begin in the image, in lines.
-    ranks: int32 [modules]; 0: the adapter does not change the module.
-    """
-
-    path: Path
-    digest: str
-    rank: int
-    num_blocks: int
-    image: Tensor
-    lines: Lines
-    ranks: Lines
+def ranks_of(adapter: PeftAdapter, config: ModelConfig) -> Ranks:
+    """Where an adapter's rows are follows from this alone."""
+    factors = adapter.factors
+    return np.array([len(factors[m].a) if m in factors else 0 for m in targets(config)], np.int32)
 
 
 class AdapterPacking:
@@ -52,12 +40,14 @@ class AdapterPacking:
         self.config, self.shard, self.dtype = config, shard, dtype
         self._block_nbytes = block_nbytes
         slices, whole = TensorSlices(config, shard), targets(config)
+        own = [int(module.split(".")[2]) in shard.layers for module in whole]
+        self._own = np.flatnonzero(own)  # of the model's modules
         self._parts = {
             module: _both(slices(f"{module}.weight"))
-            for module in whole
-            if int(module.split(".")[2]) in shard.layers
+            for module, is_own in zip(whole, own, strict=True)
+            if is_own
         }
-        # By module in the order of ``PackedAdapter.lines``: outputs and inputs.
+        # By module of this process, in the order of ``places``: outputs and inputs.
         self.sizes = {
             module: (len(range(whole[module][0])[rows]), len(range(whole[module][1])[columns]))
             for module, (rows, columns) in self._parts.items()
@@ -70,52 +60,59 @@ class AdapterPacking:
         """Return the first line of each block of the pool."""
         return -(-np.asarray(block_ids, np.int64) * self._block_nbytes // LINE_NBYTES)
 
-    def num_blocks(self, adapter: PeftAdapter) -> int:
-        """Return how many blocks the adapter takes here. Raises AdapterRefused: a row is longer than one."""
+    @property
+    def starts_at_lines(self) -> bool:
+        """Whether every block begins at a line: its bytes mean the same in any other block."""
+        return self._block_nbytes % LINE_NBYTES == 0
+
+    def check(self, path: Path) -> None:
+        """Raise AdapterRefused where a row is longer than a block. path: of the adapter."""
         longest = max((self._num_lines(width) for sizes in self.sizes.values() for width in sizes), default=0)
         if longest > self.lines_a_block:
             raise AdapterRefused(
-                adapter.path,
+                path,
                 f"a row of its matrices has {longest * LINE_NBYTES:,} bytes, a block of the KV pool "
                 f"{self._block_nbytes:,}: raise engine.block_size",
             )
-        return -(-self._places(adapter)[1] // self.lines_a_block)
 
-    def pack(self, adapter: PeftAdapter, num_blocks: int) -> PackedAdapter:
-        """num_blocks: see ``PackedAdapter``. Raises as ``num_blocks``."""
-        places, _ = self._places(adapter)
-        rows = torch.zeros(
-            (self.num_blocks(adapter) * self.lines_a_block, self.values_a_line), dtype=self.dtype
-        )
-        lines = np.zeros((len(self.sizes), adapter.rank, 2), np.int32)
-        ranks = np.zeros(len(self.sizes), np.int32)
-        for number, (module, (outs, ins)) in enumerate(self._parts.items()):
-            if (factors := adapter.factors.get(module)) is None:
+    def num_blocks(self, ranks: Ranks) -> int:
+        """Return how many blocks an adapter of these ranks takes here."""
+        return -(-self.places(ranks)[2] // self.lines_a_block)
+
+    def places(self, ranks: Ranks) -> tuple[Lines, Ranks, int]:
+        """Return lines: int32 [modules, rank, 2], where the rows of A and B begin in the adapter's blocks;
+        the ranks of these modules, those of this process; and the line after the last row."""
+        own = ranks[self._own]
+        lines = np.zeros((len(own), int(ranks.max(initial=0)), 2), np.int32)
+        end = 0
+        for number, ((outs, ins), rank) in enumerate(zip(self.sizes.values(), own.tolist(), strict=True)):
+            if not rank:
                 continue
-            ranks[number] = rank = len(factors.a)
+            for side, width in enumerate((ins, outs)):
+                lines[number, :rank, side] = begins = self._run(end, rank, self._num_lines(width))
+                end = int(begins[-1]) + self._num_lines(width)
+        return lines, own, end
+
+    def pack(self, adapter: PeftAdapter) -> Tensor:
+        """Return [blocks, values]: this process's blocks. Raises as ``check``."""
+        self.check(adapter.path)
+        lines, ranks, end = self.places(ranks_of(adapter, self.config))
+        num_blocks = -(-end // self.lines_a_block)
+        rows = torch.zeros((num_blocks * self.lines_a_block, self.values_a_line), dtype=self.dtype)
+        for number, (module, (outs, ins)) in enumerate(self._parts.items()):
+            if not (rank := int(ranks[number])):
+                continue
+            factors = adapter.factors[module]
             for side, part in enumerate((factors.a[:, ins], factors.b[:, outs])):
-                begins = lines[number, :rank, side] = places[module, side]
                 num_lines = self._num_lines(part.shape[1])
                 padded = torch.zeros((rank, num_lines * self.values_a_line), dtype=self.dtype)
                 padded[:, : part.shape[1]] = part
-                where = torch.from_numpy(begins[:, None] + np.arange(num_lines)).view(-1)
+                where = torch.from_numpy(lines[number, :rank, side, None] + np.arange(num_lines)).view(-1)
                 rows[where] = padded.view(-1, self.values_a_line)
-        image = rows.view(-1, self.lines_a_block * self.values_a_line)
-        return PackedAdapter(adapter.path, adapter.digest, adapter.rank, num_blocks, image, lines, ranks)
+        return rows.view(-1, self.lines_a_block * self.values_a_line)
 
     def _num_lines(self, width: int) -> int:
         return -(-width // self.values_a_line)
-
-    def _places(self, adapter: PeftAdapter) -> tuple[Mapping[tuple[str, int], npt.NDArray[np.int64]], int]:
-        """Return the first lines of all rows of A (0) and B (1) by module, and the end of the last one."""
-        places: dict[tuple[str, int], npt.NDArray[np.int64]] = {}
-        end = 0
-        for module, (outs, ins) in self.sizes.items():
-            if (factors := adapter.factors.get(module)) is not None:
-                for side, width in enumerate((ins, outs)):
-                    begins = places[module, side] = self._run(end, len(factors.a), self._num_lines(width))
-                    end = int(begins[-1]) + self._num_lines(width)
-        return places, end
 
     def _run(self, end: int, count: int, num_lines: int) -> npt.NDArray[np.int64]:
         """Return the first lines of ``count`` rows after ``end``, each within a block."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moonpool.engine.adapters.packing import AdapterPacking, Lines, PackedAdapter
+from moonpool.engine.adapters.packing import AdapterPacking, Lines, Ranks
 from moonpool.engine.model.inputs import StepInputs
 from moonpool.kernels.dispatch import add_lora
 
@@ -54,7 +54,7 @@ class _Tables:
 class AdapterPages:
     """The adapters in blocks of ``pool``. Results are summands as those of their projections.
 
-    ``load`` runs beside steps, which do not use the blocks that it writes.
+    Blocks are written beside steps, which do not use them.
     """
 
     def __init__(self, packing: AdapterPacking, pool: Tensor) -> None:
@@ -86,21 +86,25 @@ class AdapterPages:
         return places
 
     @torch.inference_mode()
-    def load(self, adapter: PackedAdapter, number: int, block_ids: Sequence[int]) -> None:
-        """Write the adapter to its blocks, under a new number; what was in them is gone. From any thread."""
+    def write(self, image: Tensor, block_ids: Sequence[int]) -> None:
+        """Write an adapter's blocks, see ``AdapterPacking.pack``, beside steps. From any thread."""
+        for values, line in zip(image, self._packing.begins(block_ids).tolist(), strict=False):
+            first = line * self._packing.values_a_line
+            self._memory[first : first + len(values)].copy_(values)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def place(self, ranks: Ranks, number: int, block_ids: Sequence[int]) -> None:
+        """Know the adapter of these ranks that these blocks have now, under a new number. From any thread."""
         begins = self._packing.begins(block_ids)
+        lines, own, _ = self._packing.places(ranks)
+        blocks, rest = np.divmod(lines, self._packing.lines_a_block)
         with self._loading:
             for other, former in list(self._loaded.items()):
                 if not former.blocks.isdisjoint(block_ids):
                     del self._loaded[other]
-            for values, line in zip(adapter.image, begins.tolist(), strict=False):
-                first = line * self._packing.values_a_line
-                self._memory[first : first + len(values)].copy_(values)
-            if self._device.type == "cuda":
-                torch.cuda.current_stream(self._device).synchronize()
-            blocks, rest = np.divmod(adapter.lines, self._packing.lines_a_block)
             lines = (begins[blocks] + rest).astype(np.int32)
-            self._loaded[number] = _Loaded(frozenset(block_ids), lines, adapter.ranks)
+            self._loaded[number] = _Loaded(frozenset(block_ids), lines, own)
 
     def step(self, inputs: StepInputs) -> StepAdapters | None:
         """Return what adds the adapters of these tokens; None: they have none. All are loaded."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from moonpool.engine.adapters.host import HostAdapters
 from moonpool.engine.adapters.peft import PeftAdapter
 from moonpool.engine.adapters.residency import AdapterRef
+from moonpool.engine.adapters.shapes import AdapterShapes
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.errors import AdapterNameTaken, AdapterRefused
 
@@ -23,9 +23,9 @@ class AdapterRegistry:
     version: another one after each change of the names; 0: there never was one.
     """
 
-    def __init__(self, config: ModelConfig, host: HostAdapters, reader: ThreadPoolExecutor) -> None:
+    def __init__(self, config: ModelConfig, shapes: AdapterShapes, reader: ThreadPoolExecutor) -> None:
         """``reader``: where files are read."""
-        self._config, self._host, self._reader = config, host, reader
+        self._config, self._shapes, self._reader = config, shapes, reader
         self._refs: dict[str, AdapterRef] = {}
         self._turn = asyncio.Lock()
         self.version = 0
@@ -56,7 +56,7 @@ class AdapterRegistry:
 
     def _read(self, path: Path) -> PeftAdapter:
         adapter = PeftAdapter(path, self._config)
-        self._host.keep(adapter)
+        self._shapes.learn(adapter)
         return adapter
 
     def page(self, after: str, most: int) -> tuple[list[AdapterRef], bool]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from moonpool.engine.batching.sequence import Sequence as Request
 from moonpool.engine.errors import AdapterRefused
 from moonpool.engine.memory.block_pool import BlockPool
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.protos import node_pb2
 
 log = logging.getLogger(__name__)
 
@@ -32,18 +34,23 @@ class AdapterRef:
     path: Path
     rank: int
     loaded_unix_s: float = 0.0  # when an operator loaded it; 0: at the node's start
+    peer: node_pb2.KvAddress | None = None  # a node that probably has it in memory
 
 
 class Loader(Protocol):
-    """``AdapterLoader``. Both raise AdapterRefused or RankLost."""
+    """``AdapterLoader``. ``num_blocks`` and ``load`` raise AdapterRefused or RankLost."""
 
     async def num_blocks(self, ref: AdapterRef) -> int:
         """Return how many blocks the adapter takes."""
         ...
 
-    async def load(self, ref: AdapterRef, number: int, block_ids: Sequence[int]) -> None:
-        """Write the adapter to these blocks on all ranks. After an error they are undefined, and nothing
-        writes to them any more."""
+    async def load(self, ref: AdapterRef, number: int, block_ids: Sequence[int]) -> str:
+        """Write the adapter to these blocks on all ranks, and return where it came from. After an error they
+        are undefined, and nothing writes to them any more."""
+        ...
+
+    def keys(self, ref: AdapterRef) -> list[BlockKey]:
+        """Return the keys of the loaded adapter's blocks in the store; none: they stay out of it."""
         ...
 
 
@@ -65,11 +72,19 @@ class AdapterCounts:
 
     hits: int = 0  # requests that found their adapter resident
     misses: int = 0
-    loads: int = 0
+    loads_from: Counter[str] = field(default_factory=Counter)  # by source
+    load_s_from: dict[str, float] = field(default_factory=dict)
     failed_loads: int = 0
     evictions: int = 0
-    load_s: float = 0.0
     hidden_load_s: float = 0.0
+
+    @property
+    def loads(self) -> int:
+        return self.loads_from.total()
+
+    @property
+    def load_s(self) -> float:
+        return sum(self.load_s_from.values())
 
 
 class AdapterPin:
@@ -207,35 +222,44 @@ class AdapterResidency:
         counts, pool = self.counts, self._pool
         try:
             await pool.ready()
-            await self._loader.load(ref, resident.number, resident.block_ids)
+            source = await self._loader.load(ref, resident.number, resident.block_ids)
         except BaseException:  # a load that is cancelled gives its blocks back, too
             counts.failed_loads += 1
             # Requests that have pinned it get the error; the next one tries again.
             del self._residents[ref.digest]
             pool.release(resident.block_ids)
             raise
+        self._seal(resident.block_ids, self._loader.keys(ref))
         pool.keep_together(resident.block_ids, lambda: self._evicted(ref.digest))
         pool.release(resident.block_ids)
         ended_s = self._clock()
         took_s = ended_s - resident.began_s
         resident.load = None
         needed_s = ended_s if resident.needed_s is None else resident.needed_s
-        counts.loads += 1
-        counts.load_s += took_s
+        counts.loads_from[source] += 1
+        counts.load_s_from[source] = counts.load_s_from.get(source, 0.0) + took_s
         counts.hidden_load_s += needed_s - resident.began_s
         mean_s = self._mean_load_s
         self._mean_load_s = took_s if counts.loads == 1 else mean_s + _RECENT * (took_s - mean_s)
-        log.info("adapter %s of rank %d loaded in %.3f s", ref.name, ref.rank, took_s)
+        log.info("adapter %s of rank %d loaded from %s in %.3f s", ref.name, ref.rank, source, took_s)
+
+    def _seal(self, block_ids: Sequence[int], keys: Sequence[BlockKey]) -> None:
+        """Make the blocks a chain of the store, unless a part of a former load is still being read there."""
+        if not any(self._pool.block_of(key) is not None for key in keys):
+            for i, key in enumerate(keys):
+                self._pool.seal(block_ids[i], key, keys[i - 1] if i else None)
 
     def _evicted(self, digest: str) -> None:
         del self._residents[digest]
         self.counts.evictions += 1
 
     def _is_used(self, resident: _Resident) -> bool:
-        return self._pool.num_users(resident.block_ids[0]) > 0
+        # The store reads from the first block on, users need all of them.
+        return self._pool.num_users(resident.block_ids[-1]) > 0
 
     def check_integrity(self) -> None:
-        """Blocks belong to one adapter each, and not too many of them are in use."""
+        """Blocks belong to one adapter each, and not too many of them are in use. Call it while the store
+        reads none of them."""
         blocks = [block for one in self._residents.values() for block in one.block_ids]
         assert len(set(blocks)) == len(blocks), "a block of two adapters"
         assert self.num_used_blocks <= self.most_blocks, "adapters use too many blocks"

@@ -26,7 +26,8 @@ class BlockPool:
     until its room is needed. A user of a block also uses the blocks before it in its chain, except those that
     it has passed: released because its window is behind them. Eviction goes leaf first: the pool always has a
     prefix of each chain. Where only passed blocks are left to evict, the blocks after them lose their keys.
-    Blocks without keys whose content is one piece, such as an adapter, are idle and evicted together.
+    Blocks whose content is one piece, such as an adapter, are used together: when the last one is evicted,
+    the piece ends, and all of it that nothing reads is evicted.
 
     ``on_sealed(block, key)`` is called when a key becomes findable, ``on_evicted(block, key)`` when it no
     longer is, while its block's bytes are valid, ``on_release()`` after a release. Cold copies in ``surplus``
@@ -177,8 +178,11 @@ class BlockPool:
             self.on_release()
 
     def keep_together(self, block_ids: Sequence[int], on_evicted: Callable[[], None]) -> None:
-        """Make used blocks without keys one piece, from now on acquired and released in one call each.
-        Without users it is idle; ``on_evicted()`` is called when it is evicted."""
+        """Make used blocks one piece: one chain, or all without keys.
+
+        From now on its users acquire and release it in one call each; the store may read a prefix of its
+        chain beside them. ``on_evicted()`` is called when the piece ends.
+        """
         piece = _Piece(block_ids, on_evicted)
         self._pieces.update(dict.fromkeys(block_ids, piece))
 
@@ -279,16 +283,21 @@ class BlockPool:
         return passed
 
     def _evict(self, block: int) -> None:
-        """Evict an idle leaf, or the whole piece that the block is of."""
+        """Evict an idle leaf, and with it the piece that it is of: all blocks after those that are read."""
         piece = self._pieces.get(block)
-        if piece is None:
-            self._unseal(block)
-        for each in (block,) if piece is None else piece.block_ids:
-            self._pieces.pop(each, None)
+        blocks: Sequence[int] = (block,)
+        if piece is not None:
+            blocks = piece.block_ids
+            for each in blocks:
+                del self._pieces[each]
+            piece.on_evicted()
+        for each in reversed(blocks):
+            if each not in self._idle:
+                break
+            if self._keys[each] is not None:
+                self._unseal(each)
             del self._idle[each]
             self._free.append(each)
-        if piece is not None:
-            piece.on_evicted()
 
     def _unseal(self, block: int) -> None:
         """Take the key of a block without children."""
@@ -315,8 +324,8 @@ class BlockPool:
             refs, key, parent = self._refs[block], self._keys[block], self._parents[block]
             assert (refs > 0) == (block not in free and block not in idle), f"block {block} is in no list"
             piece = self._pieces.get(block)
-            assert block not in idle or (key is None) == (piece is not None), f"idle block {block} has no key"
-            assert piece is None or all(self._refs[each] == refs for each in piece.block_ids), "a torn piece"
+            assert block not in idle or key or piece, f"idle block {block} has no key"
+            assert piece is None or self._is_whole(piece), "a torn piece"
             assert piece is None or block not in free, f"free block {block} is of a piece"
             assert block not in free or key is None, f"free block {block} has a key"
             assert key is None or self._block_of[key] == block, f"the key of block {block} names another"
@@ -326,3 +335,12 @@ class BlockPool:
         assert children == self._num_children, "child counts are off"
         assert all(key in self._block_of for key in self.surplus.unused()), "a copy that is not there"
         assert len(self._block_of) == sum(key is not None for key in self._keys), "a key names no block"
+
+    def _is_whole(self, piece: _Piece) -> bool:
+        """Whether its blocks are one chain of which prefixes are read, or without keys and in equal use."""
+        refs = [self._refs[block] for block in piece.block_ids]
+        keys = [self._keys[block] for block in piece.block_ids]
+        before = [self._parents[block] for block in piece.block_ids]
+        if not any(keys):
+            return len(set(refs)) == 1
+        return all(keys) and before == [-1, *piece.block_ids[:-1]] and refs == sorted(refs, reverse=True)

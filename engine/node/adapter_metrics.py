@@ -27,11 +27,6 @@ def adapter_metrics(engine: Engine) -> Iterator[Metric]:
     blocks.add_metric(["idle"], adapters.num_blocks - adapters.num_used_blocks)
     yield blocks
     yield GaugeMetricFamily(
-        "moonpool_adapter_host_bytes",
-        "Adapters that were read, in host memory of rank 0",
-        value=engine.host_adapters.nbytes,
-    )
-    yield GaugeMetricFamily(
         "moonpool_adapter_hit_ratio",
         "Requests that found their LoRA adapter in memory over all with one, since the start",
         value=counts.hits / num_requests,
@@ -42,7 +37,18 @@ def adapter_metrics(engine: Engine) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "moonpool_adapter_hits", "Requests that found their LoRA adapter in memory", value=counts.hits
     )
-    yield CounterMetricFamily("moonpool_adapter_loads", "LoRA adapters loaded", value=counts.loads)
+    loads = CounterMetricFamily(
+        "moonpool_adapter_loads",
+        "LoRA adapters loaded, by source: host (memory) or ssd of the store, peer, or file",
+        labels=["source"],
+    )
+    seconds = CounterMetricFamily(
+        "moonpool_adapter_load_seconds", "Seconds of loads of LoRA adapters by source", labels=["source"]
+    )
+    for source, count in counts.loads_from.items():
+        loads.add_metric([source], count)
+        seconds.add_metric([source], counts.load_s_from[source])
+    yield from (loads, seconds)
     yield CounterMetricFamily(
         "moonpool_adapter_failed_loads", "LoRA adapters that could not be loaded", value=counts.failed_loads
     )
@@ -50,9 +56,6 @@ def adapter_metrics(engine: Engine) -> Iterator[Metric]:
         "moonpool_adapter_evictions",
         "LoRA adapters that left the KV pool for other adapters or for KV",
         value=counts.evictions,
-    )
-    yield CounterMetricFamily(
-        "moonpool_adapter_load_seconds", "Seconds of loads of LoRA adapters", value=counts.load_s
     )
     yield CounterMetricFamily(
         "moonpool_adapter_hidden_load_seconds",

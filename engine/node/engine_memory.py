@@ -70,7 +70,6 @@ class EngineMemory:
             separate_pools=separate_pools,
             decodes=decodes,
             experts=experts,
-            adapters_host_nbytes=config.lora.host_nbytes,
         )
         try:
             await engine.start(progress)

@@ -210,7 +210,8 @@ class EngineNode(ABC):
             yield None
             return
         wanted = work.adapter
-        ref = AdapterRef(wanted.name, wanted.digest, Path(wanted.path), wanted.rank)
+        peer = work.adapter_source if work.adapter_source.node_id not in ("", self.node_id) else None
+        ref = AdapterRef(wanted.name, wanted.digest, Path(wanted.path), wanted.rank, peer=peer)
         async with self.engine.adapters.pinned(ref, sequence) as pin:
             yield pin
 
@@ -321,7 +322,8 @@ class EngineNode(ABC):
             in_parts=bool(memory.ranks),
         )
         stack.push_async_callback(self.exchange.close)
-        self.adapters = AdapterRegistry(engine.config, engine.host_adapters, engine.adapter_reader)
+        engine.adapter_loader.from_peer = self.exchange.fill_whole
+        self.adapters = AdapterRegistry(engine.config, engine.adapter_shapes, engine.adapter_reader)
         for name, path in config.lora.paths.items():
             await self.adapters.register(name, path)
         listed = config.lora.listed()

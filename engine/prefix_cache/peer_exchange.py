@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,10 +15,12 @@ from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.remote.peer_leases import RemoteLeases
 from moonpool.kvstore.remote.sharded_reader import ShardedReader
 from moonpool.protos import node_pb2
-from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.errors import MoonpoolError, NodeUnavailable, RemoteError
 from moonpool.runtime.failures import FailureClass
 from moonpool.runtime.observing import tracing
-from moonpool.transfer import AgentDescriptor, Peer, Span, TransferAgent, TransferReport
+from moonpool.transfer import AgentDescriptor, Peer, Span, TransferAgent, TransferError, TransferReport
+
+log = logging.getLogger(__name__)
 
 
 class PeerIncompatible(MoonpoolError):
@@ -164,3 +167,20 @@ class PeerExchange:
         for i in range(num_local, len(blocks)):
             blocks[i] = pool.seal(blocks[i], chain[i], chain[i - 1] if i else None)
         return Fetched(blocks, len(blocks) - num_local, num_missing, nbytes, time.monotonic() - started_s)
+
+    async def fill_whole(
+        self, source: node_pb2.KvAddress, chain: Sequence[BlockKey], block_ids: Sequence[int]
+    ) -> bool:
+        """Read a chain that is of use only as a whole, such as an adapter, into allocated blocks. Return
+        whether ``source`` has it and it was read; their bytes are undefined otherwise."""
+        try:
+            peer = await self.connect(source)
+            async with self.leases.hold(source, chain) as (spans, held):
+                if len(spans.offset) < len(chain):
+                    return False
+                with held.within(self._deadline_s) as limit_s:
+                    await self.read(peer, spans, 0, block_ids, deadline_s=limit_s)
+        except (NodeUnavailable, RemoteError, TransferError, PeerIncompatible) as error:
+            log.warning("%d blocks were not read from node %s: %s", len(chain), source.node_id, error)
+            return False
+        return True

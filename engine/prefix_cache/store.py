@@ -54,6 +54,7 @@ class NodeStore:
         engine.pool.on_sealed = self._sealed
         engine.pool.on_evicted = self._evicted
         engine.pool.when_read = tiers.copied
+        engine.adapter_loader.from_store = self.loader.fill_whole
 
     @classmethod
     async def open(

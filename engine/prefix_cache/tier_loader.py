@@ -103,6 +103,18 @@ class TierLoader:
         seconds = time.monotonic() - began_s
         return Loaded([], len(found) - num_ssd, num_ssd, seconds=seconds, disk_s=disk.seconds)
 
+    async def fill_whole(self, chain: Sequence[BlockKey], block_ids: Sequence[int]) -> Sequence[Tier]:
+        """Load a chain that is of use only as a whole, such as an adapter, into allocated blocks. Return the
+        tier of each; fewer: it could not be loaded. After an error or a cancellation, or with fewer, their
+        bytes are undefined."""
+        for key in reversed(chain):
+            self._memory.pool.evict(key)  # what is left of a former load
+        tiers = self._store.match(chain)
+        self._store.used(chain, len(tiers))
+        if len(tiers) < len(chain) or Tier.POOL in tiers:
+            return []
+        return await self._fill(chain, block_ids, DiskWait())
+
     def _wanted(self, tiers: Sequence[Tier], slowest: Tier) -> tuple[int, int]:
         """Return how many leading blocks the pool has, and how many after them are worth loading."""
         num_local = next((i for i, tier in enumerate(tiers) if tier is not Tier.POOL), len(tiers))
@@ -117,7 +129,7 @@ class TierLoader:
         try:
             await self._store.get(keys, [self._memory.bytes_of(block) for block in block_ids], disk)
         except (BlockMissing, BlockCorrupt) as error:
-            log.warning("cached blocks are computed instead: %s", error)
+            log.warning("cached blocks are not loaded: %s", error)
             return tiers[: error.first_missing]
         return tiers
 
@@ -132,13 +144,13 @@ class TierLoader:
             try:
                 bad = await self._memory.copy_in(sources, block_ids[: len(sources)], checksums)
             except TransferError as error:
-                log.warning("cached blocks are computed instead: %s", error)
+                log.warning("cached blocks are not loaded: %s", error)
                 return 0
             self.host_bandwidth.observe(
                 len(sources) * self._memory.layout.block_nbytes, time.monotonic() - began_s
             )
         if bad is not None:
-            log.warning("a block in host memory has a wrong checksum: it is dropped and computed instead")
+            log.warning("a block in host memory has a wrong checksum: it is dropped")
             await self._store.remove([keys[bad]])
             return bad
         return len(sources)

@@ -47,7 +47,6 @@ class Assignment:
     expert_load: str = ""
     store: str = ""
     address: str = ""
-    adapters_host_nbytes: int = 0  # for adapters that were read
 
     @property
     def plan(self) -> ParallelPlan:

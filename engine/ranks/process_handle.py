@@ -135,9 +135,14 @@ class RankProcess:
         transport: str = found["transport"]
         return transport
 
-    async def load_adapter(self, path: Path, digest: str, number: int, block_ids: Sequence[int]) -> None:
-        """Load an adapter into the rank's blocks: see ``AdapterPages``. Raises AdapterRefused, RankLost."""
-        command = {"path": str(path), "digest": digest, "blocks": list(block_ids)}
+    async def load_adapter(
+        self, ranks: list[int], number: int, block_ids: Sequence[int], files: tuple[Path, str] | None
+    ) -> None:
+        """Know an adapter that is in the rank's blocks, see ``AdapterPages.place``, or load it from its files
+        before: their path and digest. Raises AdapterRefused, RankLost."""
+        command: dict[str, object] = {"ranks": ranks, "blocks": list(block_ids)}
+        if files is not None:
+            command |= {"path": str(files[0]), "digest": files[1]}
         found = await self._ask("adapter", {"adapter": number, **command}, number)
         if "error" in found:
             raise AdapterRefused(Path(found["path"]), found["error"] + self.where)

@@ -20,12 +20,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from moonpool.engine.adapters.host import HostAdapters
 from moonpool.engine.adapters.packing import AdapterPacking
 from moonpool.engine.adapters.pages import AdapterPages
+from moonpool.engine.adapters.peft import PeftAdapter
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.checkpoint.weights import Checkpoint
 from moonpool.engine.collectives.board import SharedBoard, SharedMemory
@@ -92,8 +93,7 @@ def report(kind: str, **facts: object) -> None:
 class LeaderCommands:
     """The thread that executes the leader's commands. Ends the process when the leader ends.
 
-    link, pool, expert_load, experts, adapters, host_adapters: of the open model, set before "loaded" is
-    reported.
+    link, pool, expert_load, experts, adapters, packing: of the open model, set before "loaded" is reported.
     """
 
     def __init__(self, call: LeaderCall | None) -> None:
@@ -105,7 +105,7 @@ class LeaderCommands:
         self.expert_load: Tensor | None = None
         self.experts: ExpertSwitches | None = None
         self.adapters: AdapterPages | None = None
-        self.host_adapters: HostAdapters | None = None
+        self.packing: AdapterPacking | None = None
         self._agent: TransferAgent | None = None
         self._reader: AgentReader | None = None
         self._writable: WriteGrant | None = None
@@ -208,13 +208,18 @@ class LeaderCommands:
         report("grant", grant=self._writable.id)
 
     async def _load_adapter(self, number: int, words: dict[str, Any]) -> None:
-        """Load an adapter into our blocks, beside the steps. One command at a time."""
-        pages, host = self.adapters, self.host_adapters
-        assert pages is not None and host is not None
-        path, digest, blocks = (words[name] for name in ("path", "digest", "blocks"))
+        """Know an adapter that is in our blocks, or load it from its files, beside the steps. One command at
+        a time."""
+        pages, packing = self.adapters, self.packing
+        assert pages is not None and packing is not None
+        path, blocks = words.get("path", ""), words["blocks"]
 
         def load() -> None:
-            pages.load(host.get(Path(path), digest), number, blocks)
+            if path:
+                pages.write(
+                    packing.pack(PeftAdapter.read(Path(path), words["digest"], packing.config)), blocks
+                )
+            pages.place(np.array(words["ranks"], np.int32), number, blocks)
 
         try:
             await asyncio.to_thread(load)
@@ -314,9 +319,8 @@ def _run(assignment: Assignment, board: SharedBoard, commands: LeaderCommands) -
     pool = pool_tensor(layout, num_blocks, device, None if memory is None else memory.array)
     commands.pool = pool if memory is None else memory
     commands.expert_load = model.expert_load
-    packing = AdapterPacking(config, shard, TORCH_DTYPES[assignment.dtype], layout.block_nbytes)
-    commands.adapters = model.adapters = AdapterPages(packing, pool)
-    commands.host_adapters = HostAdapters([packing], assignment.adapters_host_nbytes)
+    commands.packing = AdapterPacking(config, shard, TORCH_DTYPES[assignment.dtype], layout.block_nbytes)
+    commands.adapters = model.adapters = AdapterPages(commands.packing, pool)
     rank_step = RankStep(model, pool, link, board, clock, assignment)
     commands.experts = rank_step.experts
     report("loaded", identity=assignment.identity(config))

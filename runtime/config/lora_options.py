@@ -17,11 +17,6 @@ class LoraOptions(Section, name="lora"):
     directory: str = option(
         "", "path", "a directory of such directories: a node serves them under their names"
     )
-    host_nbytes: int = option(
-        1 << 30,
-        "bytes",
-        "memory of each process of a node for adapters that were read: they return without their files",
-    )
 
     @property
     def paths(self) -> dict[str, Path]:

@@ -6,7 +6,8 @@ import asyncio
 import re
 import shutil
 import sys
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -86,6 +87,15 @@ async def answer(client: Client, model: str | None, prompt: str = PROMPT, **para
 
 async def listed_on_all(client: Client, name: str) -> bool:
     return name in await names(client)
+
+
+async def all_listed(client: Client, wanted: Iterable[str]) -> None:
+    """Wait until the conductor has asked the nodes."""
+
+    async def listed() -> bool:
+        return set(wanted) <= set(await names(client))
+
+    await eventually(listed)
 
 
 async def names(client: Client) -> list[str]:
@@ -276,3 +286,73 @@ async def test_adapters_and_prefixes_fight_for_small_pools(
                 line = re.search(r"^moonpool_adapter_evictions_total (\S+)", await page.text(), re.MULTILINE)
                 evictions += float(line[1]) if line else 0.0
         assert evictions
+
+
+async def loads_of(client: Client) -> Counter[str]:
+    """Of all nodes, by source."""
+    loads = Counter[str]()
+    for node in (await client.cluster())["nodes"]:
+        async with aiohttp.ClientSession() as session, session.get(node["metrics_url"]) as page:
+            text = await page.text()
+        for source, count in re.findall(r'^moonpool_adapter_loads_total{source="(\w+)"} (\S+)', text, re.M):
+            loads[source] += round(float(count))
+    return loads
+
+
+async def test_adapters_return_from_host_memory_and_after_a_restart_from_disk(
+    voices: dict[str, Reference], tmp_path: Path
+) -> None:
+    """The pool has room for the widest one, or for the other two, beside a prompt. What the disk has
+    corrupted is read from the files."""
+    config = small_config().with_adapters([f"{name}={one.path}" for name, one in voices.items()])
+    ssd = replace(config.store.ssd, path=str(tmp_path / "disk"), deadline_s=30.0)
+    config = replace(
+        config,
+        cluster=replace(config.cluster, prefill=0, decode=0, both=1),
+        engine=replace(config.engine, pool_nbytes=40 * 98_304),
+        store=replace(config.store, ssd=ssd, flush_s=30.0),
+    )
+    texts = {name: expected(model) for name, model in voices.items()}
+
+    async def answers(directory: Path, times: int) -> Counter[str]:
+        directory.mkdir()
+        async with LocalCluster(config, directory=directory) as running, Client(running.url) as client:
+            await all_listed(client, texts)
+            for _ in range(times):
+                assert {name: await answer(client, name) for name in texts} == texts
+            return await loads_of(client)
+
+    first = await answers(tmp_path / "first", 3)
+    assert first["file"] == 3 and first["host"] >= 2 and set(first) == {"file", "host"}
+    assert await answers(tmp_path / "second", 1) == {"ssd": 3}
+    for path in (tmp_path / "disk").glob("*/segment-*.kv"):
+        data = bytearray(path.read_bytes())
+        data[::4096] = bytes(each ^ 4 for each in data[::4096])
+        path.write_bytes(data)
+    assert await answers(tmp_path / "third", 1) == {"file": 3}
+
+
+async def test_a_node_reads_an_adapter_from_the_node_that_has_it(
+    voices: dict[str, Reference], tmp_path: Path
+) -> None:
+    tokenizer = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    config = small_config().with_adapters([f"wide={voices['wide'].path}"])
+    config = replace(
+        config,
+        cluster=replace(config.cluster, prefill=0, decode=0, both=2),
+        index=replace(config.index, lease_ttl_s=30.0),  # a node that a busy machine stops for long stays
+    )
+    async with LocalCluster(config, directory=tmp_path) as running, Client(running.url) as client:
+        await all_listed(client, ["wide"])
+        reply, moved = Reply(), list[dict[str, Any]]()
+        stream = client.complete(PROMPT, reply, model="wide", **GREEDY | {"max_tokens": 1500})
+        async with aclosing(stream):
+            async for _ in stream:
+                if len(reply.pieces_s) == 4:
+                    moved = await migrate(client, reply.id)
+                if len(reply.pieces_s) >= 100:
+                    break
+        assert moved
+        text = tokenizer.decode(voices["wide"].greedy(tokenizer.encode(PROMPT).ids, 80))
+        assert reply.text.startswith(text[:-8])
+        assert await loads_of(client) == {"file": 1, "peer": 1}

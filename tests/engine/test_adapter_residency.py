@@ -1,4 +1,4 @@
-"""Which adapters are in memory: loads beside other work, rows, failures, host memory."""
+"""Which adapters are in memory: loads beside other work, rows, failures, keys."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.engine.adapters.host import HostAdapters
-from moonpool.engine.adapters.packing import AdapterPacking
+from moonpool.engine.adapters.packing import AdapterPacking, ranks_of
 from moonpool.engine.adapters.peft import WEIGHTS_FILE, PeftAdapter
 from moonpool.engine.adapters.registry import AdapterRegistry
 from moonpool.engine.adapters.residency import AdapterPin, AdapterRef, AdapterResidency
+from moonpool.engine.adapters.shapes import AdapterKeys, AdapterShapes
 from moonpool.engine.batching.sampling import Sampling
 from moonpool.engine.batching.sequence import Sequence
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.errors import AdapterRefused
 from moonpool.engine.memory.block_pool import BlockPool
 from moonpool.engine.sharding.parallel_plan import ParallelPlan
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.blocks.layout import KVLayout
 from tests.engine.adapters import make_adapter
 from tests.engine.conftest import Reference
 
@@ -41,10 +43,14 @@ class Loads:
     async def num_blocks(self, ref: AdapterRef) -> int:
         return ref.rank
 
-    async def load(self, ref: AdapterRef, number: int, block_ids: Blocks) -> None:
+    async def load(self, ref: AdapterRef, number: int, block_ids: Blocks) -> str:
         assert len(block_ids) == ref.rank
         self.running[ref.name] = ended = asyncio.get_running_loop().create_future()
         await ended
+        return "file"
+
+    def keys(self, ref: AdapterRef) -> list[BlockKey]:
+        return [BlockKey(f"{ref.name} {number}".encode()) for number in range(ref.rank)]
 
     async def _room(self, num_blocks: int, request: Sequence) -> list[int]:
         while num_blocks > self.pool.num_spare:  # noqa: ASYNC110
@@ -218,26 +224,45 @@ def folder(checkpoint: Reference, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_was_read_returns_without_its_files(checkpoint: Reference, folder: Path) -> None:
+def test_what_was_read_is_known_without_its_files(checkpoint: Reference, folder: Path) -> None:
     config = ModelConfig.from_checkpoint(checkpoint.path)
-    read = [PeftAdapter(folder / str(seed), config) for seed in range(3)]
+    adapter = PeftAdapter(folder / "0", config)
     packing = packing_of(config)
-    nbytes = packing.pack(read[0], 9).image.nbytes
-    host = HostAdapters([packing], 2 * nbytes)
-    kept = [host.keep(one) for one in read]
-    assert len(host) == 2
-    assert host.nbytes == 2 * nbytes
+    shapes = AdapterShapes([packing, packing_of(config, 6144)])
+    assert shapes.get(adapter.digest) is None
+    assert shapes.read(adapter.path, adapter.digest).num_blocks > len(packing.pack(adapter))
     shutil.rmtree(folder)
-    assert host.get(read[2].path, read[2].digest) is kept[2]
-    assert host.num_blocks(read[0].digest) == kept[0].num_blocks  # known though it has left
+    known = shapes.get(adapter.digest)
+    assert known is not None
+    assert known.ranks.tolist() == [4] * len(packing.sizes)
     with pytest.raises(AdapterRefused, match="cannot be read"):
-        host.get(read[0].path, read[0].digest)
+        shapes.read(adapter.path, adapter.digest)
+
+
+def test_keys_name_the_content_and_how_it_is_cut(checkpoint: Reference) -> None:
+    config = ModelConfig.from_checkpoint(checkpoint.path)
+    layout = KVLayout(3, 2, 8, 16, "float32")
+
+    def keys(digest: str = "a", dtype: str = "float32", tp: int = 1, layout: KVLayout = layout) -> set[bytes]:
+        shards = ParallelPlan(tp=tp).shards(config)
+        chain = AdapterKeys(config, layout, dtype, shards).chain(digest, 3)
+        assert chain[:2] == AdapterKeys(config, layout, dtype, shards).chain(digest, 2)
+        return set(chain)
+
+    others = [
+        keys("b"),
+        keys(dtype="bfloat16"),
+        keys(tp=2),
+        keys(layout=KVLayout(3, 2, 8, 16, "int8")),
+    ]
+    assert keys() == keys()
+    assert len(keys().union(*others)) == 15
 
 
 async def test_names_are_listed_in_pages(checkpoint: Reference, folder: Path) -> None:
     config = ModelConfig.from_checkpoint(checkpoint.path)
     with ThreadPoolExecutor(1) as reader:
-        registry = AdapterRegistry(config, HostAdapters([packing_of(config)], 1 << 20), reader)
+        registry = AdapterRegistry(config, AdapterShapes([packing_of(config)]), reader)
         for name in "cab":
             await registry.register(name, folder / "0")
         before = registry.version
@@ -257,19 +282,19 @@ def test_rows_are_packed_one_after_the_other(checkpoint: Reference, folder: Path
     """Each row lies whole within one block, and none over another."""
     config = ModelConfig.from_checkpoint(checkpoint.path)
     adapter, packing = PeftAdapter(folder / "0", config), packing_of(config, block_nbytes)
-    packed = packing.pack(adapter, packing.num_blocks(adapter))
-    values = packed.image.view(-1)
+    ranks, image = ranks_of(adapter, config), packing.pack(adapter)
+    lines, values = packing.places(ranks)[0], image.view(-1)
     used = torch.zeros(len(values), dtype=torch.bool)
     for number, module in enumerate(packing.sizes):
         factors = adapter.factors[module]
         for side, part in enumerate((factors.a, factors.b)):
-            for row, line in zip(part, packed.lines[number, :, side].tolist(), strict=True):
+            for row, line in zip(part, lines[number, :, side].tolist(), strict=True):
                 first, end = line * 16, line * 16 + len(row)
                 assert torch.equal(values[first:end], row)
                 assert line // packing.lines_a_block == (end - 1) // 16 // packing.lines_a_block
                 assert not used[first:end].any()
                 used[first:end] = True
-    assert len(packed.image) == packed.num_blocks
+    assert len(image) == packing.num_blocks(ranks)
     if block_nbytes > 10_000:
         assert used.sum() > 0.8 * len(values)  # the last block is half full
 
@@ -277,4 +302,4 @@ def test_rows_are_packed_one_after_the_other(checkpoint: Reference, folder: Path
 def test_blocks_shorter_than_a_row_are_refused(checkpoint: Reference, folder: Path) -> None:
     config = ModelConfig.from_checkpoint(checkpoint.path)
     with pytest.raises(AdapterRefused, match=r"384 bytes, a block of the KV pool 383: raise engine.block"):
-        HostAdapters([packing_of(config, 383)], 1 << 20).keep(PeftAdapter(folder / "0", config))
+        AdapterShapes([packing_of(config, 383)]).learn(PeftAdapter(folder / "0", config))

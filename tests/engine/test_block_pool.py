@@ -19,6 +19,10 @@ def chain(path: str) -> list[BlockKey]:
     return [BlockKey(path[: i + 1].encode()) for i in range(len(path))]
 
 
+def piece_keys(number: int) -> list[BlockKey]:
+    return [] if number % 2 else chain("0123456"[number] * number)
+
+
 class Users(RuleBasedStateMachine):
     """Users hold chains named by strings: what is cached is acquired, the rest sealed block by block."""
 
@@ -28,6 +32,7 @@ class Users(RuleBasedStateMachine):
         self.users: list[tuple[str, list[int], int]] = []  # path, table, sealed blocks
         self.pieces: dict[int, list[int]] = {}  # that were not evicted
         self.piece_users: list[int] = []
+        self.reads: list[list[int]] = []  # of pieces with keys
         self.pool = BlockPool(num_blocks, 4, on_sealed=self.sealed, on_evicted=self.evicted)
 
     def sealed(self, block: int, key: BlockKey) -> None:
@@ -84,18 +89,33 @@ class Users(RuleBasedStateMachine):
         self.pool.release(table)
         assert len(self.pool.match(chain(path)[:sealed])) == sealed, "what was sealed stays findable"
 
-    @rule(number=st.integers(0, 3))
+    @rule(number=st.integers(0, 4))
     def use_a_piece(self, number: int) -> None:
-        """Of as many blocks as its number."""
+        """Of as many blocks as its number, odd ones without keys."""
         if number in self.pieces:
             self.pool.acquire(self.pieces[number])
         elif 0 < number <= self.pool.num_free:
-            blocks = self.pool.allocate(number)
+            blocks, keys = self.pool.allocate(number), piece_keys(number)
+            if not self.found.keys() & keys:
+                for i, key in enumerate(keys):
+                    self.pool.seal(blocks[i], key, keys[i - 1] if i else None)
             self.pool.keep_together(blocks, lambda: self.piece_evicted(number))
             self.pieces[number] = blocks
         else:
             return
         self.piece_users.append(number)
+
+    @rule(number=st.integers(0, 4), length=st.integers(1, 4))
+    def read_a_piece(self, number: int, length: int) -> None:
+        """As the store does, a prefix of it, whether it is used or not."""
+        blocks = self.pool.match(piece_keys(number)[:length])
+        self.pool.acquire(blocks)
+        self.reads.append(blocks)
+
+    @precondition(lambda self: self.reads)
+    @rule(data=st.data())
+    def end_a_read(self, data: st.DataObject) -> None:
+        self.pool.release(self.reads.pop(data.draw(st.integers(0, len(self.reads) - 1))))
 
     def piece_evicted(self, number: int) -> None:
         assert number not in self.piece_users, "it was evicted while it was used"
@@ -114,9 +134,12 @@ class Users(RuleBasedStateMachine):
         assert all(key[:-1] in self.found for key in self.found if len(key) > 1), "a chain has a hole"
         used = {block for number in self.piece_users for block in self.pieces[number]}
         used |= {block for _, table, _ in self.users for block in table}
+        used |= {block for blocks in self.reads for block in blocks}
         assert self.pool.num_used == len(used)
 
     def teardown(self) -> None:
+        for blocks in self.reads:
+            self.pool.release(blocks)
         for number in self.piece_users:
             self.pool.release(self.pieces[number])
         for _, table, _ in self.users:
@@ -367,4 +390,25 @@ def test_pieces_and_chains_go_by_last_use() -> None:
     pool.kept.keep("t", chain("fg"), 60.0, 9)
     pool.release(pool.allocate(6))  # the kept chain is older, and goes last
     assert (cached(pool, "fg"), gone) == (2, ["first", "second"])
+    pool.check_integrity()
+
+
+def test_a_piece_with_keys_is_evicted_whole_and_stays_findable_where_it_is_read() -> None:
+    evicted, gone = list[bytes](), list[str]()
+    pool = BlockPool(8, 4, on_evicted=lambda _, key: evicted.append(key))
+    piece, keys = pool.allocate(3), chain("xyz")
+    for i, key in enumerate(keys):
+        pool.seal(piece[i], key, keys[i - 1] if i else None)
+    pool.keep_together(piece, lambda: gone.append("piece"))
+    pool.release(piece)
+    pool.check_integrity()
+    read = pool.match(keys[:1])
+    pool.acquire(read)
+    pool.release(pool.allocate(6))
+    pool.check_integrity()
+    assert (evicted, gone) == ([b"xyz", b"xy"], ["piece"])
+    assert pool.match(keys) == read
+    pool.release(read)
+    pool.release(pool.allocate(8))
+    assert evicted == [b"xyz", b"xy", b"x"]
     pool.check_integrity()
