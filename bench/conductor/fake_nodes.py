@@ -63,7 +63,7 @@ class FakeNode(
             else node_pb2_grpc.add_PrefillNodeServicer_to_server
         )
         node = (node_pb2_grpc.add_NodeServicer_to_server, self)
-        self._server, port = await rpc.serve([(add, self), node], "127.0.0.1", 0)
+        self._server, port = await rpc.serve([(add, self), node], "127.0.0.1", 0, direct=True)
         self._address = f"127.0.0.1:{port}"
         self._publisher = IndexPublisher(index, self.record, options, list)
         await self._publisher.start()

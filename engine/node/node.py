@@ -300,7 +300,7 @@ class EngineNode(ABC):
         stack.push_async_callback(self.store.close, config.store.flush_s)
         # Before the store's last writes to disk, which may read the ranks' memory.
         stack.push_async_callback(engine.halt)
-        server, port = await rpc.serve(self.servicers(), config.node.host, config.node.port)
+        server, port = await rpc.serve(self.servicers(), config.node.host, config.node.port, direct=True)
         stack.push_async_callback(server.stop, 0.5)
         stack.push_async_callback(self.stop)
         self.rpc_address = f"{config.node.host}:{port}"
