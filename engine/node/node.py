@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import time
@@ -115,6 +116,7 @@ class EngineNode(ABC):
 
     def restart(self) -> None:
         """Reset the state for the next start, with a new epoch."""
+        gc.unfreeze()  # the last start's objects are garbage now
         self.epoch = time.time_ns()
         self.num_starts += 1
         self.state = "starting"
@@ -345,6 +347,7 @@ class EngineNode(ABC):
         stack.callback(REGISTRY.unregister, observe_stores(lambda: [("kv", self.store.tiers)]))
         stack.callback(REGISTRY.unregister, observe_tenants(self.tenants.quotas, self.tenant_labels))
         await self._start_events(stack)
+        await self.grammars.warm_up()
         self.state = "ready"
         self._ready_s = time.monotonic()
         self._join.ends("services")
