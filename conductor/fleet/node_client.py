@@ -288,7 +288,7 @@ class DecodeClient(NodeClient):
         return "it closed the token stream"
 
     async def _loss(self) -> str:
-        """Return when the gRPC connection is lost: a node that stands still does not end a direct stream."""
+        """Return when the gRPC connection is lost, whatever becomes of a direct stream."""
         ready = grpc.ChannelConnectivity.READY
         while (state := self._channel.get_state()) is ready:
             await self._channel.wait_for_state_change(state)

@@ -328,7 +328,7 @@ async def test_a_defect_in_the_watch_of_a_node_counts_as_the_loss_of_its_connect
 
 @pytest.mark.parametrize("direct", [True, False])
 async def test_a_node_whose_grpc_connection_is_lost_is_gone(url: str, direct: bool) -> None:
-    """Its direct connection stands: so it is with a node that is stopped."""
+    """Its direct connection stands."""
     names = ("p0", "d0", "d1")
     async with running(url, namespace=f"stands-{direct}") as cluster:
         for name in names:
