@@ -48,6 +48,8 @@ async def main(config: Config, service: ServiceContext) -> None:
         leader = conductors[0] if conductors else None
         conductors.append(conductor_of(one.config, 0 if leader else config.node.port, leader))
     first = await asyncio.to_thread(make_context, served.models[0].config, conductors[0])
+    if first.grammars is not None:
+        await first.grammars.warm_up()
     lanes = [
         Lane(one.name, conductor, partial(make_context, one.config, conductor, first), one.aliases)
         for one, conductor in zip(served.models, conductors, strict=True)

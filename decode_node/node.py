@@ -13,7 +13,7 @@ import grpc.aio
 from opentelemetry.context import Context
 
 from moonpool.decode_node.departures import STANDS_STILL_S, Departures
-from moonpool.decode_node.outbox import MAX_UNREAD_NBYTES, Outbox
+from moonpool.decode_node.outbox import DIRECT_INTERVAL_S, INTERVAL_S, MAX_UNREAD_NBYTES, Outbox
 from moonpool.decode_node.takeover import HandoverBroken, Source, Taken, take_over
 from moonpool.engine.batching.sequence import Sequence
 from moonpool.engine.batching.step_plan import StepEvent
@@ -148,7 +148,9 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
         self, request: node_pb2.TokensRequest, context: RpcContext
     ) -> AsyncIterator[node_pb2.StepTokens]:
         self._check_owner(request.conductor_id)
-        async for message in self._outbox(request.conductor_id).messages():
+        outbox = self._outbox(request.conductor_id)
+        outbox.interval_s = DIRECT_INTERVAL_S if context.peer() == rpc.DIRECT_PEER else INTERVAL_S
+        async for message in outbox.messages():
             yield message
 
     async def FollowDecode(

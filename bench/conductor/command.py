@@ -6,6 +6,7 @@ from functools import partial
 
 import click
 
+from moonpool.bench.conductor.booking import booking_rows
 from moonpool.bench.conductor.dashboard import dashboard_rows
 from moonpool.bench.conductor.decisions import Settings, scale_rows
 from moonpool.bench.conductor.matching import matching_rows
@@ -15,13 +16,14 @@ from moonpool.bench.harness.peers import python_of
 from moonpool.conductor.placing.policies import POLICIES
 from moonpool.runtime.reports.conditions import NONE, CacheState, Conditions
 
-_OWN = ("scale", "http", "sse", "dashboard")
+_OWN = ("scale", "http", "booking", "sse", "dashboard")
 
 
 @benchmark(
     {
         "scale": scale_rows,
         "http": http_rows,
+        "booking": booking_rows,
         "sse": sse_rows,
         "dashboard": dashboard_rows,
         "matching": matching_rows,
@@ -45,9 +47,9 @@ def conductor(run: Run, policy: str, decisions: int, requests: int, full: bool) 
     if run.quick:
         decisions, requests = min(decisions, 300), min(requests, 64)
     run.conditions = Conditions(
-        [],  # nodes of http, sse and dashboard only wait
+        [],  # nodes of http, booking, sse and dashboard only wait
         CacheState(NONE, note="scale, matching: an index of as many blocks as the case says"),
-        "scale: some requests; http, sse: two for each that runs at a time; else nothing",
+        "scale: some requests; http, sse: two for each that runs at a time; booking: eight; else nothing",
         {"index and prompts": 0},
     )
     return Settings(policy, decisions, requests, full)

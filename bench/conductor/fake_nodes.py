@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -48,8 +49,9 @@ class FakeNode(
         self._delay_s = delay_s
         self._record = replace(record, node_id=f"{role}-{number}", role=role)
         self._address = ""
-        self._steps: asyncio.Queue[node_pb2.StepTokens] = asyncio.Queue(_AHEAD)
-        self._running: dict[tuple[str, int], node_pb2.Work] = {}
+        self._steps: defaultdict[str, asyncio.Queue[node_pb2.StepTokens]]  # by conductor
+        self._steps = defaultdict(lambda: asyncio.Queue(_AHEAD))
+        self._running: dict[tuple[str, int], node_pb2.DecodeRequest] = {}
         self._indices: dict[tuple[str, int], int] = {}
         self._wake = asyncio.Event()
 
@@ -61,7 +63,7 @@ class FakeNode(
             else node_pb2_grpc.add_PrefillNodeServicer_to_server
         )
         node = (node_pb2_grpc.add_NodeServicer_to_server, self)
-        self._server, port = await rpc.serve([(add, self), node], "127.0.0.1", 0)
+        self._server, port = await rpc.serve([(add, self), node], "127.0.0.1", 0, direct=True)
         self._address = f"127.0.0.1:{port}"
         self._publisher = IndexPublisher(index, self.record, options, list)
         await self._publisher.start()
@@ -82,7 +84,7 @@ class FakeNode(
         self, request: node_pb2.DecodeRequest, context: ServicerContext[Any, Any]
     ) -> node_pb2.DecodeReply:
         key = (request.work.request_id, request.work.attempt)
-        self._running[key], self._indices[key] = request.work, 1
+        self._running[key], self._indices[key] = request, 1
         self._wake.set()
         return node_pb2.DecodeReply(epoch=self._record.epoch)
 
@@ -90,7 +92,7 @@ class FakeNode(
         self, request: node_pb2.TokensRequest, context: ServicerContext[Any, Any]
     ) -> AsyncIterator[node_pb2.StepTokens]:
         while True:
-            yield await self._steps.get()
+            yield await self._steps[request.conductor_id].get()
 
     async def Cancel(
         self, request: node_pb2.CancelRequest, context: ServicerContext[Any, Any]
@@ -108,20 +110,26 @@ class FakeNode(
                 started, self._running = self._running, {}
                 asyncio.get_running_loop().call_later(2 * self._delay_s, self._finish, started)
                 continue
-            tokens = []
-            for key, work in list(self._running.items()):
+            tokens = defaultdict[str, list[node_pb2.TokenOut]](list)
+            for key, request in list(self._running.items()):
                 index = self._indices[key]
                 self._indices[key] = index + 1
-                tokens.append(_token(work, index))
-                if index + 1 >= work.sampling.max_tokens:
+                tokens[request.conductor_id].append(_token(request.work, index))
+                if index + 1 >= request.work.sampling.max_tokens:
                     del self._running[key], self._indices[key]
-            await self._steps.put(self._step(tokens))
+            await self._put(tokens)
 
-    def _finish(self, works: dict[tuple[str, int], node_pb2.Work]) -> None:
-        tokens = [
-            _token(work, index) for work in works.values() for index in range(1, work.sampling.max_tokens)
-        ]
-        self._sending = asyncio.ensure_future(self._steps.put(self._step(tokens)))
+    def _finish(self, started: dict[tuple[str, int], node_pb2.DecodeRequest]) -> None:
+        tokens = defaultdict[str, list[node_pb2.TokenOut]](list)
+        for request in started.values():
+            tokens[request.conductor_id] += [
+                _token(request.work, index) for index in range(1, request.work.sampling.max_tokens)
+            ]
+        self._sending = asyncio.ensure_future(self._put(tokens))
+
+    async def _put(self, tokens: Mapping[str, list[node_pb2.TokenOut]]) -> None:
+        for conductor_id, own in tokens.items():
+            await self._steps[conductor_id].put(self._step(own))
 
     def _step(self, tokens: list[node_pb2.TokenOut]) -> node_pb2.StepTokens:
         return node_pb2.StepTokens(

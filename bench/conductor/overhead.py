@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from statistics import median
 from time import perf_counter
 
@@ -83,7 +83,17 @@ async def ask(client: HttpClient, count: int, max_tokens: int) -> list[float]:
 @asynccontextmanager
 async def cluster(delay_s: float, prefill: int = 1, decode: int = 2) -> AsyncIterator[tuple[str, Child]]:
     """A conductor over nodes that compute nothing: the URL of its API, and its process."""
-    async with redis() as redis_url:
+    async with conductors(1, delay_s, prefill, decode) as ((url, child),):
+        yield url, child
+
+
+@asynccontextmanager
+async def conductors(
+    count: int, delay_s: float, prefill: int = 1, decode: int = 2
+) -> AsyncIterator[list[tuple[str, Child]]]:
+    """As ``cluster``, with several conductors over the same nodes."""
+    async with AsyncExitStack() as stack:
+        redis_url = await stack.enter_async_context(redis())
         sets = [f"index.redis_url={redis_url}", f"index.namespace={_NAMESPACE}"]
         nodes = served(
             "nodes",
@@ -94,15 +104,17 @@ async def cluster(delay_s: float, prefill: int = 1, decode: int = 2) -> AsyncIte
             delay_s=delay_s,
             counts={"prefill": prefill, "decode": decode},
         )
-        conductor = daemon(
-            "moonpool.conductor", [*sets, "conductor.port=0", "conductor.leave_s=0", "log.level=warning"]
-        )
-        async with nodes, conductor as child:
+        await stack.enter_async_context(nodes)
+        sets += ["conductor.port=0", "node.port=0", "conductor.leave_s=0", "log.level=warning"]
+        running = []
+        for _ in range(count):
+            child = await stack.enter_async_context(daemon("moonpool.conductor", sets))
             url = str(child.ready["url"])
             async with HttpClient(url) as client, asyncio.timeout(_READY_S):
                 while not await _is_ready(client):  # noqa: ASYNC110 - another process decides
                     await asyncio.sleep(0.05)
-            yield url, child
+            running.append((url, child))
+        yield running
 
 
 async def _is_ready(client: HttpClient) -> bool:

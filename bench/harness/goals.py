@@ -94,6 +94,7 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         most(1000.0, r".*, 1,024 nodes, 1,000,000 blocks, .*", "CPU of a decision, p99"),
         most(3.0, "growth", "cost at 4,096 nodes over 256"),
         most(5.0, r"HTTP, .*", "added latency"),
+        most(0.3, r"two conductors, .*", "placement and booking"),
         least(50_000.0, r"SSE, .*", "tokens"),
         most(2.0, r"dashboard, .*", r"(a viewer|each of \d+ viewers)'s? share of a core"),
         most(50.0, r"dashboard, .*", "main thread a frame"),
@@ -137,6 +138,9 @@ GOALS: dict[str, tuple[Goal, ...]] = {
     ),
     "serve": (
         most(10.0, r"1 concurrent, .*", "path's own cost a request"),
+        most(1.0, r"1 concurrent, .*", "HTTP read to the prefill's first launch"),
+        most(1.0, r"1 concurrent, one block .*", "hand-over"),
+        most(1.5, r"new cluster, .*", "TTFT, first over tenth"),
         most(1.05, r"perimeter: .*", "path's own cost a request", "neither"),
         most(0.25, r"second turn, .*", "TTFT, second over first"),
         least(0.8, r"100 adapters of .*", "output throughput", "one merged model"),

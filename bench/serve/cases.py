@@ -28,9 +28,10 @@ from moonpool.bench.serve.client.server import RequestFailed, Server, new_reques
 from moonpool.bench.serve.client.workload import Prompts, Workload
 from moonpool.bench.serve.colocated import colocated_rows
 from moonpool.bench.serve.figures import Slo, load_rows
+from moonpool.bench.serve.first_requests import first_request_rows
 from moonpool.bench.serve.load_sweep import sweep_rows
 from moonpool.bench.serve.occupancy import Watch, occupancy_rows
-from moonpool.bench.serve.path_cost import ModelClock, PathCost, path_cost
+from moonpool.bench.serve.path_cost import ModelClock, PathCost, path_cost, to_launch_s
 from moonpool.bench.serve.peers.contestants import DTYPES, Contestant, ServerContestant, transformers_peer
 from moonpool.bench.serve.peers.llama_cpp import llama_server
 from moonpool.bench.serve.peers.vllm import vllm_server
@@ -215,26 +216,38 @@ async def path_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
     prompts = Prompts(settings.seed, "path")
     costs: list[PathCost] = []
     ttfts: list[float] = []
+    launches: list[float] = []
+    handovers: list[float] = []
     for number in range(-2, 3 * run.rounds):
-        cost, ttft_s = await _path_of_one(server, clock, prompts)
+        cost, ttft_s, launch_s = await _path_of_one(server, clock, prompts)
+        short, _, _ = await _path_of_one(server, clock, prompts, settings.block_size)
         if number >= 0:
             costs.append(cost)
             ttfts.append(ttft_s)
+            launches.append(launch_s)
+            handovers.append(short.handover_s)
     yield spread(ALONE, "path's own cost a request", [cost.own_s for cost in costs], "ms", 1e3)
     yield spread(ALONE, "TTFT", ttfts, "ms", 1e3)
     yield spread(ALONE, "E2E", [cost.e2e_s for cost in costs], "ms", 1e3)
+    yield spread(ALONE, "HTTP read to the prefill's first launch", launches, "ms", 1e3)
+    yield spread(ALONE.replace(f"{PROMPT_TOKENS} +", "one block +"), "hand-over", handovers, "ms", 1e3)
     for stage in costs[0].stages:
         yield spread(f"stages: {ALONE}", stage, [cost.stages[stage] for cost in costs], "ms", 1e3)
+    if not settings.url:
+        async for row in first_request_rows(run, settings.sets, settings.seed):
+            yield row
 
 
-async def _path_of_one(server: Server, clock: ModelClock, prompts: Prompts) -> tuple[PathCost, float]:
-    """The cost of one request, and its TTFT in seconds."""
+async def _path_of_one(
+    server: Server, clock: ModelClock, prompts: Prompts, prompt_tokens: int = PROMPT_TOKENS
+) -> tuple[PathCost, float, float]:
+    """The cost of one request, its TTFT, and the time to its first launch in seconds."""
     request_id = new_request_id()
     before = await clock.read()
-    answer = await server.ask(prompts.draw(PROMPT_TOKENS), OUTPUT_TOKENS, request_id)
+    answer = await server.ask(prompts.draw(prompt_tokens), OUTPUT_TOKENS, request_id)
     model = (await clock.read()).since(before)
     _, timeline = read_json(await server.http.get(f"/v1/requests/{request_id}/timeline"))
-    return path_cost(answer, timeline, model), answer.ttft_s
+    return path_cost(answer, timeline, model), answer.ttft_s, to_launch_s(timeline)
 
 
 async def perimeter_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:

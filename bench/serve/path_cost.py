@@ -17,6 +17,8 @@ from moonpool.runtime.observing.metrics_server import own_metrics_key
 
 MODEL_PREFILL = "model: prefill"
 MODEL_DECODE = "model: decode steps"
+TRANSFER = "transfer to decode node"
+JOIN = "join decode batch"
 _SUM = re.compile(r'^moonpool_model_seconds_sum\{kind="(\w+)"[^}]*\} (\S+)', re.MULTILINE)
 
 
@@ -71,6 +73,22 @@ class PathCost:
         """Everything but the model: the cost of serving through the cluster."""
         return sum(value for name, value in self.stages.items() if not name.startswith("model:"))
 
+    @property
+    def handover_s(self) -> float:
+        """How much later the second token came than a decode step after the first."""
+        return self.stages[TRANSFER] + self.stages[JOIN]
+
+
+def to_launch_s(timeline: Mapping[str, Any]) -> float:
+    """From the handler's start, when the request's head was read, to the launch of the prefill's first step.
+
+    timeline: as of ``path_cost``. At most so much: the launch is told by how long ago it was in the node's
+    reply, so the way of the reply counts.
+    """
+    events = {event["event"]: event for event in timeline["events"]}
+    begun_s = timeline["api"]["ttft_s"] - events["first_token"]["at_s"]
+    return float(begun_s + events["prefilled"]["chunks"][0]["at_s"])
+
 
 def path_cost(answer: Answer, timeline: Mapping[str, Any], model: ModelTime) -> PathCost:
     """The stages of a request that was placed once.
@@ -98,8 +116,8 @@ def path_cost(answer: Answer, timeline: Mapping[str, Any], model: ModelTime) -> 
         MODEL_PREFILL: model.prefill_s,
         "prefill steps beside the model": prefilled["compute_s"] - model.prefill_s,
         "HTTP and SSE to the first token": answer.ttft_s - parse_s - tokenize_s - prefilled["at_s"],
-        "transfer to decode node": transfer_s,
-        "join decode batch": (waits[0] - step_s - transfer_s) if waits else 0.0,
+        TRANSFER: transfer_s,
+        JOIN: (waits[0] - step_s - transfer_s) if waits else 0.0,
         MODEL_DECODE: model.decode_s,
         "decode steps beside the model": step_s * len(waits) - model.decode_s,
         "last token to end of stream": answer.done_s - answer.token_s[-1],

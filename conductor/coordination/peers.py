@@ -57,7 +57,7 @@ class _Peer:
         self.live = False
         self.prompt = False
         self.heard_s = -math.inf
-        self.channel = rpc.channel(address)
+        self.channel = rpc.channel(address, direct=True)
         self.stub = conductor_pb2_grpc.ConductorPeerStub(self.channel)
         self.beats: asyncio.Task[None] | None = None
 
@@ -102,7 +102,7 @@ class Peers(conductor_pb2_grpc.ConductorPeerServicer):
     async def start(self) -> None:
         """Listen. Raises ``PortInUse``; nothing runs then."""
         add = conductor_pb2_grpc.add_ConductorPeerServicer_to_server
-        self._server, port = await rpc.serve([(add, self)], self._host, self._port)
+        self._server, port = await rpc.serve([(add, self)], self._host, self._port, direct=True)
         self.address = f"{self._host}:{port}"
 
     async def close(self) -> None:

@@ -20,6 +20,9 @@ class EligibleNodes:
 
     def __init__(self) -> None:
         self._groups = {stage: [NodeTable(), NodeTable(), NodeTable()] for stage in STAGES}
+        self._places: dict[
+            Member, tuple[tuple[str, ...], int | None]
+        ] = {}  # stages, and position in their groups
         self._resting: set[Member] = set()  # with an open breaker, which closes by time
 
     def put(self, member: Member, now_s: float) -> None:
@@ -31,12 +34,21 @@ class EligibleNodes:
             self._resting.discard(member)
         elif stages and not member.breaker.closed(now_s):
             self._resting.add(member)
+        place = (stages, wanted)
+        if self._places.get(member) == place:
+            if wanted is not None:  # as after most steps of a node
+                for stage in stages:
+                    self._groups[stage][wanted].touch(member.view)
+            return
+        self._places[member] = place
         for stage, groups in self._groups.items():
             _move(member, groups, wanted if stage in stages else None)
 
     def drop(self, member: Member) -> None:
         """``member`` gets no more requests. Idempotent."""
         self._resting.discard(member)
+        if self._places.pop(member, None) is None:
+            return
         for groups in self._groups.values():
             _move(member, groups, None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterable, Callable, Sequence
 from typing import Protocol
 
 import grpc
@@ -47,7 +47,8 @@ class Dependent(Protocol):
 
 
 class NodeClient:
-    """A gRPC channel to a node. Its connection is the node's liveness, without Redis.
+    """A channel to a node. Its gRPC connection is the node's liveness, without Redis; on the same host calls
+    and tokens go over a Unix socket beside it.
 
     ``on_change`` is called after each change of ``connected``. Calls raise ``NodeUnavailable`` or
     ``RemoteError``.
@@ -58,7 +59,7 @@ class NodeClient:
         self.address = address
         self.connected = False
         self._on_change = on_change
-        self._channel = rpc.channel(address)
+        self._channel = rpc.channel(address, direct=True)
         self._node = node_pb2_grpc.NodeStub(self._channel)
         self._roles = node_pb2_grpc.RolesStub(self._channel)
         self._adapters = node_pb2_grpc.AdaptersStub(self._channel)
@@ -197,6 +198,7 @@ class NodeClient:
         self.connected = connected
         if not connected:
             log.info("%s at %s is gone: %s", self.node_id, self.address, reason)
+            rpc.lose(self._channel)
             # Tokens may have been lost with the stream: every request on the node is placed again.
             self.abandon(reason)
         else:
@@ -241,6 +243,7 @@ class DecodeClient(NodeClient):
         self._conductor_id = conductor_id
         self._on_step = on_step
         self._on_late = on_late
+        self._followed = False  # whether the latest stream brought a message
         self._decode = node_pb2_grpc.DecodeNodeStub(self._channel)
 
     async def decode(self, request: node_pb2.DecodeRequest, timeout_s: float) -> node_pb2.DecodeReply:
@@ -256,21 +259,40 @@ class DecodeClient(NodeClient):
             await self._channel.channel_ready()
             stream = self._decode.Tokens(node_pb2.TokensRequest(conductor_id=self._conductor_id))
             self._set_connected(True, "")
-            reason = "it closed the token stream"
+            following = asyncio.create_task(self._follow(stream))
+            losing = asyncio.create_task(self._loss())
             try:
-                with rpc.node_errors(self.node_id):
-                    async for step in stream:
-                        pause_s = _REOPEN_FIRST_S
-                        self._deliver(step)
-            except NodeUnavailable as error:
-                reason = error.reason
-            except RemoteError as error:
-                reason = error.details
+                await asyncio.wait((following, losing), return_when=asyncio.FIRST_COMPLETED)
+                reason = (following if following.done() else losing).result()
             finally:
+                await cancel_and_wait(following, losing)
                 stream.cancel()
+            if self._followed:
+                pause_s = _REOPEN_FIRST_S
             self._set_connected(False, reason)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _REOPEN_LONGEST_S)
+
+    async def _follow(self, stream: AsyncIterable[node_pb2.StepTokens]) -> str:
+        """Deliver its messages. Returns why it ended."""
+        self._followed = False
+        try:
+            with rpc.node_errors(self.node_id):
+                async for step in stream:
+                    self._followed = True
+                    self._deliver(step)
+        except NodeUnavailable as error:
+            return error.reason
+        except RemoteError as error:
+            return error.details
+        return "it closed the token stream"
+
+    async def _loss(self) -> str:
+        """Return when the gRPC connection is lost, whatever becomes of a direct stream."""
+        ready = grpc.ChannelConnectivity.READY
+        while (state := self._channel.get_state()) is ready:
+            await self._channel.wait_for_state_change(state)
+        return "the connection broke"
 
     def _deliver(self, step: node_pb2.StepTokens) -> None:
         dependents, num_delivered = self._dependents, 0

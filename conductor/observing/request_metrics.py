@@ -233,9 +233,12 @@ class SequenceClock:
             metrics.queried_tokens.inc(self.num_prompt_tokens)
         else:
             self.metrics.gap.observe(now_s - self.last_s)
-        self.metrics.hit_tokens.inc(num_cached_tokens)
+        # An increment takes as long as all else here: none of nothing.
+        if num_cached_tokens:
+            self.metrics.hit_tokens.inc(num_cached_tokens)
         self.metrics.output_tokens.inc()
-        self.metrics.accepted_tokens.inc(accepted)
+        if accepted:
+            self.metrics.accepted_tokens.inc()
         self.num_tokens += 1
         self.last_s = now_s
 

@@ -257,9 +257,16 @@ class RequestRun:
         if self._deadline.waits:
             self._deadline.run(self._deps.clock())
             self._set_timer()
-        attempt = placer.start(placement)
-        number = placer.num_attempts - 1
-        self._recorder.placed(placement, number, placer.hash_s, placer.place_s, placer.prefix, placer.queued)
+        # From here on an abort, or the end of the request, reaches it.
+        attempt = self._attempt = placer.start(placement)
+        number, placed_s = placer.num_attempts - 1, self._deps.clock()
+        try:
+            await asyncio.sleep(0)  # its calls leave now: the nodes need not wait for the book-keeping
+        finally:
+            placer.note(placement)
+            self._recorder.placed(
+                placement, number, placed_s, placer.hash_s, placer.place_s, placer.prefix, placer.queued
+            )
         return attempt
 
     async def _decide(self) -> Placement:

@@ -137,10 +137,10 @@ class RequestPlacer:
         return all(name in members and may_hold(regions, members[name].record.region) for name in names)
 
     def start(self, placement: Placement) -> Attempt:
-        """Start an attempt on the nodes of ``placement``, which must be known."""
+        """Start an attempt on the nodes of ``placement``, which must be known. ``note`` what was started once
+        its calls have left."""
         deps, number = self._deps, self.first_attempt + self.num_attempts
         self.num_attempts += 1
-        client = self._request.client
         if self.num_attempts == 1:
             self._charge(placement)
         members = deps.registry.members
@@ -181,8 +181,13 @@ class RequestPlacer:
         attempt = self._attempt(plan)
         self.queued = prefill.load.queued()
         attempt.start()
+        return attempt
+
+    def note(self, placement: Placement) -> None:
+        """Tell links, prefixes and copies of the attempt that was started last."""
+        deps, client, estimate = self._deps, self._request.client, placement.prefill
         self._begin_fetch(estimate)
-        if number == self.first_attempt:
+        if self.num_attempts == 1:
             deps.activity.reuse.use(self._lineage.keys)
             token_ids = self._lineage.token_ids()
             self.prefix = deps.prefixes.note(
@@ -199,7 +204,6 @@ class RequestPlacer:
             num_used = estimate.prefix_tokens // deps.model.block_size
             deps.replicator.count(self._lineage.keys, num_used, client)
         deps.replicator.note(self._lineage.keys, self._prefixes, estimate.compute_s, client)
-        return attempt
 
     def _attempt(self, plan: AttemptPlan) -> Attempt:
         deps, request = self._deps, self._request

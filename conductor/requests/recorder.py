@@ -83,14 +83,16 @@ class Recorder:
         self,
         placement: Placement,
         attempt: int,
+        now_s: float,
         hash_s: float,
         place_s: float,
         prefix: PrefixOutcome,
         queued: dict[str, Any],
     ) -> None:
         """``hash_s``: spent on block keys; ``place_s``: on look-up and placement. ``prefix``: what came of it
-        at the first placement. ``queued``: before it, see ``LoadLedger.queued``."""
-        now_s = self._placed_s = self._clock()
+        at the first placement. ``queued``: before it, see ``LoadLedger.queued``. ``now_s``: when that was.
+        """
+        self._placed_s = now_s
         self._recovery.placed(now_s)
         summary = self._summary
         summary.attempts = attempt + 1

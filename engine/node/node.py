@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import time
@@ -139,6 +140,7 @@ class EngineNode(ABC):
 
     def restart(self) -> None:
         """Reset the state for the next start, with a new epoch."""
+        gc.unfreeze()  # the last start's objects are garbage now
         self.epoch = time.time_ns()
         self.num_starts += 1
         self.state = "starting"
@@ -350,7 +352,7 @@ class EngineNode(ABC):
         stack.push_async_callback(self.store.close, config.store.flush_s)
         # Before the store's last writes to disk, which may read the ranks' memory.
         stack.push_async_callback(engine.halt)
-        server, port = await rpc.serve(self.servicers(), config.node.host, config.node.port)
+        server, port = await rpc.serve(self.servicers(), config.node.host, config.node.port, direct=True)
         stack.push_async_callback(server.stop, 0.5)
         stack.push_async_callback(self.stop)
         self.rpc_address = f"{config.node.host}:{port}"
@@ -395,6 +397,7 @@ class EngineNode(ABC):
         stack.callback(REGISTRY.unregister, observe_stores(lambda: [("kv", self.store.tiers)]))
         stack.callback(REGISTRY.unregister, observe_tenants(self.tenants.quotas, self.tenant_labels))
         await self._start_events(stack)
+        await self.grammars.warm_up()
         self.state = "ready"
         self._ready_s = time.monotonic()
         self._join.ends("services")

@@ -37,10 +37,10 @@ class RemoteLeases:
             await channel.close(None)
 
     def channel(self, address: str) -> grpc.aio.Channel:
-        """The channel to a node's gRPC server; it reconnects by itself."""
+        """The channel to a node; it reconnects by itself. Calls within a host are direct."""
         channel = self._channels.get(address)
         if channel is None:
-            channel = self._channels[address] = rpc.channel(address)
+            channel = self._channels[address] = rpc.channel(address, direct=True)
         return channel
 
     @asynccontextmanager

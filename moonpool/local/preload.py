@@ -13,11 +13,12 @@ _CONDUCTOR = [
     "moonpool.runtime.machine.description",
     "moonpool.conductor.dashboard.benchmark_results",
     "moonpool.runtime.service.lifecycle",
+    "llguidance",
 ]
 PRELOAD = {
     "moonpool.conductor": _CONDUCTOR,
     "moonpool.kvstore.store_node": ["moonpool.kvstore.store_node.node"],
-    "moonpool.node": ["torch", "moonpool.node.node", "moonpool.runtime.replicas.group"],
+    "moonpool.node": ["llguidance", "torch", "moonpool.node.node", "moonpool.runtime.replicas.group"],
     "moonpool.engine.ranks.worker": [
         "moonpool.engine.ranks.leader_call",
         "moonpool.engine.ranks.link_factory",

@@ -39,6 +39,8 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     # Also the longest that a connection may take: a busy node answers the first frame late.
     ("grpc.min_reconnect_backoff_ms", 3_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # A connection without calls stays: its state tells whether the server answers.
+    ("grpc.client_idle_timeout_ms", (1 << 31) - 1),
     # Addresses of a cluster are direct: ignore proxies of the environment.
     ("grpc.enable_http_proxy", 0),
 ]

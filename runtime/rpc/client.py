@@ -24,7 +24,7 @@ from moonpool.runtime.rpc.bounds import (
     metadata_value,
     short_name,
 )
-from moonpool.runtime.rpc.direct_client import DirectConnection
+from moonpool.runtime.rpc.direct_client import DirectCall, DirectConnection, DirectStream
 from moonpool.runtime.security import process
 from moonpool.runtime.security.roles import SERVER_NAME
 from moonpool.runtime.security.tls import PeerTls
@@ -38,14 +38,24 @@ _OLD_CALLS_S = 3600.0
 def channel(address: str, *, direct: bool = False) -> grpc.aio.Channel:
     """A channel to ``host:port``; it connects on first use and reconnects after failures.
 
-    ``direct``: unary calls to a server of this host that takes such calls (``serve``) go over a Unix socket,
-    in a fraction of the time; where certificates are demanded, and to other users' servers, over gRPC.
+    ``direct``: calls to a server of this host that takes such calls (``serve``) go over a Unix socket, in a
+    fraction of the time; where certificates are demanded, and to other users' servers, over gRPC. They notice
+    the end of the server's process; for one that does not answer, see ``lose``.
 
     Calls prove the identity of this process (see ``security.process``); changed certificates are used from
     the next call on. A reply with a number out of its range raises ``NumberOutOfRange``; ``node_errors``
     converts it.
     """
     return cast(grpc.aio.Channel, _Channel(address, process.current(), direct))
+
+
+def lose(channel: grpc.aio.Channel) -> None:
+    """Fail the direct calls in progress, as if the connection broke: the server does not answer any more.
+
+    The state of ``channel``, whose gRPC connection is kept alive, tells that."""
+    direct = cast(_Channel, channel).direct
+    if direct is not None:
+        direct.close()
 
 
 def _connection(address: str, tls: PeerTls | None) -> grpc.aio.Channel:
@@ -96,7 +106,7 @@ class _Channel:
 
     def __init__(self, address: str, security: process.Security, direct: bool) -> None:
         self._address = address
-        self._direct = DirectConnection(address) if direct else None
+        self.direct = DirectConnection(address) if direct else None
         self._security = security
         self._tls = security.tls
         self._channel = _connection(address, self._tls)
@@ -116,19 +126,25 @@ class _Channel:
         self._closed = True
         for closing in self._closing:
             closing.cancel()
-        if self._direct is not None:
-            self._direct.close()
+        if self.direct is not None:
+            self.direct.close()
         await self._channel.close(grace)
 
     def unary_unary(self, *args: Any, **options: Any) -> Callable[..., _CheckedCall]:
         over_grpc = self._calls("unary_unary", args, options)
-        if self._direct is None:
+        if self.direct is None:
             return over_grpc
-        return self._directly(self._direct, over_grpc, *args, **options)
+        return self._directly(self.direct.call, over_grpc, *args, **options)
+
+    def unary_stream(self, *args: Any, **options: Any) -> Callable[..., _CheckedCall]:
+        over_grpc = self._calls("unary_stream", args, options)
+        if self.direct is None:
+            return over_grpc
+        return self._directly(self.direct.stream, over_grpc, *args, **options)
 
     def _directly(
         self,
-        direct: DirectConnection,
+        begin: Callable[..., DirectCall | DirectStream | None],
         over_grpc: Callable[..., _CheckedCall],
         path: str,
         request_serializer: Callable[[Any], bytes],
@@ -141,15 +157,12 @@ class _Channel:
             if not self._closed and self._security.tls is None:
                 about = (*(metadata or ()), *self._security.metadata(method))
                 message = request_serializer(request)
-                began = direct.call(path, message, response_deserializer, timeout=timeout, metadata=about)
+                began = begin(path, message, response_deserializer, timeout=timeout, metadata=about)
                 if began is not None:
                     return _CheckedCall(began)
             return over_grpc(request, timeout=timeout, metadata=metadata)
 
         return call
-
-    def unary_stream(self, *args: Any, **options: Any) -> Callable[..., _CheckedCall]:
-        return self._calls("unary_stream", args, options)
 
     def _calls(self, kind: str, args: Sequence[Any], options: dict[str, Any]) -> Callable[..., _CheckedCall]:
         method = short_name(str(args[0]))

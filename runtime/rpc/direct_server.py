@@ -7,12 +7,15 @@ import json
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from moonpool.runtime.rpc.frames import (
+    DIRECT_PEER,
+    WINDOW,
     Frame,
     FrameError,
     FrameSocket,
@@ -20,19 +23,21 @@ from moonpool.runtime.rpc.frames import (
     other_user,
     socket_name,
     unpack_call,
+    unpack_count,
 )
 
 log = logging.getLogger(__name__)
 
 # Of all callers. A caller has one connection to a server.
 _MAX_CONNECTIONS = 1024
-# Of one connection: then it is not read until some have been answered.
-_MAX_CALLS = 4096
+# Of one connection. Then it is not read until some have been answered; further streams are refused.
+_MAX_CALLS = _MAX_STREAMS = 4096
 _MAX_BACKLOG_NBYTES = 128 << 20
 _ACCEPTS_A_TURN = 16
 
 Answer = Callable[[Any, str, Metadata, Any], Awaitable[Any]]
-"""Runs a handler of a method for a call with this metadata, in this context, which has its message."""
+"""Runs a handler of a method for a call with this metadata, in this context, which has its message. Returns
+the reply; a method that streams writes to the context instead."""
 
 
 class Handlers:
@@ -49,7 +54,8 @@ class Handlers:
 
 
 class DirectServer:
-    """Takes calls of unary methods from processes of this user on this host. One event loop."""
+    """Takes calls of methods without streams of requests from processes of this user on this host. One event
+    loop."""
 
     def __init__(self, address: str, handlers: Handlers, answer: Answer) -> None:
         """``address``: ``host:port`` of the gRPC server. Raises OSError: the name is in use."""
@@ -103,6 +109,7 @@ class _Connection:
         on_closed: Callable[[_Connection], None],
     ) -> None:
         self.calls: dict[int, asyncio.Task[None]] = {}
+        self._streams: dict[int, _StreamContext] = {}  # likewise by number
         self._handlers = handlers
         self._answer = answer
         self._on_closed = on_closed
@@ -124,29 +131,57 @@ class _Connection:
             if (task := self.calls.get(number)) is not None:
                 task.cancel()
             return
+        if kind == Frame.MORE:
+            if (stream := self._streams.get(number)) is not None:
+                stream.more(unpack_count(body))
+            return
         if kind != Frame.CALL or number in self.calls:
             raise FrameError(f"it sent a frame of kind {kind} with number {number}")
         method, metadata, message = unpack_call(body)
-        self.calls[number] = self._loop.create_task(self._serve(number, method, metadata, message))
-        if len(self.calls) >= _MAX_CALLS or self._frames.backlog_nbytes > _MAX_BACKLOG_NBYTES:
+        task = self.calls[number] = self._loop.create_task(self._serve(number, method, metadata, message))
+        # A task that is cancelled before it begins runs no ``finally``.
+        task.add_done_callback(partial(self._ended, number))
+        # Streams may be open for ever, and end by frames that must be read.
+        num_calls = len(self.calls) - len(self._streams)
+        if num_calls >= _MAX_CALLS or self._frames.backlog_nbytes > _MAX_BACKLOG_NBYTES:
             self._frames.pause()
 
     async def _serve(self, number: int, method: str, metadata: Metadata, message: bytes) -> None:
-        try:
-            handler = self._handlers.get(method)
-            if handler is None or handler.unary_unary is None:
-                self._fail(number, grpc.StatusCode.UNIMPLEMENTED, f"there is no unary method {method}", ())
-                return
+        handler = self._handlers.get(method)
+        context: _Context
+        if handler is not None and handler.unary_unary is not None:
             context = _Context(message, handler.request_deserializer)
-            try:
-                reply = await self._answer(handler, method, metadata, context)
-            except grpc.aio.AbortError:
-                self._fail(number, *context.aborted)
-            else:
-                self._frames.send(Frame.REPLY, number, handler.response_serializer(reply))
-        finally:
-            del self.calls[number]
-            self._frames.resume()
+        elif handler is not None and handler.unary_stream is not None:
+            if len(self._streams) >= _MAX_STREAMS:
+                self._fail(number, grpc.StatusCode.RESOURCE_EXHAUSTED, "too many streams are open", ())
+                return
+            context = self._streams[number] = self._stream_context(number, message, handler)
+        else:
+            self._fail(number, grpc.StatusCode.UNIMPLEMENTED, f"there is no method {method}", ())
+            return
+        try:
+            reply = await self._answer(handler, method, metadata, context)
+        except grpc.aio.AbortError:
+            self._fail(number, *context.aborted)
+            return
+        if number in self._streams:
+            self._frames.send(Frame.END, number, b"")
+        else:
+            self._frames.send(Frame.REPLY, number, handler.response_serializer(reply))
+
+    def _ended(self, number: int, task: asyncio.Task[None]) -> None:
+        del self.calls[number]
+        self._streams.pop(number, None)
+        self._frames.resume()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a direct call failed", exc_info=error)
+            self._fail(number, grpc.StatusCode.INTERNAL, f"its answer failed: {type(error).__name__}", ())
+
+    def _stream_context(self, number: int, message: bytes, handler: Any) -> _StreamContext:
+        def send(reply: Any) -> None:
+            self._frames.send(Frame.MESSAGE, number, handler.response_serializer(reply))
+
+        return _StreamContext(message, handler.request_deserializer, send)
 
     def _fail(self, number: int, status: grpc.StatusCode, details: str, about: Metadata) -> None:
         said = {"status": status.name, "details": details, "about": [list(pair) for pair in about]}
@@ -165,7 +200,7 @@ class _Context:
         return self._decode(self._message)
 
     def peer(self) -> str:
-        return "unix:"
+        return DIRECT_PEER
 
     def auth_context(self) -> Mapping[str, Any]:
         return {}
@@ -179,3 +214,26 @@ class _Context:
     async def abort(self, status: grpc.StatusCode, details: str = "", about: Metadata = ()) -> None:
         self.aborted = (status, details, about)
         raise grpc.aio.AbortError
+
+
+class _StreamContext(_Context):
+    """That of a method that streams."""
+
+    def __init__(self, message: bytes, decode: Callable[[bytes], Any], send: Callable[[Any], None]) -> None:
+        super().__init__(message, decode)
+        self._send = send
+        self._room = WINDOW  # messages that the caller has room for
+        self._news = asyncio.Event()
+
+    async def write(self, reply: Any) -> None:
+        """Send a message once the caller has room for it."""
+        while not self._room:
+            self._news.clear()
+            await self._news.wait()
+        self._room -= 1
+        self._send(reply)
+
+    def more(self, count: int) -> None:
+        """The caller has taken ``count`` messages."""
+        self._room = min(self._room + count, WINDOW)
+        self._news.set()

@@ -7,6 +7,9 @@ CALL      lengths of method and metadata (u16 each), method, metadata, message
 CANCEL    empty: the caller does not wait any more
 REPLY     message
 ERROR     JSON: status, details, trailing metadata
+MESSAGE   one reply of a method that streams
+END       empty: the stream had no more
+MORE      number of messages (u32) that the caller has taken from a stream: it has room for as many more
 
 The number in the header, drawn by the caller, tells the calls of a connection apart.
 """
@@ -24,10 +27,16 @@ from moonpool.runtime.rpc.bounds import MAX_MESSAGE_NBYTES
 
 _HEADER = struct.Struct("<IBI")
 _CALL = struct.Struct("<HH")
+_COUNT = struct.Struct("<I")
 _MAX_BODY_NBYTES = MAX_MESSAGE_NBYTES + (16 << 10)
 _RECEIVE_NBYTES = 256 << 10
 # From this size on a copy to put the header before the body costs more than a second vector.
 _JOINED_NBYTES = 16 << 10
+WINDOW = 64
+"""Messages of a stream that its caller has not taken; then the method waits."""
+
+DIRECT_PEER = "unix:"
+"""What ``context.peer()`` of a direct call is."""
 
 Metadata = Sequence[tuple[str, str]]
 
@@ -37,6 +46,9 @@ class Frame(enum.IntEnum):
     CANCEL = 2
     REPLY = 3
     ERROR = 4
+    MESSAGE = 5
+    END = 6
+    MORE = 7
 
 
 class FrameError(Exception):
@@ -73,6 +85,18 @@ def unpack_call(body: bytes) -> tuple[str, list[tuple[str, str]], bytes]:
     if end > len(body):
         raise FrameError("it sent a call that is cut off")
     return name, list(zip(texts[::2], texts[1::2], strict=False)), body[end:]
+
+
+def pack_count(count: int) -> bytes:
+    """The body of a MORE."""
+    return _COUNT.pack(count)
+
+
+def unpack_count(body: bytes) -> int:
+    """Raises ``FrameError``."""
+    if len(body) != _COUNT.size:
+        raise FrameError(f"it sent a count of {len(body)} bytes")
+    return int(_COUNT.unpack(body)[0])
 
 
 class FrameSocket:

@@ -135,9 +135,13 @@ class _Boundary(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         raise NotImplementedError(f"{details.method}: client streams are not used in Moonpool")
 
     async def answer(self, handler: Any, method: str, metadata: Metadata, context: Any) -> Any:
-        """The reply to a direct call of a unary method; ``AbortError``: ``context.abort`` was called."""
-        about, parent, admit = self._facts(method, metadata)
-        return await _unary(handler.unary_unary, method, about, parent, admit)(None, context)
+        """The reply to a direct call; None after a stream, which is written to ``context``.
+
+        ``AbortError``: ``context.abort`` was called."""
+        facts = self._facts(method, metadata)
+        if handler.unary_unary is not None:
+            return await _unary(handler.unary_unary, method, *facts)(None, context)
+        return await _stream(handler.unary_stream, method, *facts)(None, context)
 
     @property
     def demands_certificates(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +24,8 @@ from moonpool.runtime.structure.schemas import WHITESPACE, enforceable
 
 if TYPE_CHECKING:
     from moonpool.protos import node_pb2
+
+log = logging.getLogger(__name__)
 
 KINDS: Final = ("json", "json_object", "regex", "choice", "grammar")
 MAX_CHARS: Final = 1 << 16
@@ -98,6 +101,15 @@ class Grammars:
         if not self._file.exists():
             return f"{self._file} does not exist"
         return "" if self._end_ids else "the model has no end-of-sequence token"
+
+    async def warm_up(self) -> None:
+        """Import llguidance, read the tokenizer and compile a structure now: no request waits for them then.
+
+        Where structures cannot be enforced nothing happens: requests with one are told why."""
+        try:
+            await self.check(Structure("json_object"))
+        except StructureUnsupported as error:
+            log.info("%s", error)
 
     async def check(self, structure: Structure) -> None:
         """Compile the structure, unless it is. Raises as ``automaton``."""

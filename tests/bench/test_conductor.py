@@ -55,7 +55,11 @@ def test_costs_are_drawn(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_real_conductor_is_measured(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    arguments = ["--part", "http", "--requests", "64", "--json", str(file)]
+    arguments = ["--part", "http", "--part", "booking", "--requests", "64", "--json", str(file)]
     result = CliRunner().invoke(conductor, arguments, catch_exceptions=False)
     assert result.exit_code == 0
     assert "added latency" in file.read_text()
+    found = {row.metric: row.value for row in read(file).rows}
+    assert (
+        0 < found["placement and booking, the one that decides"] < found["placement and booking, the other"]
+    )

@@ -21,7 +21,7 @@ from moonpool.bench.serve.client.http_client import HttpClient
 from moonpool.bench.serve.client.server import Outcome, Server
 from moonpool.bench.serve.client.workload import Prompts, Workload
 from moonpool.bench.serve.figures import Slo, load_rows
-from moonpool.bench.serve.path_cost import MODEL_DECODE, ModelTime, path_cost
+from moonpool.bench.serve.path_cost import MODEL_DECODE, ModelTime, path_cost, to_launch_s
 from moonpool.bench.serve.speculation import (
     METHODS,
     OUTPUT_TOKENS,
@@ -138,10 +138,22 @@ def test_the_stages_of_a_path_add_up_to_the_whole() -> None:
     cost = path_cost(seen, timeline, ModelTime(0.04, 0.3))
     assert sum(cost.stages.values()) == pytest.approx(seen.e2e_s)
     assert cost.own_s == pytest.approx(1.0 - 0.04 - 0.3)
+    assert cost.handover_s == pytest.approx(0.15 - 0.35 / 3)
     # Four steps, each as long as the three after the first were on average.
     assert cost.stages[MODEL_DECODE] + cost.stages["decode steps beside the model"] == pytest.approx(
         4 * 0.35 / 3
     )
+
+
+def test_the_way_to_the_first_launch_begins_with_the_request() -> None:
+    timeline = {
+        "events": [
+            {"event": "prefilled", "at_s": 0.06, "chunks": [{"at_s": 0.004}, {"at_s": 0.03}]},
+            {"event": "first_token", "at_s": 0.061},
+        ],
+        "api": {"ttft_s": 0.063},
+    }
+    assert to_launch_s(timeline) == pytest.approx(0.002 + 0.004)
 
 
 async def test_a_later_turn_brings_the_conversation_so_far(fake: FakeServer) -> None:
@@ -216,6 +228,24 @@ async def test_two_clusters_are_compared(tmp_path: Path) -> None:
     report.validate(content)
     found = {row["metric"]: row["value"] for row in content["rows"]}
     assert found["output throughput, B over A"] > 0
+
+
+@pytest.mark.slow
+async def test_the_path_is_measured_by_stage_and_from_the_first_request_on(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    arguments = ["serve", "--case", "path", "--quick", "--rounds", "1", "--json", str(file)]
+    for role in ("prefill", "decode"):
+        arguments += ["--set", f"cluster.{role}=1"]
+    result = await asyncio.to_thread(CliRunner().invoke, bench, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    content = json.loads(file.read_text())
+    report.validate(content)
+    rows = {row["metric"]: row for row in content["rows"]}
+    found = {name: row["value"] for name, row in rows.items()}
+    assert 0 < found["HTTP read to the prefill's first launch"] < found["TTFT"]
+    assert rows["hand-over"]["limit_value"] == 1.0
+    first, tenth = (found[f"TTFT, {name} request"] for name in ("first", "tenth"))
+    assert found["TTFT, first over tenth"] == pytest.approx(first / tenth)
 
 
 @pytest.mark.slow

@@ -111,6 +111,7 @@ class ScriptedNode(
         self.num_listed = 0  # calls
         self.adapter_error: MoonpoolError | None = None
         self.dead = False
+        self.direct = True  # it takes calls and sends tokens over a Unix socket, too
         self.deaf = False  # cancels do not reach it
         # Waits until a new request has its blocks.
         self.admit: Callable[[node_pb2.DecodeRequest], Awaitable[None]] | None = None
@@ -136,7 +137,7 @@ class ScriptedNode(
         node = node_pb2_grpc.add_NodeServicer_to_server
         adapters = node_pb2_grpc.add_AdaptersServicer_to_server
         self._server, self.port = await rpc.serve(
-            [(add, self), (node, self), (adapters, self)], "127.0.0.1", port
+            [(add, self), (node, self), (adapters, self)], "127.0.0.1", port, direct=self.direct
         )
 
     async def die(self) -> None:

@@ -180,6 +180,7 @@ class History:
             self.num_refused += 1
             return
         placer.start(placement)
+        placer.note(placement)
         self.num_placed += 1
         keys = placer._lineage.keys
         self.owner |= dict.fromkeys(keys, client)

@@ -64,7 +64,7 @@ class Chaos:
 
     async def _replace(self, node: ScriptedNode) -> None:
         await node.die()
-        await self._cluster.add(node.node_id, self)
+        await self._cluster.add(node.node_id, self, direct=node.direct)
 
     async def settled(self) -> None:
         for coming in self._comings:
@@ -81,15 +81,17 @@ FAULTS = st.builds(
 
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(faults=st.lists(FAULTS, max_size=5))
-async def test_tokens_leave_in_order_exactly_once(redis: RedisProcess, faults: list[Fault]) -> None:
+@given(faults=st.lists(FAULTS, max_size=5), direct=st.booleans())
+async def test_tokens_leave_in_order_exactly_once(
+    redis: RedisProcess, faults: list[Fault], direct: bool
+) -> None:
     names = ("p0", "p1", "d0", "d1")
     namespace = f"chaos-{next(_namespaces)}"
     # As many attempts as faults could cost, also when all nodes die under one request.
-    async with running(redis.url, *names, namespace=namespace, max_attempts=40) as cluster:
+    async with running(redis.url, namespace=namespace, max_attempts=40) as cluster:
         chaos = Chaos(cluster, faults)
         for name in names:
-            cluster.nodes[name].script = chaos
+            await cluster.add(name, chaos, direct=direct)
         prompts = [[number + 2] * (20 * number + 5) for number in range(3)]
         answers = await asyncio.gather(
             *(

@@ -324,3 +324,28 @@ async def test_a_defect_in_the_watch_of_a_node_counts_as_the_loss_of_its_connect
         assert await cluster.generate(request()) == continuation(PROMPT, 8)
         assert "KeyError: 'a defect'" in caplog.text
         assert client.connected
+
+
+@pytest.mark.parametrize("direct", [True, False])
+async def test_a_node_whose_grpc_connection_is_lost_is_gone(url: str, direct: bool) -> None:
+    """Its direct connection stands."""
+    names = ("p0", "d0", "d1")
+    async with running(url, namespace=f"stands-{direct}") as cluster:
+        for name in names:
+            await cluster.add(name, direct=direct)
+        hanging: asyncio.Future[ScriptedNode] = asyncio.get_running_loop().create_future()
+
+        async def hangs_once(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
+            if index == 3 and not hanging.done():
+                hanging.set_result(node)
+                await asyncio.Event().wait()
+
+        for name in ("d0", "d1"):
+            cluster.nodes[name].script = hangs_once
+        answer = asyncio.create_task(cluster.generate(request()))
+        node = await hanging
+        over_grpc = node._server._grpc
+        await over_grpc.stop(None)
+        async with asyncio.timeout(60):
+            assert await answer == continuation(PROMPT, 8)
+        assert "retry" in cluster.names("r")

@@ -371,6 +371,14 @@ async def test_structures_that_are_refused_say_why(writer: Writer, name: str) ->
         assert "\n" not in str(refused.value)
 
 
+async def test_after_a_warm_start_no_request_waits_for_the_compiler(tmp_path: Path) -> None:
+    grammars = Grammars(MODEL, 2048, (1,))
+    await grammars.warm_up()
+    with pytest.raises(StopIteration):
+        grammars.check(Structure("json_object")).send(None)
+    await Grammars(tmp_path, 100, (1,)).warm_up()  # without a tokenizer requests are told why
+
+
 async def test_a_checkpoint_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     grammars = Grammars(tmp_path, 100, (1,))

@@ -7,12 +7,13 @@ import signal
 import sys
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from moonpool.decode_node import node as node_module
 from moonpool.decode_node.node import DecodeNode, _Request
-from moonpool.decode_node.outbox import INTERVAL_S, MAX_UNREAD_NBYTES, Outbox
+from moonpool.decode_node.outbox import DIRECT_INTERVAL_S, INTERVAL_S, MAX_UNREAD_NBYTES, Outbox
 from moonpool.engine.batching.sampling import Sampling
 from moonpool.engine.batching.sequence import Sequence
 from moonpool.engine.batching.step_plan import StepEvent
@@ -75,6 +76,22 @@ async def test_steps_that_take_long_have_a_message_each() -> None:
         loop.call_later(2 * INTERVAL_S, done.set)
         await done.wait()
     await reader.aclose()
+
+
+@pytest.mark.parametrize(("direct", "interval_s"), [(True, DIRECT_INTERVAL_S), (False, INTERVAL_S)])
+async def test_a_conductor_of_this_host_waits_less_for_its_tokens(direct: bool, interval_s: float) -> None:
+    node, outbox = DecodeNode(Config()), new_outbox()
+    node._outboxes["conductor"] = outbox
+    add = node_pb2_grpc.add_DecodeNodeServicer_to_server
+    server, port = await rpc.serve([(add, node)], "127.0.0.1", 0, direct=direct)
+    async with rpc.channel(f"127.0.0.1:{port}", direct=True) as channel:
+        stub: Any = node_pb2_grpc.DecodeNodeStub(channel)
+        outbox.put_step(step(0, finish=True))
+        stream = stub.Tokens(node_pb2.TokensRequest(conductor_id="conductor"))
+        assert [token.index for token in (await anext(stream)).tokens] == [0]
+        assert outbox.interval_s == interval_s
+        stream.cancel()
+    await server.stop(None)
 
 
 async def test_news_goes_with_the_next_step_in_order_and_does_not_delay_it() -> None:

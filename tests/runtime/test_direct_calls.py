@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from moonpool.protos import node_pb2, node_pb2_grpc
@@ -28,6 +29,8 @@ KEY = SecurityOptions(cluster_key="0123456789abcdef")
 class Node(node_pb2_grpc.NodeServicer):
     def __init__(self) -> None:
         self.began, self.ended = asyncio.Event(), asyncio.Event()
+        self.num_messages, self.num_sent, self.stays = 3, 0, False
+        self.fault: Exception | None = None
 
     async def Status(self, request: Any, context: Any) -> Any:
         return node_pb2.NodeStatus(node_id=request_id.get(), role=context.peer().partition(":")[0])
@@ -45,6 +48,20 @@ class Node(node_pb2_grpc.NodeServicer):
     async def Evict(self, request: node_pb2.EvictRequest, context: Any) -> Any:
         assert request.keys == b"x" * len(request.keys)
         return node_pb2.EvictReply(num_blocks=len(request.keys))
+
+    async def ListBlocks(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        """As many messages as ``num_messages``; then ``fault``, if there is one, or the end."""
+        try:
+            for number in range(self.num_messages):
+                self.num_sent = number
+                yield node_pb2.BlockListing(epoch=number, changes=context.peer().encode())
+            self.began.set()
+            if self.fault is not None:
+                raise self.fault
+            if self.stays:
+                await asyncio.sleep(600)
+        finally:
+            self.ended.set()
 
     async def Lease(self, request: Any, context: Any) -> Any:
         return node_pb2.LeaseReply(blocks=node_pb2.BlockSpans(offset=range(1 << 28, (1 << 28) + (1 << 16))))
@@ -122,6 +139,91 @@ async def test_a_call_needs_the_key_of_the_cluster_and_a_role_that_may_make_it()
                 await stub.Drain(node_pb2.DrainRequest())
 
 
+LIST = node_pb2.ListBlocksRequest()
+
+
+async def test_a_stream_brings_its_messages_in_order_and_ends() -> None:
+    async with served() as (node, _, _, stub):
+        node.num_messages = 5 * frames.WINDOW
+        for _ in range(2):
+            stream = stub.ListBlocks(LIST)
+            assert [each.epoch async for each in stream] == list(range(5 * frames.WINDOW))
+            assert await stream.code() is grpc.StatusCode.OK
+    async with served(direct=False) as (_, _, _, stub):
+        assert [each.changes[:4] async for each in stub.ListBlocks(LIST)] == [b"ipv4"] * 3
+
+
+async def test_a_stream_ends_with_the_error_of_its_method_after_its_messages() -> None:
+    async with served() as (node, _, _, stub):
+        node.fault, seen = ConfigError("the sentence"), []
+        with pytest.raises(RemoteError, match="the sentence") as caught, rpc.node_errors("n"):
+            async for each in stub.ListBlocks(LIST):
+                seen.append(each.changes)
+        assert (caught.value.kind, seen) == ("ConfigError", [b"unix:"] * 3)
+
+
+async def test_a_method_waits_for_a_caller_that_does_not_read_while_other_calls_go_on() -> None:
+    async with served() as (node, _, _, stub):
+        node.num_messages = 3 * frames.WINDOW
+        stream = stub.ListBlocks(LIST)
+        assert (await anext(stream)).epoch == 0
+        for _ in range(3):
+            await stub.Status(node_pb2.StatusRequest())
+        assert node.num_sent == frames.WINDOW
+        assert [each.epoch async for each in stream] == list(range(1, 3 * frames.WINDOW))
+
+
+@pytest.mark.parametrize("how", ["cancelled", "its reader is cancelled", "late", "closed", "lost", "stopped"])
+async def test_a_stream_ends_on_both_sides(how: str) -> None:
+    async with served() as (node, address, server, _), rpc.channel(address, direct=True) as channel:
+        node.stays = True
+        stream: Any = node_pb2_grpc.NodeStub(channel).ListBlocks(LIST, timeout=0.2 if how == "late" else None)
+        seen: list[int] = []
+
+        async def read() -> None:
+            with rpc.node_errors("n"):
+                async for each in stream:
+                    seen.append(each.epoch)
+
+        reading = asyncio.create_task(read())
+        await node.began.wait()
+        expected: type[BaseException] = NodeUnavailable
+        if how == "cancelled":
+            stream.cancel()
+            expected = asyncio.CancelledError
+        elif how == "its reader is cancelled":
+            reading.cancel()
+            expected = asyncio.CancelledError
+        elif how == "closed":
+            await channel.close()
+        elif how == "lost":
+            rpc.lose(channel)
+        elif how == "stopped":
+            await server.stop(None)
+        with pytest.raises(expected):
+            await asyncio.wait_for(reading, 20)
+        async with asyncio.timeout(20):
+            await node.ended.wait()
+            assert await stream.code() is not grpc.StatusCode.OK
+        assert seen in ([], [0, 1, 2])
+
+
+async def test_a_call_that_is_cancelled_before_its_method_begins_leaves_nothing() -> None:
+    async with served() as (_, _, server, stub):
+        await stub.Status(node_pb2.StatusRequest())
+        assert server._direct is not None
+        (connection,) = server._direct._connections
+        for _ in range(3):
+            asking = asyncio.ensure_future(stub.Release(node_pb2.ReleaseRequest()))
+            await asyncio.sleep(0)
+            asking.cancel()
+            stub.ListBlocks(LIST).cancel()
+        await stub.Status(node_pb2.StatusRequest())
+        async with asyncio.timeout(20):
+            while connection.calls or connection._streams:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+
 async def test_large_messages_both_ways_at_once() -> None:
     async with served() as (_, _, _, stub):
         nbytes = 8 << 20
@@ -178,8 +280,9 @@ async def test_calls_of_a_server_that_stops_fail_at_once_and_it_is_reached_again
         frames._HEADER.pack(2, frames.Frame.CALL, 1) + b"xx",
         frames._HEADER.pack(8, frames.Frame.CALL, 1) + b"\xff" * 8,
         frames._HEADER.pack(6, frames.Frame.CALL, 1) + b"\x01\0\x01\0\xff\xff",
+        frames._HEADER.pack(0, frames.Frame.MESSAGE, 1),
     ],
-    ids=["long", "kind", "short", "cut off", "text"],
+    ids=["long", "kind", "short", "cut off", "text", "direction"],
 )
 async def test_garbage_ends_its_connection_alone(garbage: bytes) -> None:
     async with served() as (_, address, _, stub):

@@ -33,6 +33,22 @@ async def main(config, context):
 sys.exit(run_service(main, role="test-node"))
 """
 
+FROZEN = """
+import asyncio, gc, sys
+from moonpool.runtime.service.lifecycle import run_service
+class Garbage:
+    def __del__(self):
+        print("collected", flush=True)
+async def main(config, context):
+    gc.disable()
+    one = Garbage()
+    one.itself, one = one, None
+    before = gc.get_freeze_count()
+    context.ready()
+    print(before, gc.get_freeze_count() > 10_000, len(gc.get_objects()) < 1_000, flush=True)
+sys.exit(run_service(main, role="test-node"))
+"""
+
 BROKEN = """
 import asyncio, sys
 from contextlib import AsyncExitStack
@@ -84,6 +100,13 @@ def test_ready_then_drain() -> None:
         daemon.send_signal(signal.SIGTERM)
         assert line(daemon) == "drained"
         assert daemon.wait(60) == 0
+
+
+def test_what_a_start_made_is_not_searched_for_garbage_while_requests_run() -> None:
+    with start(FROZEN) as daemon:
+        assert line(daemon) == "collected"
+        assert json.loads(line(daemon))["ready"]
+        assert line(daemon) == "0 True True"
 
 
 def test_second_signal_cancels_a_drain() -> None:
