@@ -93,9 +93,17 @@ class FakeServer:
         events: list[dict[str, Any]] = [
             {"event": "queued", "at_s": 0.0},
             {"event": "placed", "at_s": 0.0},
-            {"event": "prefilled", "at_s": 0.0, "queued_s": 0.0, "compute_s": 0.0},
+            {
+                "event": "prefilled",
+                "at_s": 0.0,
+                "queued_s": 0.0,
+                "compute_s": 0.0,
+                "chunks": [{"at_s": 0.0}],
+            },
+            {"event": "first_token", "at_s": 0.0},
         ]
-        return web.json_response({"request_id": request.match_info["id"], "events": events, "api": None})
+        timeline = {"request_id": request.match_info["id"], "events": events, "api": {"ttft_s": 0.0}}
+        return web.json_response(timeline)
 
     async def _prefetch(self, request: web.Request) -> web.Response:
         body = await request.json()

@@ -146,8 +146,13 @@ async def test_a_live_nodes_experts_move_and_no_text_changes(served: Served) -> 
         assert await texts() == expected
         other = await asyncio.to_thread(run, "decode-0", "--ranks", "3", "--apply")
         assert "decode-0 has 2 ranks: leave out --ranks, or --apply" in other.output
-        plan = (await nodes(client))["decode-0"]["ranks"]
-        assert plan.startswith("tp 2 × pp 1, ep 2 by plan ")
+
+        async def told() -> str:
+            ranks = str((await nodes(client))["decode-0"]["ranks"])
+            return ranks if ranks.startswith("tp 2 × pp 1, ep 2 by plan ") else ""
+
+        await eventually(told)
+        plan = await told()
         kill(served.cluster, "decode-0")
         await served.cluster.children["decode-0"].wait()
         await served.cluster.restart("decode-0")

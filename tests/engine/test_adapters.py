@@ -207,7 +207,8 @@ async def test_a_flood_of_adapters_and_prompts_in_a_small_pool(make: Any) -> Non
     """All at once: nothing waits for ever, no adapter leaves while it is used, and tokens are exact."""
     base, adapters = make("llama")
     names = [*adapters, "plain"]
-    async with small_pool(base, 36) as driver:
+    # The half that adapters may have has no room for all of them: "all" takes 14 blocks.
+    async with small_pool(base, 30) as driver:
         engine = driver.engine
         on_step = engine.on_step
         assert on_step is not None
