@@ -13,10 +13,10 @@ import click
 from moonpool.bench.harness.command import Run, benchmark
 from moonpool.bench.harness.models import models_of
 from moonpool.bench.migrate.downtime import OUTPUT_TOKENS, downtime_rows
-from moonpool.bench.migrate.simulated import simulated_rows
+from moonpool.bench.migrate.simulated import HARDWARE, simulated_rows
 from moonpool.bench.migrate.tail_latency import tail_rows
 from moonpool.runtime.config.loading import load_config
-from moonpool.runtime.reports.conditions import CacheState, Conditions
+from moonpool.runtime.reports.conditions import CacheState, Conditions, ModelFacts
 from moonpool.runtime.reports.report import Row
 
 _CONTEXTS = (512, 2048, 8192)
@@ -91,7 +91,10 @@ def migrate(
     directory = with_positions(directory, max(contexts) + OUTPUT_TOKENS, Path(folder))
     sets = (*sets, f"model.path={directory}")
     run.conditions = Conditions(
-        models_of(sets),
+        [
+            *(models_of(sets) if set(run.parts) - {"simulated"} else []),
+            *([ModelFacts.simulated(HARDWARE.name)] if "simulated" in run.parts else []),
+        ],
         CacheState.holding(0, 0, "each request has a new prompt"),
         "downtime: a move of each context; tail: a round",
         {"prompts": 0},

@@ -27,12 +27,12 @@ WORK = Workload(
 )
 _PREFILL, _DECODE, _POOL_TOKENS = 8, 4, 60_000
 _TTFT_S, _TBT_S = 10.0, 0.1
-_HARDWARE = tensor_parallel(A800, LLAMA3_70B, 4)
+HARDWARE = tensor_parallel(A800, LLAMA3_70B, 4)
 
 
 def simulated_rows(run: Run) -> Iterator[Row]:
     work = replace(WORK, sessions=100) if run.quick else WORK
-    run.machine = f"simulated {_HARDWARE.name}"
+    run.machine = f"simulated {HARDWARE.name}"
     outcomes, simulation = run_both(work.requests(), run.say)
     case = (
         f"simulated, {_PREFILL} + {_DECODE} nodes, decode pools of {_POOL_TOKENS:,} tokens, "
@@ -59,10 +59,10 @@ def run_both(
     for name, causes in _CAUSES.items():
         say(f"simulated: {name}")
         scenario = Scenario(
-            _HARDWARE,
+            HARDWARE,
             num_prefill=_PREFILL,
             num_decode=_DECODE,
-            decode_hardware=replace(_HARDWARE, pool_tokens=_POOL_TOKENS),
+            decode_hardware=replace(HARDWARE, pool_tokens=_POOL_TOKENS),
             slo=Slo(_TTFT_S, _TBT_S),
             migrate=causes,
         )
