@@ -60,6 +60,7 @@ there has this form; of those that are written, that nothing is missing.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -75,6 +76,9 @@ from moonpool.runtime.machine.description import commit_here, describe_machine, 
 from moonpool.runtime.redaction import redacted
 from moonpool.runtime.reports.conditions import BASELINE, Conditions, noise_of
 from moonpool.runtime.reports.schema import ReportInvalid, validate
+
+# A list of numbers, or of such lists.
+_NUMBERS = re.compile(r'\[(?:[^\[\]{}"]|\[[^\[\]{}"]*\])+\]')
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +247,9 @@ def write(report: Report, path: Path) -> None:
     """Check ``report`` and write it as JSON. Nothing is written when it is invalid, or lacks a field."""
     content = report.as_json()
     validate(content, complete=True)
-    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    text = json.dumps(content, indent=1, allow_nan=False)
+    # Lists of numbers, and of points, are a line each.
+    path.write_text(_NUMBERS.sub(lambda found: " ".join(found[0].split()), text) + "\n")
 
 
 def read(path: Path) -> Report:
