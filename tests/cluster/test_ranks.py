@@ -191,7 +191,12 @@ async def test_a_node_with_a_rank_that_stays_slow_hands_its_requests_on(tmp_path
     """And serves again: in another process by its supervisor, or with another rank."""
     config = config_of(prefill=1, decode=2, plans=("tp=1", "tp=2"))
     own = (*config.cluster.decode_options, f"engine.parallel.slow_rank={policy}")
-    config = replace(config, cluster=replace(config.cluster, decode_options=own))
+    config = replace(
+        config,
+        cluster=replace(config.cluster, decode_options=own),
+        # The default would leave the slow node alone, so that there is nothing to judge.
+        conductor=replace(config.conductor, policy="round-robin"),
+    )
     prompts = [f"{number}. And it came to pass in those days " * 4 for number in range(3)]
     greedy = {**GREEDY, "max_tokens": 900}
     async with (
