@@ -8,6 +8,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,14 +86,21 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def collector() -> AsyncIterator[tuple[Collector, str]]:
+@asynccontextmanager
+async def collecting() -> AsyncIterator[tuple[Collector, str]]:
+    """A collector, and its address."""
     servicer, server = Collector(), grpc.aio.server()
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     yield servicer, f"http://127.0.0.1:{port}"
     await server.stop(0)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def collector() -> AsyncIterator[tuple[Collector, str]]:
+    async with collecting() as found:
+        yield found
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
