@@ -24,7 +24,7 @@ from tests.cluster.conftest import another, eventually, nodes, small_config, sta
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 
-LEASE_S = 2.0
+LEASE_S = 6.0  # a node of a busy machine that loses it would be replaced by one more
 BUSY_S = 20.0  # what a busy machine takes beside a bound
 STREAMS = 48  # at once: enough to keep a prefill node busy
 PROMPT = "And it came to pass in those days that the word of the LORD came. " * 40
