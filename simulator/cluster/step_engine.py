@@ -253,9 +253,12 @@ class StepEngine:
         self._settling = True
         self._settle(run)
         prefill = self._prefill
-        if prefill is not None and prefill.num_done == prefill.num_tokens:
+        # One that was placed again elsewhere ends with the step, and has no blocks here any more.
+        is_void = prefill is not None and prefill.attempt != prefill.job.attempt
+        if prefill is not None and (is_void or prefill.num_done == prefill.num_tokens):
             self._prefill = None
-            self._owner.prefilled(prefill)
+            if not is_void:
+                self._owner.prefilled(prefill)
         while self._ends and self._ends[0][0] <= self._num_steps:
             decode = heappop(self._ends)[2]
             self._batch_size -= 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moonpool.conductor.costs.regions import RegionLink
@@ -22,6 +22,9 @@ LINKS = ("eu:us rtt_ms=300 gbit_s=0.1 price_gb=1",)
 
 
 @settings(max_examples=20)
+@example(147, False)  # a conversation that outgrows every pool
+@example(159, True)  # a prompt is placed again while it is computed
+@example(248, False)
 @given(st.integers(0, 1000), st.booleans())
 def test_blocks_of_confined_requests_are_in_their_region(seed: int, fails: bool) -> None:
     """Half of the sessions are confined; a node in their region is lost, and another one is not."""
