@@ -90,7 +90,7 @@ class OnDemand:
         if self._admin.provider is None:
             return Prospect(NODE_WAIT_S, "this conductor has no provider that starts nodes (fleet.provider)")
         if not self._is_on:
-            return Prospect(NODE_WAIT_S, "requests start none (planner.min_warm is 1)")
+            return Prospect(NODE_WAIT_S, "no request starts a node (planner.min_warm is 1)")
         now_s = self._clock()
         if not self._is_wanted:
             self._asked.set()
