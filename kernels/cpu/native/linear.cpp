@@ -51,27 +51,6 @@ MP_INLINE void accumulate_pairs(const float* x, int64_t ldx, const bf16* w, int6
         for (int c = 0; c < C; c++) sums[r][c] += first_of(pairs[c]) * x[r * ldx + k];
 }
 
-#if defined(MP_BF16_DOT)
-// inputs: even. No prefetch: measured to be slower here.
-template <int R, int C, bool AHEAD>
-MP_INLINE void accumulate_pairs(const bf16* x, int64_t ldx, const bf16* w, int64_t ldw, int64_t inputs,
-                                vf (&sums)[R][C], int64_t) {
-    for (int64_t k = 0; k < inputs; k += 2, w += 2 * ldw) {
-        vu pairs[C];
-        load_pairs(w, pairs);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-            int32_t both;
-            memcpy(&both, x + r * ldx + k, 4);
-            const __m512bh inputs_pair = (__m512bh)_mm512_set1_epi32(both);
-#pragma GCC unroll 8
-            for (int c = 0; c < C; c++)
-                sums[r][c] = (vf)_mm512_dpbf16_ps((__m512)sums[r][c], (__m512bh)pairs[c], inputs_pair);
-        }
-    }
-}
-#endif
-
 // A chunk of C vectors of bf16 pairs as float32 rows. `to` has space for an even number of inputs.
 template <int C>
 void widen(const bf16* w, int64_t inputs, float* to) {
@@ -122,6 +101,58 @@ void passes(const X* x, int64_t ldx, int64_t rows, const T* w, int64_t inputs, b
         }
     });
 }
+
+#if defined(MP_BF16_DOT)
+// As `pass`, with dot products. inputs: even. Every step prefetches LINES cache lines, from `next` on.
+template <int R, int C, int LINES>
+__attribute__((noinline)) void dot_pass(const bf16* x, int64_t ldx, const bf16* w, int64_t ldw, int64_t inputs,
+                                        bool begin, float* sums, const bf16* next) {
+    vf registers[R][C];
+    fetch<R, C>(registers, sums, PANEL, begin);
+    for (int64_t k = 0; k < inputs; k += 2, w += 2 * ldw, next += LINES * 2 * W) {
+        vu pairs[C];
+        prefetch_row(next, LINES * 2 * W);
+        load_pairs(w, pairs);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            int32_t both;
+            memcpy(&both, x + r * ldx + k, 4);
+            const __m512bh inputs_pair = (__m512bh)_mm512_set1_epi32(both);
+#pragma GCC unroll 8
+            for (int c = 0; c < C; c++)
+                registers[r][c] = (vf)_mm512_dpbf16_ps((__m512)registers[r][c], (__m512bh)pairs[c], inputs_pair);
+        }
+    }
+    keep<R, C>(registers, sums, PANEL);
+}
+
+// All rows through one chunk. Few rows wait for memory: each pass prefetches an equal part of the next chunk. One row
+// is faster without.
+template <int C>
+void dot_passes(const bf16* x, int64_t ldx, int64_t rows, const bf16* w, int64_t inputs, bool begin, float* sums) {
+    int64_t count = 0, group = 0;
+    for_tiles<C>(rows, [&](auto...) { count++; });
+    for_tiles<C>(rows, [&](int64_t row, auto R, int64_t at, auto some) {
+        const auto run = [&](auto lines) {
+            dot_pass<R, some, lines>(x + row * ldx, ldx, w + at * 2 * W, C * W, inputs, begin,
+                                     sums + row * PANEL + at * W, w + inputs * C * W * (count + group) / count);
+        };
+        if (rows == 1 || rows > ROWS_THAT_WAIT) run(std::integral_constant<int, 0>());
+        else if (count == 1) run(std::integral_constant<int, C>());
+        else if (count <= 3) run(std::integral_constant<int, (C + 1) / 2>());
+        else run(std::integral_constant<int, 1>());
+        group++;
+    });
+}
+
+// All rows through one panel. What several passes read fits into the L1 cache, beside what they prefetch.
+template <int C>
+void panel(const bf16* x, int64_t ldx, int64_t rows, const bf16* w, int64_t inputs, float* sums) {
+    const int64_t chunk = rows > ROWS_THAT_WAIT ? CHUNK : rows > 2 * TALL_ROWS ? CHUNK / 2 : CHUNK / 4;
+    for (int64_t first = 0; first < inputs; first += chunk)
+        dot_passes<C>(x + first, ldx, rows, w + first * C * W, std::min(chunk, inputs - first), first == 0, sums);
+}
+#endif
 
 // All rows through one panel of C vectors. sums: [rows, PANEL].
 template <int C, class X, class T>
