@@ -10,7 +10,7 @@
 constexpr int PANEL = 4 * W;              // outputs in a panel
 constexpr int64_t CHUNK = 512;            // inputs of a panel that stay in the L1/L2 caches for all rows
 constexpr int64_t MIN_ROWS_A_TASK = 192;  // a block of rows reads, and perhaps converts, its weights anew
-constexpr int64_t ROWS_THAT_WAIT = 192;  // up to so many, bf16 products prefetch: more are bound by arithmetic
+constexpr int64_t ROWS_THAT_WAIT = 192;  // up to so many, passes prefetch: more are bound by arithmetic
 constexpr int64_t ROWS_TO_WIDEN = 48;     // from so many rows on, a chunk is converted once for all
 
 MP_INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }

@@ -67,6 +67,19 @@ struct Part {
     int64_t first, end;
 };
 
+// Few rows wait for memory: each pass of up to `most` of them prefetches an equal part of the chunk after the present
+// one, `nbytes` in each of its steps. One row is faster without.
+struct Ahead {
+    const uint8_t* next;
+    int64_t most, passes, chunk_nbytes, nbytes;
+
+    Ahead(int64_t rows, int64_t most, const uint8_t* chunk, int64_t chunk_nbytes, int64_t steps)
+        : next(chunk + chunk_nbytes), most(most), passes((rows + most - 1) / most), chunk_nbytes(chunk_nbytes),
+          nbytes(rows == 1 || rows > ROWS_THAT_WAIT ? 0 : round_up(chunk_nbytes / steps / passes, 64)) {}
+
+    const uint8_t* from(int64_t row) const { return next + chunk_nbytes * (row / most) / passes; }
+};
+
 // The byte of a code within its panel of so many lanes.
 MP_INLINE int64_t byte_at(Kind kind, int64_t lanes, int64_t lane, int64_t k) {
     if (kind == INT4) return (k / 8 * lanes + lane) * 4 + k % 4;
@@ -221,9 +234,10 @@ MP_INLINE __m512i broadcast4(const int8_t* at) {
     return _mm512_set1_epi32(four);
 }
 
-// R rows over some segments of C vectors of outputs.
+// R rows over some segments of C vectors of outputs. Every octet prefetches `ahead` bytes, from `next` on.
 template <int R, int C, Kind KIND>
-__attribute__((noinline)) void pass_integers(Integers x, const Part& part, float* sums) {
+__attribute__((noinline)) void pass_integers(Integers x, const Part& part, float* sums, const uint8_t* next,
+                                             int64_t ahead) {
     const uint8_t* w = (const uint8_t*)part.codes;
     const __m512i nibbles = _mm512_set1_epi8(15);
     for (int64_t s = part.first; s < part.end; s++) {
@@ -247,6 +261,8 @@ __attribute__((noinline)) void pass_integers(Integers x, const Part& part, float
         };
         for (int64_t k = 0; k < segment.count; k += OCTET) {
             __m512i weights[C];
+            prefetch_row(next, ahead);
+            next += ahead;
             if constexpr (KIND == INT4) {
                 __m512i pairs[C];
 #pragma GCC unroll 8
@@ -301,8 +317,9 @@ void panel(const Integers& x, int64_t rows, const Weight& weight, const uint8_t*
         while (part.end < count && inputs < CHUNK) inputs += segments[part.end++].count;
         part.codes = codes + nbytes_of(KIND, start * C * W);
         // The sums of highs and lows are twice as many registers as rows.
+        const Ahead ahead(rows, 2, (const uint8_t*)part.codes, nbytes_of(KIND, inputs * C * W), inputs / OCTET);
         for_row_groups<2>(rows, [&](int64_t row, auto R) {
-            pass_integers<R, C, KIND>(x.from(row), part, sums + row * PANEL);
+            pass_integers<R, C, KIND>(x.from(row), part, sums + row * PANEL, ahead.from(row), ahead.nbytes);
         });
     }
 }
@@ -333,8 +350,10 @@ struct Tables {
 };
 const Tables tables;
 
+// As `pass_integers`; it prefetches at every fourth input.
 template <int R, int C>
-__attribute__((noinline)) void pass_halves(Halves x, const Part& part, float* sums) {
+__attribute__((noinline)) void pass_halves(Halves x, const Part& part, float* sums, const uint8_t* next,
+                                           int64_t ahead) {
     const uint8_t* w = (const uint8_t*)part.codes;
     const __m512i high0 = _mm512_load_si512(tables.high), high1 = _mm512_load_si512(tables.high + 64);
     const __m512i low0 = _mm512_load_si512(tables.low), low1 = _mm512_load_si512(tables.low + 64);
@@ -345,7 +364,8 @@ __attribute__((noinline)) void pass_halves(Halves x, const Part& part, float* su
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
             for (int c = 0; c < C; c++) products[r][c] = _mm512_setzero_ps();
-        for (int64_t k = segment.start; k < segment.start + segment.count; k += 4) {
+        for (int64_t k = segment.start; k < segment.start + segment.count; k += 4, next += ahead) {
+            prefetch_row(next, ahead);
             __m512bh pairs[R][2];
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++)
@@ -391,8 +411,9 @@ void panel(const Halves& x, int64_t rows, const Weight& weight, const uint8_t* c
         part.codes = codes + segments[part.first].start * C * W;
         int64_t inputs = 0;
         while (part.end < count && inputs < CHUNK) inputs += segments[part.end++].count;
+        const Ahead ahead(rows, 3, (const uint8_t*)part.codes, inputs * C * W, inputs / 4);
         for_row_groups<3>(rows, [&](int64_t row, auto R) {
-            pass_halves<R, C>(x.from(row), part, sums + row * PANEL);
+            pass_halves<R, C>(x.from(row), part, sums + row * PANEL, ahead.from(row), ahead.nbytes);
         });
     }
 }
