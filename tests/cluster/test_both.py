@@ -79,6 +79,10 @@ async def test_one_node_and_two_give_the_same_tokens(
             assert summary["transferred_nbytes"] == 0
 
     async def whole_again() -> bool:
+        # Two at once, so that both nodes are measured: a node that seemed slow while it started gets no
+        # request of its own otherwise, and so stays slow in the estimates.
+        pair = (PROMPT + "the first", PROMPT + "the second")
+        await asyncio.gather(*(whole(both, prompt, **sampling) for prompt in pair))
         alone = Reply()
         await whole(both, PROMPT + "the idle", alone, **sampling)
         return bool((await both.timeline(alone.id))["summary"]["path"] == "whole")
