@@ -16,7 +16,7 @@ from moonpool.conductor.api.models.lanes import Lane, Lanes
 from moonpool.conductor.api.responses.conversations import Conversations
 from moonpool.conductor.api.sampling_defaults import SamplingDefaults
 from moonpool.conductor.core import Conductor
-from moonpool.conductor.fleet.providers.choice import provider_of
+from moonpool.conductor.fleet.providers.factory import provider_of
 from moonpool.conductor.fleet.served_model import ServedModel
 from moonpool.conductor.observing.request_metrics import RequestMetrics
 from moonpool.conductor.observing.slo import Slo

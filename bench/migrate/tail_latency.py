@@ -13,10 +13,9 @@ from itertools import chain
 from statistics import median
 
 from moonpool.bench.harness.command import Run
-from moonpool.bench.harness.services import local_cluster
 from moonpool.bench.harness.turns import gaps, quantile, spread, turns
 from moonpool.bench.serve.client.answer import Answer, read_text
-from moonpool.bench.serve.client.http_client import HttpClient
+from moonpool.bench.serve.client.cluster import cluster_server
 from moonpool.bench.serve.client.server import Server
 from moonpool.bench.serve.client.workload import Prompts
 from moonpool.runtime.reports.report import Row, versus
@@ -90,11 +89,8 @@ async def tail_rows(run: Run, sets: Sequence[str], tbt_s: float) -> AsyncIterato
         servers = {}
         for name, causes in _FORMS.items():
             run.say(f"starting a cluster: {name}")
-            url = await stack.enter_async_context(
-                local_cluster((*_CLUSTER, f"conductor.migrate={causes}", *target, *sets))
-            )
-            http = await stack.enter_async_context(HttpClient(url))
-            servers[name] = await Server.find(name, http)
+            options = (*_CLUSTER, f"conductor.migrate={causes}", *target, *sets)
+            servers[name] = await stack.enter_async_context(cluster_server(name, options))
 
         async def one(name: str) -> list[float]:
             loads[name].append(await run_load(servers[name], shape, len(loads[name])))

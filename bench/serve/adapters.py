@@ -23,10 +23,9 @@ from safetensors.torch import save_file
 
 from moonpool.bench.harness.command import Run
 from moonpool.bench.harness.peers import PeerFailed
-from moonpool.bench.harness.services import local_cluster
 from moonpool.bench.harness.turns import spread, turns
-from moonpool.bench.serve.client.answer import read_json, read_text
-from moonpool.bench.serve.client.http_client import HttpClient
+from moonpool.bench.serve.client.answer import read_json
+from moonpool.bench.serve.client.cluster import MetricsPages, cluster_server
 from moonpool.bench.serve.client.server import Server
 from moonpool.bench.serve.client.workload import Dialect, Prompts
 from moonpool.bench.serve.peers.vllm import VllmCpu, vllm_server
@@ -108,15 +107,11 @@ class Counts:
     hidden_s: float
 
     @classmethod
-    async def of(cls, server: Server) -> Counts:
-        _, cluster = read_json(await server.http.get("/v1/cluster"))
-        totals = dict.fromkeys(("requests", "hits", "load_seconds", "hidden_load_seconds"), 0.0)
-        for node in cluster["nodes"]:
-            page = await _page(node["metrics_url"])
-            for name in totals:
-                found = re.findall(rf"^moonpool_adapter_{name}_total(?:{{.*}})? (\S+)", page, re.MULTILINE)
-                totals[name] += sum(map(float, found))
-        return cls(*totals.values())
+    async def of(cls, pages: MetricsPages) -> Counts:
+        text = "\n".join(await pages.read())
+        names = ("requests", "hits", "load_seconds", "hidden_load_seconds")
+        samples = (rf"^moonpool_adapter_{name}_total(?:{{.*}})? (\S+)" for name in names)
+        return cls(*(sum(map(float, re.findall(one, text, re.MULTILINE))) for one in samples))
 
     def since(self, other: Counts) -> Counts:
         return Counts(
@@ -125,11 +120,6 @@ class Counts:
             self.load_s - other.load_s,
             self.hidden_s - other.hidden_s,
         )
-
-
-async def _page(url: str) -> str:
-    async with HttpClient(url) as http:
-        return read_text(await http.get(""))
 
 
 class Load:
@@ -173,9 +163,9 @@ async def adapter_rows(
         pool_nbytes += given.engine.host_pool_nbytes
         lora = (f"lora.directory={folder}", f"engine.pool_nbytes={pool_nbytes}")
         run.say(f"starting a cluster with {counts[-1]:,} adapters, a pool of {pool_nbytes / 2**20:.0f} MiB")
-        url = await stack.enter_async_context(local_cluster((*_NODE, *lora, *sets)))
-        http = await stack.enter_async_context(HttpClient(url))
-        server = await Server.find("the server", http)
+        server = await stack.enter_async_context(cluster_server("the server", (*_NODE, *lora, *sets)))
+        pages = await MetricsPages.of(server)
+        assert pages is not None, "its node is on this machine"
         began_s = time.monotonic()
         await _registered(server, counts[-1])
         yield Row(case_of(counts[-1]), "registered after the start", time.monotonic() - began_s, "s")
@@ -193,9 +183,9 @@ async def adapter_rows(
         seen: dict[int, list[Counts]] = {count: [] for count in counts}
 
         async def ours(count: int) -> float:
-            before = await Counts.of(server)
+            before = await Counts.of(pages)
             rate = await load.run(zipfs[count].draw(num_requests))
-            seen[count].append((await Counts.of(server)).since(before))
+            seen[count].append((await Counts.of(pages)).since(before))
             return rate
 
         calls: dict[str, Any] = {MERGED: partial(load.run, ())}

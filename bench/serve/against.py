@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-import re
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from statistics import median
 
 from moonpool.bench.harness.command import Run
-from moonpool.bench.harness.services import local_cluster
 from moonpool.bench.harness.turns import spread, turns
 from moonpool.bench.serve.cases import Settings
 from moonpool.bench.serve.client import load
-from moonpool.bench.serve.client.answer import read_json, read_text
-from moonpool.bench.serve.client.http_client import HttpClient
+from moonpool.bench.serve.client.cluster import CPU_S, MetricsPages, cluster_server
 from moonpool.bench.serve.client.server import RequestFailed, Server
 from moonpool.bench.serve.client.workload import Workload
 from moonpool.bench.serve.figures import output_rate
 from moonpool.runtime.reports.report import Row, versus
 
-_CPU = re.compile(r"^process_cpu_seconds_total (\S+)", re.MULTILINE)
 # Of one turn of a cluster: metric, unit, factor.
 _AGAINST = (
     ("output throughput", "tokens/s", 1.0),
@@ -57,10 +52,12 @@ async def _in_turn(
 ) -> tuple[list[float], list[float]]:
     """The figures of ``_AGAINST`` of each turn: of a cluster with ``sets``, and of one with ``more`` too."""
     async with AsyncExitStack() as stack:
-        sides = [
-            await stack.enter_async_context(_cluster_side(name, options))
-            for name, options in (("A", sets), ("B", [*sets, *more]))
-        ]
+        sides = []
+        for name, options in (("A", sets), ("B", [*sets, *more])):
+            server = await stack.enter_async_context(cluster_server(name, options))
+            pages = await MetricsPages.of(server)
+            assert pages is not None, "its nodes are on this machine"
+            sides.append(_Side(server, pages))
         seed = settings.workload.seed
 
         def new_prompts(number: int) -> None:
@@ -96,27 +93,14 @@ def side_rows(case: str, a: Sequence[float], b: Sequence[float]) -> list[Row]:
 @dataclass(frozen=True, slots=True)
 class _Side:
     server: Server
-    pages: Sequence[HttpClient]  # the metrics of every process
-
-    async def _cpu_s(self) -> float:
-        pages = await asyncio.gather(*(page.get("") for page in self.pages))
-        return sum(float(value) for page in pages for value in _CPU.findall(read_text(page)))
+    pages: MetricsPages
 
     async def turn(self, work: Workload) -> list[float]:
         """The figures of ``_AGAINST``."""
-        before_s = await self._cpu_s()
+        before_s = await self.pages.total(CPU_S)
         outcome = await load.run(self.server, work)
         if failed := load.failures(outcome.answers):
             raise RequestFailed(f"{self.server.name}: {failed}")
         num_tokens = sum(answer.output_tokens for answer in outcome.answers)
         tpot_s = median(answer.tpot_s for answer in outcome.answers)
-        return [output_rate(outcome), tpot_s, (await self._cpu_s() - before_s) / num_tokens]
-
-
-@asynccontextmanager
-async def _cluster_side(name: str, sets: Sequence[str]) -> AsyncIterator[_Side]:
-    async with local_cluster(sets) as url, HttpClient(url) as http:
-        server = await Server.find(name, http)
-        _, cluster = read_json(await http.get("/v1/cluster"))
-        urls = [f"{url}/metrics", *(node["metrics_url"] for node in cluster["nodes"])]
-        yield _Side(server, [HttpClient(page) for page in urls])
+        return [output_rate(outcome), tpot_s, (await self.pages.total(CPU_S) - before_s) / num_tokens]

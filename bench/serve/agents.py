@@ -14,11 +14,10 @@ from typing import Any
 import orjson
 
 from moonpool.bench.harness.command import Run
-from moonpool.bench.harness.services import local_cluster
 from moonpool.bench.harness.turns import Call, spread, turns
 from moonpool.bench.serve.client.answer import Answer, read_answer, read_json
+from moonpool.bench.serve.client.cluster import cluster_server
 from moonpool.bench.serve.client.evidence import learn
-from moonpool.bench.serve.client.http_client import HttpClient
 from moonpool.bench.serve.client.server import RequestFailed, Server
 from moonpool.bench.serve.client.workload import Prompts, as_text
 from moonpool.runtime.errors import ConfigError
@@ -146,7 +145,7 @@ async def agent_rows(run: Run, sets: Sequence[str], seed: int, waits: Waits) -> 
 
     async with AsyncExitStack() as stack:
         run.say(f"starting a cluster: {ROOM}")
-        room = await _server(stack, sets)
+        room = await stack.enter_async_context(cluster_server("the server", sets))
         await learn(run, room)
         _, cluster = read_json(await room.http.get("/v1/cluster"))
         nbytes = cluster["block_nbytes"] // cluster["block_size"]
@@ -155,7 +154,7 @@ async def agent_rows(run: Run, sets: Sequence[str], seed: int, waits: Waits) -> 
             f"store.host.capacity_nbytes={HOST_TOKENS * nbytes}",
         )
         run.say(f"starting a cluster: {PRESSURE}")
-        pressed = await _server(stack, (*sets, *small))
+        pressed = await stack.enter_async_context(cluster_server("the server", (*sets, *small)))
         prompts = Prompts(seed, "agents")
         talks = {
             (memory, form): Talk(server, form, prompts)
@@ -171,12 +170,6 @@ async def agent_rows(run: Run, sets: Sequence[str], seed: int, waits: Waits) -> 
     for (memory, form), talk in talks.items():
         for row in _rows(memory, form, waits, talk.rounds[1:], ttfts[memory, form], ttfts[memory, PLAIN]):
             yield row
-
-
-async def _server(stack: AsyncExitStack, sets: Sequence[str]) -> Server:
-    url = await stack.enter_async_context(local_cluster(sets))
-    http = await stack.enter_async_context(HttpClient(url))
-    return await Server.find("the server", http)
 
 
 def _rows(

@@ -22,6 +22,7 @@ from moonpool.bench.serve.adapters import adapter_rows
 from moonpool.bench.serve.agents import Waits, agent_rows
 from moonpool.bench.serve.client import load
 from moonpool.bench.serve.client.answer import read_json
+from moonpool.bench.serve.client.cluster import MetricsPages, cluster_server
 from moonpool.bench.serve.client.evidence import learn
 from moonpool.bench.serve.client.http_client import HttpClient
 from moonpool.bench.serve.client.server import RequestFailed, Server, new_request_id
@@ -31,7 +32,7 @@ from moonpool.bench.serve.figures import Slo, load_rows
 from moonpool.bench.serve.first_requests import first_request_rows
 from moonpool.bench.serve.load_sweep import sweep_rows
 from moonpool.bench.serve.occupancy import Watch, occupancy_rows
-from moonpool.bench.serve.path_cost import ModelClock, PathCost, path_cost, to_launch_s
+from moonpool.bench.serve.path_cost import PathCost, model_time, path_cost, to_launch_s
 from moonpool.bench.serve.peers.contestants import DTYPES, Contestant, ServerContestant, transformers_peer
 from moonpool.bench.serve.peers.llama_cpp import llama_server
 from moonpool.bench.serve.peers.vllm import vllm_server
@@ -209,8 +210,8 @@ def peer_rows(
 async def path_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
     """The path's own cost of single requests, by stage. No rows if the server is no Moonpool cluster."""
     server = await settings.server(run)
-    clock = await ModelClock.of(server)
-    if clock is None:
+    pages = await MetricsPages.of(server)
+    if pages is None:
         run.say(f"{server.name} does not publish its model's time: the path's cost is left out")
         return
     prompts = Prompts(settings.seed, "path")
@@ -219,8 +220,8 @@ async def path_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
     launches: list[float] = []
     handovers: list[float] = []
     for number in range(-2, 3 * run.rounds):
-        cost, ttft_s, launch_s = await _path_of_one(server, clock, prompts)
-        short, _, _ = await _path_of_one(server, clock, prompts, settings.block_size)
+        cost, ttft_s, launch_s = await _path_of_one(server, pages, prompts)
+        short, _, _ = await _path_of_one(server, pages, prompts, settings.block_size)
         if number >= 0:
             costs.append(cost)
             ttfts.append(ttft_s)
@@ -239,13 +240,13 @@ async def path_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
 
 
 async def _path_of_one(
-    server: Server, clock: ModelClock, prompts: Prompts, prompt_tokens: int = PROMPT_TOKENS
+    server: Server, pages: MetricsPages, prompts: Prompts, prompt_tokens: int = PROMPT_TOKENS
 ) -> tuple[PathCost, float, float]:
     """The cost of one request, its TTFT, and the time to its first launch in seconds."""
     request_id = new_request_id()
-    before = await clock.read()
+    before = await model_time(pages)
     answer = await server.ask(prompts.draw(prompt_tokens), OUTPUT_TOKENS, request_id)
-    model = (await clock.read()).since(before)
+    model = (await model_time(pages)).since(before)
     _, timeline = read_json(await server.http.get(f"/v1/requests/{request_id}/timeline"))
     return path_cost(answer, timeline, model), answer.ttft_s, to_launch_s(timeline)
 
@@ -259,14 +260,13 @@ async def perimeter_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
         for form in (NEITHER, KEY, CERTIFICATES):
             run.say(f"starting a cluster: {form}")
             sets = ["cluster.prefill=1", "cluster.decode=1", *settings.sets, *cluster_sets(form, directory)]
-            url = await stack.enter_async_context(local_cluster(sets))
             ca = security_of(form, directory).ca
-            server = await Server.find(form, await stack.enter_async_context(HttpClient(url, ca=ca)))
-            clock = await ModelClock.of(server)
-            assert clock is not None
+            server = await stack.enter_async_context(cluster_server(form, sets, ca=ca))
+            pages = await MetricsPages.of(server)
+            assert pages is not None, "its nodes are on this machine"
 
-            async def own_s(server: Server = server, clock: ModelClock = clock) -> float:
-                return (await _path_of_one(server, clock, prompts))[0].own_s
+            async def own_s(server: Server = server, pages: MetricsPages = pages) -> float:
+                return (await _path_of_one(server, pages, prompts))[0].own_s
 
             calls[form] = own_s
         samples = await turns(calls, 3 * run.rounds, warm_up=2, rotate=1)

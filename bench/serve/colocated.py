@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, pairwise
@@ -13,10 +13,9 @@ from statistics import median
 from typing import Any
 
 from moonpool.bench.harness.command import Run
-from moonpool.bench.harness.services import local_cluster
 from moonpool.bench.harness.turns import gaps, spread, turns
 from moonpool.bench.serve.client.answer import Answer, read_json
-from moonpool.bench.serve.client.http_client import HttpClient
+from moonpool.bench.serve.client.cluster import cluster_server
 from moonpool.bench.serve.client.server import Server
 from moonpool.bench.serve.client.workload import Prompts
 from moonpool.conductor.costs.links import LinkModel
@@ -70,44 +69,32 @@ async def run_load(server: Server, prompts: Prompts) -> Load:
     return done
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """A running cluster."""
-
-    server: Server
-
-    async def nodes(self) -> list[dict[str, Any]]:
-        _, cluster = read_json(await self.server.http.get("/v1/cluster"))
-        return [node | {"block_nbytes": cluster["block_nbytes"]} for node in cluster["nodes"]]
-
-
-@asynccontextmanager
-async def side(name: str, sets: Sequence[str]) -> AsyncIterator[Side]:
-    async with local_cluster(("conductor.rejection=none", *sets)) as url, HttpClient(url) as http:
-        yield Side(await Server.find(name, http))
+async def _nodes(server: Server) -> list[dict[str, Any]]:
+    _, cluster = read_json(await server.http.get("/v1/cluster"))
+    return [node | {"block_nbytes": cluster["block_nbytes"]} for node in cluster["nodes"]]
 
 
 async def colocated_rows(
     run: Run, sets: Sequence[str], seed: int, tbt_s: float, block_size: int
 ) -> AsyncIterator[Row]:
     """``tbt_s``: target of the time between two tokens, for a third cluster; 0: none."""
-    prompts = Prompts(seed, "colocated")
+    prompts, sets = Prompts(seed, "colocated"), ("conductor.rejection=none", *sets)
     forms: dict[str, tuple[str, ...]] = {"split": SPLIT, "colocated": COLOCATED}
     if tbt_s:
         forms[f"colocated, TBT target {1e3 * tbt_s:g} ms"] = (*COLOCATED, f"conductor.slo_tbt_s={tbt_s}")
     loads: dict[str, list[Load]] = {name: [] for name in forms}
     async with AsyncExitStack() as stack:
-        sides: dict[str, Side] = {}
+        servers: dict[str, Server] = {}
         for name, form in forms.items():
             run.say(f"starting a cluster: {name}")
-            sides[name] = await stack.enter_async_context(side(name, [*sets, *form]))
+            servers[name] = await stack.enter_async_context(cluster_server(name, [*sets, *form]))
 
         async def one(name: str) -> list[float]:
-            loads[name].append(await run_load(sides[name].server, prompts))
+            loads[name].append(await run_load(servers[name], prompts))
             return []
 
         await turns({name: partial(one, name) for name in forms}, run.rounds, rotate=1)
-        nodes = {name: await sides[name].nodes() for name in ("split", "colocated")}
+        nodes = {name: await _nodes(servers[name]) for name in ("split", "colocated")}
     for name in forms:
         for row in _rows(name, loads[name][1:], loads["split"][1:]):
             yield row
@@ -122,8 +109,8 @@ async def colocated_rows(
         else:
             run.say(f"starting a cluster: split, {name}")
             limited = [*sets, *SPLIT, f"transfer.read_nbytes_per_s={round(rate)}"]
-            async with side("split", limited) as slow:
-                totals = [(await run_load(slow.server, prompts)).total_s for _ in range(1 + run.rounds)][1:]
+            async with cluster_server("split", limited) as slow:
+                totals = [(await run_load(slow, prompts)).total_s for _ in range(1 + run.rounds)][1:]
         rates.append((rate, median(totals)))
         row = spread(LINK.format(name), "all requests' seconds, split", totals, "s")
         yield versus(row, "colocated", measured_s)

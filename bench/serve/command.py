@@ -121,19 +121,12 @@ _WARM_UP = (
     help="load-sweep: requests arrive at random, more and more a second, until answers are late or missing; "
     "--plot draws latency against load.",
 )
-@click.option(
-    "--compare",
-    type=click.Choice(["colocated"]),
-    help="colocated: a prefill and a decode node, and two that do both, under long prompts; --slo-tpot: "
-    "target of their steps.",
-)
 def serve(run: Run, **given: Any) -> cases.Settings:
     """Measure serving: throughput, latencies, cache hits, the path's own cost; and peers doing the same.
 
-    --case nodes: two nodes against one, with a core each: scaling efficiency.
+    --case nodes: two nodes against one, with a core each: scaling efficiency. --case colocated: a prefill and
+    a decode node, and two that do both, under long prompts; --slo-tpot: target of their steps.
     """
-    if given["compare"] and not run.named:
-        run.parts = [given["compare"]]
     for case in ("colocated", "agents", "nodes"):
         if case in run.parts and given["url"]:
             raise ConfigError(f"--case {case} starts clusters of its own: leave --url out", key="url")

@@ -6,10 +6,8 @@ from collections.abc import AsyncIterator, Sequence
 from statistics import median
 
 from moonpool.bench.harness.command import Run
-from moonpool.bench.harness.services import local_cluster
 from moonpool.bench.harness.turns import spread
-from moonpool.bench.serve.client.http_client import HttpClient
-from moonpool.bench.serve.client.server import Server
+from moonpool.bench.serve.client.cluster import cluster_server
 from moonpool.bench.serve.client.workload import Prompts
 from moonpool.runtime.reports.report import Row
 
@@ -27,8 +25,7 @@ async def first_request_rows(run: Run, sets: Sequence[str], seed: int) -> AsyncI
     ttfts: list[list[float]] = []  # of a cluster's requests
     for number in range(run.rounds):
         run.say(f"starting cluster {number + 1} of {run.rounds} for its first requests")
-        async with local_cluster(sets) as url, HttpClient(url) as http:
-            server = await Server.find("the cluster", http)
+        async with cluster_server("the cluster", sets) as server:
             answers = [await server.ask(prompts.draw(PROMPT_TOKENS), OUTPUT_TOKENS) for _ in range(LAST)]
         ttfts.append([answer.ttft_s for answer in answers])
     for nth, name in _NAMES.items():

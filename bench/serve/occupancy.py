@@ -6,21 +6,18 @@ import asyncio
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from moonpool.bench.serve.client.answer import AnswerInvalid, read_json, read_text
-from moonpool.bench.serve.client.http_client import HttpClient, ServerUnreachable
+from moonpool.bench.serve.client.cluster import CPU_S, MetricsPages
 from moonpool.bench.serve.client.server import Server
 from moonpool.runtime.machine.processor import usable_cores
-from moonpool.runtime.observing.metrics_server import own_metrics_key
 from moonpool.runtime.reports.report import Row
 
 # A reading costs each process a few milliseconds.
 _PERIOD_S = 0.25
-_CPU = re.compile(r"^process_cpu_seconds_total (\S+)", re.MULTILINE)
 _STEP_TOKENS = re.compile(r'^moonpool_step_tokens_sum\{kind="(\w+)"\} (\S+)', re.MULTILINE)
 _GPUS = re.compile(r'^moonpool_gpu_utilization_ratio\{gpu="[^"]*"\} (\S+)', re.MULTILINE)
 _SEQUENCES = re.compile(r'^moonpool_engine_requests\{state="(\w+)"\} (\S+)', re.MULTILINE)
@@ -79,26 +76,18 @@ class Occupancy:
 class Watch:
     """Reads the metrics of every process of a cluster."""
 
-    def __init__(self, server: Server, pages: Sequence[HttpClient]) -> None:
-        self._server, self._pages = server, pages
+    def __init__(self, pages: MetricsPages) -> None:
+        self._pages = pages
 
     @classmethod
     async def of(cls, server: Server) -> Watch | None:
-        """None if the server is no Moonpool cluster, or its nodes cannot be reached from here."""
-        try:
-            status, cluster = read_json(await server.http.get("/v1/cluster"))
-            if status != 200:
-                return None
-            urls = [node["metrics_url"] for node in cluster["nodes"]]
-            watch = cls(server, [HttpClient(url, api_key=own_metrics_key()) for url in urls])
-            await watch._read()
-        except (AnswerInvalid, ServerUnreachable):
-            return None
-        return watch
+        """None: see ``MetricsPages.of``."""
+        pages = await MetricsPages.of(server)
+        return None if pages is None else cls(pages)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Occupancy]:
-        """What is yielded is complete after the block. Raises ``ServerUnreachable``."""
+        """What is yielded is complete after the block. Raises as ``MetricsPages.read``."""
         found = Occupancy()
         began_s, client_s = time.perf_counter(), time.process_time()
         before = await self._read()
@@ -125,10 +114,9 @@ class Watch:
                 found.gpus.append(fmean(now.gpus))
 
     async def _read(self) -> _Reading:
-        gets = (self._server.http.get("/metrics"), *(page.get("") for page in self._pages))
         found = _Reading()
-        for text in map(read_text, await asyncio.gather(*gets)):
-            found.cpu_s += sum(map(float, _CPU.findall(text)))
+        for text in await self._pages.read():
+            found.cpu_s += sum(map(float, CPU_S.findall(text)))
             for counts, pattern in ((found.step_tokens, _STEP_TOKENS), (found.sequences, _SEQUENCES)):
                 counts.update({name: float(value) for name, value in pattern.findall(text)})
             found.gpus += map(float, _GPUS.findall(text))

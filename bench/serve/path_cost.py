@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
 from moonpool.bench.harness.turns import gaps
-from moonpool.bench.serve.client.answer import Answer, AnswerInvalid, read_json, read_text
-from moonpool.bench.serve.client.http_client import HttpClient, ServerUnreachable
-from moonpool.bench.serve.client.server import Server
-from moonpool.runtime.observing.metrics_server import own_metrics_key
+from moonpool.bench.serve.client.answer import Answer
+from moonpool.bench.serve.client.cluster import MetricsPages
 
 MODEL_PREFILL = "model: prefill"
 MODEL_DECODE = "model: decode steps"
@@ -33,32 +30,13 @@ class ModelTime:
         return ModelTime(self.prefill_s - earlier.prefill_s, self.decode_s - earlier.decode_s)
 
 
-class ModelClock:
-    """Reads ``moonpool_model_seconds`` of every node of a cluster."""
-
-    def __init__(self, metrics_urls: Sequence[str]) -> None:
-        self._pages = [HttpClient(url, api_key=own_metrics_key()) for url in metrics_urls]
-
-    @classmethod
-    async def of(cls, server: Server) -> ModelClock | None:
-        """None if the server is no Moonpool cluster, or its nodes cannot be reached from here."""
-        try:
-            status, cluster = read_json(await server.http.get("/v1/cluster"))
-            if status != 200:
-                return None
-            clock = cls([node["metrics_url"] for node in cluster["nodes"]])
-            await clock.read()
-        except (AnswerInvalid, ServerUnreachable):
-            return None
-        return clock
-
-    async def read(self) -> ModelTime:
-        """Raises ``ServerUnreachable``: a node did not answer."""
-        seconds = {"prefill": 0.0, "decode": 0.0}
-        for answer in await asyncio.gather(*(page.get("") for page in self._pages)):
-            for kind, value in _SUM.findall(read_text(answer)):
-                seconds[kind] += float(value)
-        return ModelTime(seconds["prefill"], seconds["decode"])
+async def model_time(pages: MetricsPages) -> ModelTime:
+    """By ``moonpool_model_seconds``. Raises as ``MetricsPages.read``."""
+    seconds = {"prefill": 0.0, "decode": 0.0}
+    for page in await pages.read():
+        for kind, value in _SUM.findall(page):
+            seconds[kind] += float(value)
+    return ModelTime(seconds["prefill"], seconds["decode"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,9 @@ from statistics import median
 from tokenizers import Tokenizer
 
 from moonpool.bench.harness.command import Run
-from moonpool.bench.harness.services import local_cluster
 from moonpool.bench.harness.turns import spread, turns
 from moonpool.bench.serve.client.answer import read_text
-from moonpool.bench.serve.client.http_client import HttpClient
+from moonpool.bench.serve.client.cluster import cluster_server
 from moonpool.bench.serve.client.server import Server
 from moonpool.bench.serve.client.workload import Dialect
 from moonpool.bench.serve.peers.contestants import ServerContestant
@@ -83,11 +82,9 @@ async def method_rows(
         for method in methods:
             run.say(f"starting a cluster with {method}")
             options = [*sets, f"engine.speculative.method={method}"]
-            url = await stack.enter_async_context(local_cluster(options))
-            http = await stack.enter_async_context(HttpClient(url))
-            server = await Server.find(method, http)
+            server = await stack.enter_async_context(cluster_server(method, options))
             plain = Dialect(server.dialect.model, more={"speculation": False})
-            contestants[plain_beside(method)] = ServerContestant(Server(PLAIN, http, plain))
+            contestants[plain_beside(method)] = ServerContestant(Server(PLAIN, server.http, plain))
             contestants[method] = ServerContestant(server)
         for peer in run.peers:
             if peer == "transformers":

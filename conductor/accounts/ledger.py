@@ -34,6 +34,7 @@ from moonpool.kvstore.eviction.tenant_metrics import TenantLabels
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.lua_scripts import Script
 from moonpool.kvstore.index.redis.node_record import NodeRecord
+from moonpool.kvstore.index.redis.redis_calls import pairs
 from moonpool.kvstore.index.redis.seal import key_of_cluster
 from moonpool.runtime.service.vital import cancel_and_wait, restarted
 
@@ -152,8 +153,7 @@ class Ledger:
         usage, place = DayUsage(day), self._place(day)
         names: dict[str, str] = {_OTHERS_DIGEST: OTHERS}
         sums: dict[str, Counter[str]] = {}
-        found = _pairs(await self._index.command("HGETALL", place))
-        for key, value in found.items():
+        for key, value in pairs(await self._index.command("HGETALL", place)):
             head, _, rest = key.decode().partition(":")
             if head == "name":
                 names[rest] = self._name(place, rest, value)
@@ -163,7 +163,7 @@ class Ledger:
             if (name := names.get(digest)) is not None and tenant in (None, name):
                 usage.tenants[name] = counter
         if tenant is None:
-            usage.nodes = _nodes(_pairs(await self._index.command("HGETALL", f"{place}:nodes")))
+            usage.nodes = _nodes(dict(pairs(await self._index.command("HGETALL", f"{place}:nodes"))))
         return usage
 
     # ------------------------------------------------------------------ writing
@@ -236,11 +236,6 @@ def days_back(last: date, count: int) -> list[str]:
 
 def _day_of(unix_s: float) -> str:
     return datetime.fromtimestamp(unix_s, UTC).date().isoformat()
-
-
-def _pairs(reply: Any) -> dict[bytes, bytes]:
-    """HGETALL's answer: a map with redis-py's own decoding, else a flat list."""
-    return dict(reply) if isinstance(reply, Mapping) else dict(zip(reply[::2], reply[1::2], strict=True))
 
 
 def _nodes(found: Mapping[bytes, bytes]) -> dict[str, NodeTotals]:

@@ -21,6 +21,7 @@ from moonpool.conductor.observing.slo import Slo
 from moonpool.kvstore.errors import EntryRefused
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.lua_scripts import Script
+from moonpool.kvstore.index.redis.redis_calls import pairs
 from moonpool.kvstore.index.redis.seal import Seals, key_of_cluster
 
 log = logging.getLogger(__name__)
@@ -119,7 +120,7 @@ class CanaryRecords:
         """Look at all of them. One that no process of this cluster has written is logged and skipped."""
         flat = await self._index.command("HGETALL", self._key)
         before, self._read = self._read, {}
-        for field_, data in _pairs(flat):
+        for field_, data in pairs(flat):
             name = field_.decode(errors="replace")
             seen = before.get(name)
             if seen is None or seen[0] != data:
@@ -146,7 +147,7 @@ class CanaryRecords:
             data = self._seals.seal(_KIND, place, orjson.dumps({side: asdict(own[side]) for side in SIDES}))
         flat = await self._index.run("canary", _COUNT, [key], [conductor_id, data, _KEEP_MS])
         total = new_sides()
-        for name, found in _pairs(flat):
+        for name, found in pairs(flat):
             sides = self._opened(f"{key}:{name.decode(errors='replace')}", found, _sides)
             for side, tally in (sides or {}).items():
                 total[side].add(tally)
@@ -171,11 +172,6 @@ class CanaryRecords:
 
 def _sides(facts: dict[str, Any]) -> dict[str, Tally]:
     return {side: Tally(**facts[side]) for side in SIDES}
-
-
-def _pairs(flat: Any) -> list[tuple[bytes, bytes]]:
-    """The reply to HGETALL: a list, or a mapping in Redis' newer protocol."""
-    return list(flat.items()) if isinstance(flat, dict) else list(zip(flat[::2], flat[1::2], strict=True))
 
 
 # KEYS canaries | ARGV name before after

@@ -90,9 +90,9 @@ class NodeRegistry:
         self._closing: set[asyncio.Task[None]] = set()
         self._changed: asyncio.Future[None] | None = None
         self._turn = 0
-        # Called with a prefill node that joins: the copies to await before it gets requests; None: none.
         # Called with seconds that a node took for a request that has ended.
         self.on_late: Callable[[float], None] = lambda seconds: None
+        # Called with a prefill node that joins: the copies to await before it gets requests; None: none.
         self.on_newcomer: Callable[[str], Awaitable[object] | None] = lambda node_id: None
 
     async def start(self) -> None:

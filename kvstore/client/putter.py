@@ -125,12 +125,9 @@ class Putter:
     async def _send(self, node: RemoteStore, batch: Sequence[Upload]) -> list[str]:
         try:
             return await send(node, self._tenant.owner, batch)
-        except RemoteError as error:
-            if error.kind == "RecordsLost":
+        except (NodeUnavailable, RemoteError, TransferError) as error:
+            if isinstance(error, RemoteError) and error.kind == "RecordsLost":
                 raise NoRecords(error.details) from error
-            node.forget_peer()
-            return [str(error)] * len(batch)
-        except (NodeUnavailable, TransferError) as error:
             node.forget_peer()
             return [str(error)] * len(batch)
 

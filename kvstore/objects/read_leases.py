@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.objects import metrics
 from moonpool.kvstore.objects.chunks import ChainRun, ChunkPlan, is_small
+from moonpool.kvstore.objects.inventory import Inventory
 from moonpool.kvstore.objects.put import window_chunks
-from moonpool.kvstore.objects.table import ObjectTable
 from moonpool.kvstore.store import TieredStore
 from moonpool.protos import store_pb2
 
@@ -33,9 +33,9 @@ class Opened:
 class ObjectLeases:
     """Pin objects for readers. The leases are the store's own, so ``store.sweep`` ends those that expire."""
 
-    def __init__(self, store: TieredStore, table: ObjectTable, *, clock: Callable[[], float]) -> None:
+    def __init__(self, store: TieredStore, inventory: Inventory, *, clock: Callable[[], float]) -> None:
         self._store = store
-        self._table = table
+        self._inventory = inventory
         self._window = window_chunks(store)
         self._clock = clock
         self._read_s: dict[int, float] = {}  # when a surplus copy was last read
@@ -45,20 +45,20 @@ class ObjectLeases:
 
         None: the object is not here. No chunks although the object has some: there is no memory for them.
         """
-        record = self._table.find(owner, wanted.storage)
+        record = self._inventory.find(owner, wanted.storage)
         if record is None:
             metrics.LOOKUPS.labels("miss").inc()
             return None
         self.touch(record)
-        self._table.used(record)
-        opened, cut = Opened(record), self._table.cut(record)
+        self._inventory.used(record)
+        opened, cut = Opened(record), self._inventory.cut(record)
         if is_small(record.info):
             metrics.LOOKUPS.labels("hit").inc()
             return opened
         at, end = wanted.first_chunk, min(wanted.first_chunk + self._window, cut.num_chunks)
         try:
-            while at < end and self._table.get(wanted.storage) is record:
-                run = self._table.run_of(record, at)
+            while at < end and self._inventory.get(wanted.storage) is record:
+                run = self._inventory.run_of(record, at)
                 num_pinned = await self._pin(opened, cut, run, at, ttl_s)
                 if not num_pinned:
                     break
@@ -66,7 +66,7 @@ class ObjectLeases:
         except BaseException:
             self.release(opened.lease_ids)
             raise
-        if at < end and self._table.get(wanted.storage) is not record:
+        if at < end and self._inventory.get(wanted.storage) is not record:
             self.release(opened.lease_ids)
             metrics.LOOKUPS.labels("miss").inc()
             return None  # a chunk was gone or damaged, so the object was dropped
@@ -102,7 +102,7 @@ class ObjectLeases:
 
     def unused_surplus(self, unused_s: float) -> list[store_pb2.StoredObject]:
         """Surplus copies that were not read for ``unused_s``, the least recently read first."""
-        surplus = [record for record in self._table if record.info.surplus]
+        surplus = [record for record in self._inventory if record.info.surplus]
         kept = {each.info.storage: self._read_s.get(each.info.storage, 0.0) for each in surplus}
         self._read_s = {key: read_s for key, read_s in kept.items() if read_s}
         cold = [record for record in surplus if kept[record.info.storage] <= self._clock() - unused_s]
@@ -110,12 +110,12 @@ class ObjectLeases:
 
     async def check(self, owner: bytes, storage: int) -> bool:
         """Verify every byte of the owner's object. True: it was damaged, and has been dropped."""
-        record = self._table.find(owner, storage)
+        record = self._inventory.find(owner, storage)
         if record is None:
             return False
         if is_small(record.info):
-            return self._drop_if(not self._table.is_whole(record), record)
-        for run in self._table.cut(record).runs():
+            return self._drop_if(not self._inventory.is_whole(record), record)
+        for run in self._inventory.cut(record).runs():
             async with self._store.pinned(run.keys) as pinned:
                 slots = [block.slot for block in pinned]
                 intact = await asyncio.to_thread(self._all_intact, slots)
@@ -124,11 +124,11 @@ class ObjectLeases:
         return False
 
     def _drop_if(self, damaged: bool, record: store_pb2.StoredObject) -> bool:
-        if not damaged or self._table.get(record.info.storage) is not record:
+        if not damaged or self._inventory.get(record.info.storage) is not record:
             return False
         metrics.EVICTED_OBJECTS.labels("damaged").inc()
         log.error("object %r is damaged in memory and was dropped", record.info.name)
-        self._table.lose(record)
+        self._inventory.lose(record)
         return True
 
     def _all_intact(self, slots: list[int]) -> bool:

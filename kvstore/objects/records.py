@@ -16,6 +16,7 @@ from redis.exceptions import ConnectionError
 from moonpool.kvstore.errors import IndexUnavailable, raise_one
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.lua_scripts import Script
+from moonpool.kvstore.index.redis.redis_calls import pairs
 from moonpool.kvstore.objects import record_scripts as scripts
 from moonpool.kvstore.objects.errors import ChangeUnknown, RecordsLost, RecordsUnavailable
 from moonpool.kvstore.objects.record_values import Name, Record, RecordValues, bucket_of, field_of
@@ -95,11 +96,10 @@ class Records:
         except IndexUnavailable as error:
             raise RecordsUnavailable(str(error)) from error
         following, fields = int(reply[0]), reply[1]
-        pairs = fields.items() if isinstance(fields, Mapping) else zip(fields[::2], fields[1::2], strict=True)
         now_ms = self.now_ms()
         found = [
             record
-            for field, value in pairs
+            for field, value in pairs(fields)
             if field not in (b"generation", b"lost_ms")
             and (record := self._values.record(field, value)) is not None
             if not record.body.expires_ms or record.body.expires_ms > now_ms

@@ -53,9 +53,9 @@ async def copy_object(
             await objects.commit(put_id, checksums)
             nbytes += sum(span.nbytes for span in here)
             first += len(offsets)
-        copied = objects.table.find(owner, info.storage)
+        copied = objects.inventory.find(owner, info.storage)
         if copied is not None and copied.info.checksum != opened.info.checksum:
-            objects.table.drop(copied)
+            objects.inventory.drop(copied)
             raise PutBroken(f"the copy on store node {source.node_id} has other bytes than it says")
         return nbytes + len(data)
     except BaseException:

@@ -17,10 +17,10 @@ from moonpool.kvstore.objects.errors import (
     PutUnknown,
     StoreFull,
 )
+from moonpool.kvstore.objects.inventory import Inventory
 from moonpool.kvstore.objects.owner_quota import ObjectQuotas
 from moonpool.kvstore.objects.put import Put, window_chunks
 from moonpool.kvstore.objects.read_leases import ObjectLeases
-from moonpool.kvstore.objects.table import ObjectTable
 from moonpool.kvstore.store import TieredStore
 from moonpool.protos import store_pb2
 from moonpool.transfer import checksum
@@ -36,8 +36,9 @@ _FLUSH_S = 60.0
 
 
 class ObjectShelf:
-    """Objects over a ``TieredStore`` of chunks, on one event loop. An object is in ``table`` once its last
-    chunk is committed; what a name means is in the records. Every call that names one names its owner."""
+    """Objects over a ``TieredStore`` of chunks, on one event loop. An object is in ``inventory`` once its
+    last chunk is committed; what a name means is in the records. Every call that names one names its owner.
+    """
 
     def __init__(
         self,
@@ -50,13 +51,13 @@ class ObjectShelf:
         clock: Callable[[], float],
         rng: Random,
     ) -> None:
-        """``store``: not started; its ``on_change`` calls ``table.chunk_changed``. ``tenant_nbytes``: limit
-        of one owner's objects; 0: none. ``rng``: makes the ids of puts, which must not be guessed."""
+        """``store``: not started; its ``on_change`` calls ``inventory.chunk_changed``. ``tenant_nbytes``:
+        limit of one owner's objects; 0: none. ``rng``: makes the ids of puts, which must not be guessed."""
         self.chunk_nbytes = chunk_nbytes
         self.window_chunks = window_chunks(store)
         self._quotas = ObjectQuotas(tenant_nbytes)
-        self.table = ObjectTable(store, chunk_nbytes, catalogue, self._quotas)
-        self.leases = ObjectLeases(store, self.table, clock=clock)
+        self.inventory = Inventory(store, chunk_nbytes, catalogue, self._quotas)
+        self.leases = ObjectLeases(store, self.inventory, clock=clock)
         self._node_id = node_id
         self._store = store
         self._clock = clock
@@ -71,21 +72,21 @@ class ObjectShelf:
 
     async def start(self) -> None:
         await self._store.start()
-        await self.table.adopt()
+        await self.inventory.adopt()
 
     async def close(self) -> None:
         """Abort puts, and write to disk what is only in memory."""
         for put_id in list(self._puts):
             self.abort(put_id)
-        await self.table.settle()
+        await self.inventory.settle()
         await self._store.flush(_FLUSH_S)
         await self._store.close()
-        await self.table.close()
+        await self.inventory.close()
 
     def sweep(self) -> None:
         """End puts and leases that have expired. Call it regularly."""
         self._added_s = {
-            each: at_s for each, at_s in self._added_s.items() if self.table.get(each) is not None
+            each: at_s for each, at_s in self._added_s.items() if self.inventory.get(each) is not None
         }
         self._store.sweep()
 
@@ -108,7 +109,7 @@ class ObjectShelf:
         if is_small(info):
             await self._add_small(record, data)
             return 0, put
-        if self.table.taken_nbytes(record) > self.capacity_nbytes:
+        if self.inventory.taken_nbytes(record) > self.capacity_nbytes:
             # Otherwise it would evict everything else before it turned out not to fit.
             raise StoreFull(self._node_id, info.nbytes, self.capacity_nbytes)
         await self._keep_quota(record)
@@ -150,12 +151,12 @@ class ObjectShelf:
             if not put.complete:
                 await self._reserve(put)
                 if self._puts.get(put_id) is not put:
-                    self.table.discard(put.abort())  # it lapsed while it waited for room
+                    self.inventory.discard(put.abort())  # it lapsed while it waited for room
                     raise PutUnknown(put_id)
                 if put.grant is not None:
                     self._store.grants.change(put.grant, put.slots)
                 return put
-            if not self.table.is_whole(put.record):
+            if not self.inventory.is_whole(put.record):
                 raise PutBroken(
                     f"the {put.record.info.nbytes} bytes were evicted before the last of them was written: "
                     "put less at a time, or raise store_node.object_nbytes"
@@ -173,7 +174,7 @@ class ObjectShelf:
         put = self._puts.pop(put_id, None)
         if put is not None:
             self._store.grants.release(put_id)
-            self.table.discard(put.abort())
+            self.inventory.discard(put.abort())
 
     def _grant_ended(self, put_id: int, lapsed: bool) -> None:
         if lapsed:
@@ -205,21 +206,21 @@ class ObjectShelf:
     def _add(self, record: store_pb2.StoredObject) -> None:
         if self._is_here(record):
             return
-        self.table.add(record)
+        self.inventory.add(record)
         self._added_s[record.info.storage] = self._clock()
         self.leases.touch(record)
         metrics.PUTS.labels("done").inc()
 
     async def _make_room(self, record: store_pb2.StoredObject) -> None:
         """Drop whole objects, so that no tier has to choose a chunk to evict."""
-        under_way = sum(self.table.taken_nbytes(put.record) for put in self._puts.values())
-        wanted = self.table.taken_nbytes(record) + under_way
+        under_way = sum(self.inventory.taken_nbytes(put.record) for put in self._puts.values())
+        wanted = self.inventory.taken_nbytes(record) + under_way
         excess = self._quotas.chunks_nbytes + wanted - self.capacity_nbytes
         if excess > 0:
             for surplus in self.leases.unused_surplus(_UNUSED_S):
                 if excess <= 0:
                     break
-                excess -= self.table.taken_nbytes(surplus)
+                excess -= self.inventory.taken_nbytes(surplus)
                 await self._evict([surplus], "surplus")
         if excess > 0:
             await self._evict(self._quotas.for_room(excess, small=False), "room")
@@ -229,9 +230,9 @@ class ObjectShelf:
     async def _evict(self, records: Sequence[store_pb2.StoredObject], reason: str) -> None:
         for record in records:
             metrics.EVICTED_OBJECTS.labels(reason).inc()
-            self.table.lose(record, evicted=True)
+            self.inventory.lose(record, evicted=True)
         if records:
-            await self.table.settle()
+            await self.inventory.settle()
 
     async def _reserve(self, put: Put) -> None:
         await self._store.room()
@@ -240,10 +241,10 @@ class ObjectShelf:
             raise StoreFull(self._node_id, put.record.info.nbytes, capacity * self.chunk_nbytes)
 
     async def _keep_quota(self, record: store_pb2.StoredObject) -> None:
-        owner, wanted_nbytes = record.owner, self.table.taken_nbytes(record)
+        owner, wanted_nbytes = record.owner, self.inventory.taken_nbytes(record)
         under_way = [put.record for put in self._puts.values() if put.record.owner == owner]
         victims = self._quotas.victims(
-            owner, record.info.key, wanted_nbytes, sum(map(self.table.taken_nbytes, under_way))
+            owner, record.info.key, wanted_nbytes, sum(map(self.inventory.taken_nbytes, under_way))
         )
         if victims and record.info.surplus:
             # A surplus copy is not worth other objects.
@@ -252,7 +253,7 @@ class ObjectShelf:
 
     def _is_here(self, record: store_pb2.StoredObject) -> bool:
         """Whether these bytes are here. Raises ``BadRequest``: another owner has the storage id."""
-        held = self.table.get(record.info.storage)
+        held = self.inventory.get(record.info.storage)
         if held is not None and (held.owner, held.info.key) != (record.owner, record.info.key):
             raise BadRequest("the object's storage id is not its owner's")
         return held is not None
@@ -260,11 +261,11 @@ class ObjectShelf:
     def name(self, record: store_pb2.StoredObject, named: store_pb2.ObjectRecord) -> None:
         """The record in Redis, which names these bytes."""
         self._added_s.pop(record.info.storage, None)
-        self.table.name(record, named)
+        self.inventory.name(record, named)
 
     def check_pin(self, record: store_pb2.StoredObject, pin: store_pb2.Pin.ValueType) -> None:
         """Raise ``StoreFull``: half of the node's room is pinned, and the rest is for what is not."""
-        nbytes = self.table.taken_nbytes(record)
+        nbytes = self.inventory.taken_nbytes(record)
         if pin != store_pb2.NONE and self._quotas.pinned_nbytes + nbytes > self.capacity_nbytes // 2:
             raise PinsFull(self._node_id, record.info.nbytes, self.capacity_nbytes // 2)
 
@@ -280,4 +281,4 @@ class ObjectShelf:
     def check_integrity(self) -> None:
         """Assert every invariant; only while no put is running."""
         self._store.check_integrity()
-        self.table.check_integrity(nothing_else=not self._puts)
+        self.inventory.check_integrity(nothing_else=not self._puts)

@@ -295,7 +295,7 @@ class StoreNode(node_pb2_grpc.NodeServicer):
 
     def _chunk_changed(self, key: BlockKey, tier: Tier | None) -> None:
         if self._objects is not None:
-            self._objects.table.chunk_changed(key, tier)
+            self._objects.inventory.chunk_changed(key, tier)
 
     def _shelves(self) -> list[Shelf]:
         stores = (("kv", self._kv.store), ("objects", self._object_store))

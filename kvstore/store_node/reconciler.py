@@ -93,7 +93,7 @@ class Reconciler:
         while True:
             page, cursor = await self._records.scan(cursor)
             for record in page:
-                here = self._shelf.table.get(record.storage)
+                here = self._shelf.inventory.get(record.storage)
                 if self._node_id in record.body.places and here is None:
                     await self._keeper.leave(record.name, record.storage, [self._node_id])
                     num_left += 1
@@ -105,16 +105,16 @@ class Reconciler:
 
     async def _compare(self) -> None:
         if not self._to_compare:
-            self._to_compare = [record.info.storage for record in self._shelf.table]
+            self._to_compare = [record.info.storage for record in self._shelf.inventory]
         some, self._to_compare = self._to_compare[-_SLICE:], self._to_compare[:-_SLICE]
-        here = [record for each in some if (record := self._shelf.table.get(each)) is not None]
+        here = [record for each in some if (record := self._shelf.inventory.get(each)) is not None]
         if here:
             await self._keeper.compare(here)
 
     async def _restore(self, bucket: int) -> None:
         """Redis lost a bucket: write the records that were known here, unless others know later ones."""
         num_restored = 0
-        for stored in list(self._shelf.table):
+        for stored in list(self._shelf.inventory):
             if bucket_of(stored.info.key) != bucket or not stored.HasField("record"):
                 continue
             record = store_pb2.ObjectRecord()
@@ -125,7 +125,7 @@ class Reconciler:
             record.places.append(self._node_id)
             there = await self._records.restore(record)
             if there.storage != stored.info.storage:
-                self._shelf.table.drop(stored)
+                self._shelf.inventory.drop(stored)
             elif self._node_id not in there.body.places:
                 await self._records.swap(there, [*there.body.places, self._node_id], restoring=True)
             num_restored += 1
@@ -140,7 +140,7 @@ class Reconciler:
             return
         away = self._away(nodes)
         num_left = _MOST_REPAIRS
-        for stored in list(self._shelf.table):
+        for stored in list(self._shelf.inventory):
             record = stored.record
             present = [each for each in record.places if each not in away]
             if len(present) >= record.copies or not present or present[0] != self._node_id:
@@ -153,7 +153,7 @@ class Reconciler:
 
     def _away(self, nodes: Mapping[str, RemoteStore]) -> set[str]:
         """The places that are not in the cluster for so long that they are taken as lost."""
-        places = {each for stored in self._shelf.table for each in stored.record.places}
+        places = {each for stored in self._shelf.inventory for each in stored.record.places}
         now_s = self._clock()
         self._away_since_s = {
             each: self._away_since_s.get(each, now_s)

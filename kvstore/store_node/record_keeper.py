@@ -41,7 +41,7 @@ class RecordKeeper:
         self._news: dict[str, dict[bytes, set[bytes]]] = {}  # keys by node and owner
         self._lost: dict[int, tuple[store_pb2.StoredObject, bool]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        shelf.table.on_lost = self._on_lost
+        shelf.inventory.on_lost = self._on_lost
 
     async def close(self) -> None:
         await cancel_and_wait(*self._tasks)
@@ -66,7 +66,7 @@ class RecordKeeper:
             changes.append((number, stored, record))
         done = await self.records.put([(record, wanted[number].ttl_ms) for number, _, record in changes])
         for (_, stored, _), (published, former) in zip(changes, done, strict=True):
-            if self._shelf.table.get(stored.info.storage) is stored:
+            if self._shelf.inventory.get(stored.info.storage) is stored:
                 self._shelf.name(stored, published.body)
             else:
                 self._on_lost(stored, True)  # evicted while Redis was asked
@@ -75,7 +75,7 @@ class RecordKeeper:
         return errors
 
     def _publishable(self, owner: bytes, wanted: store_pb2.PublishObject) -> store_pb2.StoredObject:
-        stored = self._shelf.table.find(owner, wanted.storage)
+        stored = self._shelf.inventory.find(owner, wanted.storage)
         if stored is None or stored.info.key != wanted.key:
             raise PutBroken("its bytes were evicted before it was complete: put less at a time")
         if self._shelf.age_s(stored) > PUBLISH_S and not stored.HasField("record"):
@@ -128,8 +128,8 @@ class RecordKeeper:
     def settle(self, stored: store_pb2.StoredObject, record: Record | None, was_named: bool) -> None:
         """Compare what is here with its record. ``was_named``: a record had named it before this one was
         read."""
-        table = self._shelf.table
-        if table.get(stored.info.storage) is not stored:
+        inventory = self._shelf.inventory
+        if inventory.get(stored.info.storage) is not stored:
             return
         if (
             record is not None
@@ -139,13 +139,13 @@ class RecordKeeper:
             if stored.info.checksum != record.body.info.checksum:
                 log.error("object %r has other bytes than its record says and was dropped", stored.info.name)
                 # The record names this node, whether or not these bytes ever had a record here.
-                table.drop(stored)
+                inventory.drop(stored)
                 self.missing((stored.owner, stored.info.key), stored.info.storage)
                 return
             self._shelf.name(stored, record.body)
         elif was_named or (not stored.HasField("record") and self._shelf.age_s(stored) > _ORPHAN_S):
             # Replaced, removed, expired, or moved to another node; or never published.
-            table.drop(stored)
+            inventory.drop(stored)
 
     async def compare(self, some: Sequence[store_pb2.StoredObject]) -> None:
         """Compare objects that are here with their records."""
@@ -158,9 +158,9 @@ class RecordKeeper:
         """The record of these bytes was replaced or removed."""
         if former is None:
             return
-        stored = self._shelf.table.find(former.body.owner, former.storage)
+        stored = self._shelf.inventory.find(former.body.owner, former.storage)
         if stored is not None:
-            self._shelf.table.drop(stored)
+            self._shelf.inventory.drop(stored)
         self._tell(former.name, former.body.places)
 
     def _on_lost(self, stored: store_pb2.StoredObject, evicted: bool) -> None:
@@ -182,7 +182,7 @@ class RecordKeeper:
         while self._lost:
             storage, (stored, evicted) = next(iter(self._lost.items()))
             name = (stored.owner, stored.info.key)
-            if self._shelf.table.get(storage) is None:
+            if self._shelf.inventory.get(storage) is None:
                 await self.leave(name, storage, [self._node_id], evicted=evicted)
             self._lost.pop(storage, None)
 

@@ -165,9 +165,9 @@ class StoreService(store_pb2_grpc.StoreServicer):
         for put_id in request.put_id:
             self._objects.abort(put_id)
         for storage in request.storage:
-            record = self._objects.table.find(request.owner, storage)
+            record = self._objects.inventory.find(request.owner, storage)
             if record is not None and not record.HasField("record"):
-                self._objects.table.drop(record)
+                self._objects.inventory.drop(record)
         return store_pb2.AbortReply()
 
     async def Publish(self, request: store_pb2.PublishRequest, context: Context) -> store_pb2.PublishReply:
@@ -193,12 +193,12 @@ class StoreService(store_pb2_grpc.StoreServicer):
                 surplus=request.surplus,
             )
         metrics.COPIED_BYTES.labels("objects").inc(nbytes)
-        stored = objects.table.find(owner, request.storage)
+        stored = objects.inventory.find(owner, request.storage)
         if request.join and stored is not None:
             try:
                 await self._keeper.join(stored)
             except PutBroken:
-                objects.table.drop(stored)
+                objects.inventory.drop(stored)
                 raise
         return store_pb2.CopyReply(nbytes=nbytes, seconds=time.monotonic() - began_s)
 
@@ -254,7 +254,9 @@ class StoreService(store_pb2_grpc.StoreServicer):
         owner = _key(request.owner, "owner")
         keys = block_keys.unpack(request.keys)
         if request.last_known:
-            known = (_last_known(stored) for key in keys for stored in self._objects.table.of_key(owner, key))
+            known = (
+                _last_known(stored) for key in keys for stored in self._objects.inventory.of_key(owner, key)
+            )
             return store_pb2.FindReply(found=[record for record in known if record is not None])
         found = await self._keeper.records.read([(owner, key) for key in keys])
         if request.only_whether:
@@ -270,7 +272,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
     async def List(self, request: store_pb2.ListRequest, context: Context) -> store_pb2.ListReply:
         owner = _key(request.owner, "owner")
         if request.last_known:
-            mine = [_last_known(stored) for stored in self._objects.table if stored.owner == owner]
+            mine = [_last_known(stored) for stored in self._objects.inventory if stored.owner == owner]
             return store_pb2.ListReply(objects=[record for record in mine if record is not None])
         reply, cursor = store_pb2.ListReply(), request.cursor
         while len(reply.objects) < _LIST_LIMIT:
@@ -290,15 +292,15 @@ class StoreService(store_pb2_grpc.StoreServicer):
     async def Reconcile(
         self, request: store_pb2.ReconcileRequest, context: Context
     ) -> store_pb2.ReconcileReply:
-        table = self._objects.table
+        inventory = self._objects.inventory
         keys = block_keys.unpack(request.keys)
-        here = [stored for key in keys for stored in table.of_key(request.owner, key)]
+        here = [stored for key in keys for stored in inventory.of_key(request.owner, key)]
         await self._keeper.compare(here)
         return store_pb2.ReconcileReply()
 
     async def Usage(self, request: store_pb2.UsageRequest, context: Context) -> store_pb2.UsageReply:
         owner = _key(request.owner, "owner")
-        every = () if self._shelf is None else self._shelf.table
+        every = () if self._shelf is None else self._shelf.inventory
         mine = [record for record in every if record.owner == owner]
         return store_pb2.UsageReply(
             chunk_nbytes=0 if self._shelf is None else self._shelf.chunk_nbytes,

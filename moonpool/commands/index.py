@@ -27,11 +27,11 @@ from moonpool.kvstore.blocks.keys import root_key
 from moonpool.kvstore.events.curve import PLAIN_EVENTS, EndpointInvalid, stays_here
 from moonpool.kvstore.events.external_engine import ExternalNode
 from moonpool.kvstore.events.subscriber import EventSource
+from moonpool.kvstore.index.comparison import AskMirror, Held, NodeFinding, repair, verify
 from moonpool.kvstore.index.redis.acl import redis_users
 from moonpool.kvstore.index.redis.client import connect
 from moonpool.kvstore.index.redis.kv_index import KVIndex, replay
 from moonpool.kvstore.index.redis.node_record import EXTERNAL_ROLE, NodeRecord
-from moonpool.kvstore.index.verification import AskMirror, Held, NodeFinding, repair, verify
 from moonpool.runtime.config.loading import load_config
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.errors import ConfigError

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
-import grpc
+import grpc.aio
 from prometheus_client.parser import text_string_to_metric_families
 
 from moonpool.client import Client

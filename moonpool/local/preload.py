@@ -5,7 +5,7 @@ from __future__ import annotations
 _CONDUCTOR = [
     "moonpool.conductor.api.models.lanes",
     "moonpool.conductor.core",
-    "moonpool.conductor.fleet.providers.choice",
+    "moonpool.conductor.fleet.providers.factory",
     "moonpool.conductor.server",
     "moonpool.conductor.text.chat_template",
     "moonpool.conductor.text.tokenizer",

@@ -20,6 +20,7 @@ from moonpool.runtime.health.gpu import GpuWatch
 from moonpool.runtime.health.host import HostWatch
 from moonpool.runtime.health.judge import Judgement, judge
 from moonpool.runtime.health.readings import Readings
+from moonpool.runtime.observing import failures
 
 log = logging.getLogger(__name__)
 
@@ -143,5 +144,6 @@ class HealthMonitor:
         while not self._end.wait(self._options.interval_s):
             try:
                 self.read()
-            except Exception:  # the node serves on without readings
+            except Exception:  # the node serves on, by its latest judgement
                 log.exception("the host's health could not be read")
+                failures.count(FailureClass.WORKER, "error")

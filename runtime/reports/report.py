@@ -64,7 +64,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -198,9 +198,8 @@ def versus(row: Row, peer: str, peer_value: float, kind: str | None = None) -> R
 
     kind: see ``conditions.KINDS``; None: benchmarks' commands know it by the name.
     """
-    values = {field.name: getattr(row, field.name) for field in fields(Row)}
     ratio = row.value / peer_value if peer_value else None
-    return Row(**{**values, "peer": peer, "peer_value": peer_value, "ratio": ratio, "peer_kind": kind})
+    return replace(row, peer=peer, peer_value=peer_value, ratio=ratio, peer_kind=kind)
 
 
 def measure_environment(

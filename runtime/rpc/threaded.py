@@ -8,11 +8,9 @@ from typing import Any, cast
 
 import grpc
 
-from moonpool.runtime.errors import PortInUse
 from moonpool.runtime.rpc.bounds import CHANNEL_OPTIONS, SERVER_OPTIONS, metadata_value
-from moonpool.runtime.rpc.server import count_refused
+from moonpool.runtime.rpc.server import bind, count_refused
 from moonpool.runtime.security import process
-from moonpool.runtime.security.posture import check_listening
 from moonpool.runtime.security.roles import SERVER_NAME, NotPermitted, Unauthenticated
 
 
@@ -33,18 +31,10 @@ def serve_threaded(
 
     Raises PortInUse, or ConfigError: other machines reach ``host``, and no caller would be authenticated.
     """
-    security = process.current()
-    check_listening(security, host.strip("[]"), option)
     pool = ThreadPoolExecutor(max_calls, thread_name_prefix="calls")
     server = grpc.server(pool, options=SERVER_OPTIONS, maximum_concurrent_rpcs=max_calls)
     add(servicer, server)
-    try:
-        if (tls := security.tls) is not None:
-            bound_port = server.add_secure_port(f"{host}:{port}", security.server_credentials(tls))
-        else:
-            bound_port = server.add_insecure_port(f"{host}:{port}")
-    except RuntimeError as error:
-        raise PortInUse(host, port, option) from error
+    bound_port = bind(server, process.current(), host, port, option, option)
     server.start()
     return server, bound_port
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.bench.serve.client.answer import AnswerInvalid, read_answer, read_json
+from moonpool.bench.serve.client.answer import AnswerInvalid, read_answer, read_json, read_text
+from moonpool.bench.serve.client.cluster import CPU_S, MetricsPages
 from moonpool.bench.serve.client.http_client import Exchange, HttpClient, ServerUnreachable
 from moonpool.bench.serve.client.server import RequestFailed, Server
 from tests.bench.fake_server import MODEL, FakeServer
@@ -97,6 +98,15 @@ async def test_refused_requests_raise(fake: FakeServer) -> None:
         server = await Server.find("fake", http)
         with pytest.raises(RequestFailed, match="status 429: too many"):
             await server.ask([1], 1)
+
+
+async def test_metrics_are_read_of_every_process_and_a_refusal_is_no_figure(fake: FakeServer) -> None:
+    async with HttpClient(fake.url) as http:
+        pages = await MetricsPages.of(await Server.find("fake", http))
+        assert pages is not None
+        assert await pages.total(CPU_S) == 3.0  # the fake is the API and a node at the same time
+        with pytest.raises(AnswerInvalid, match="status 404"):
+            read_text(await http.get("/no-such-page"))
 
 
 async def test_nobody_there_is_said() -> None:

@@ -14,7 +14,7 @@ import yaml
 from moonpool.conductor.fleet.administration import FleetAdmin
 from moonpool.conductor.fleet.errors import ProviderFailed
 from moonpool.conductor.fleet.providers import kubernetes as provider_module
-from moonpool.conductor.fleet.providers.choice import provider_of
+from moonpool.conductor.fleet.providers.factory import provider_of
 from moonpool.conductor.fleet.providers.kubernetes import KubernetesProvider
 from moonpool.conductor.fleet.providers.provider import FAILED, RUNNING, STARTING, STOPPING
 from moonpool.conductor.fleet.registry import NodeRegistry

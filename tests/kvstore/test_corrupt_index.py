@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.kvstore.index import metrics
+from moonpool.kvstore.index.comparison import verify
 from moonpool.kvstore.index.mirror import IndexMirror
 from moonpool.kvstore.index.redis.changes import encode
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.node_record import NodeLoad, NodeRecord, RecordCorrupt
-from moonpool.kvstore.index.verification import verify
 from moonpool.kvstore.objects.records import Records
 from moonpool.protos import store_pb2
 from tests.kvstore.nodes import FakeNode, chain

@@ -29,9 +29,9 @@ async def put(shelf: ObjectShelf, name: str, *, surplus: bool = False) -> None:
 async def names_after(shelf: ObjectShelf, name: str) -> set[str]:
     await put(shelf, name)
     await asyncio.sleep(0)  # what was evicted is seen to be gone in the loop's next turn
-    await shelf.table.settle()
+    await shelf.inventory.settle()
     shelf.check_integrity()
-    return {record.info.name for record in shelf.table}
+    return {record.info.name for record in shelf.inventory}
 
 
 async def test_cold_surplus_copies_go_before_what_is_older() -> None:
@@ -41,7 +41,7 @@ async def test_cold_surplus_copies_go_before_what_is_older() -> None:
 
     def changed(key: object, tier: object) -> None:
         assert shelf is not None
-        shelf.table.chunk_changed(key, tier)
+        shelf.inventory.chunk_changed(key, tier)
 
     store = TieredStore(
         OpaqueLayout(CHUNK, b"c" * 16), options, np.zeros(8 * CHUNK, np.uint8), on_change=changed
@@ -53,7 +53,7 @@ async def test_cold_surplus_copies_go_before_what_is_older() -> None:
     await put(shelf, "cold copy", surplus=True)
     await put(shelf, "new")
     now_s += 60.0
-    (hot,) = shelf.table.of_key(OWNER, b"hot copy".ljust(16))
+    (hot,) = shelf.inventory.of_key(OWNER, b"hot copy".ljust(16))
     opened = await shelf.leases.open(OWNER, store_pb2.OpenObject(storage=hot.info.storage), 5.0)
     assert opened is not None
     shelf.leases.release(opened.lease_ids)

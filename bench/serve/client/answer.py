@@ -15,7 +15,7 @@ from moonpool.runtime.failures import FailureClass
 
 
 class AnswerInvalid(MoonpoolError):
-    """The answer is not HTTP, or its content is not JSON."""
+    """The answer is not HTTP, its content is not JSON, or its status is not the one that is needed."""
 
     failure = FailureClass.CONDUCTOR
 
@@ -67,8 +67,11 @@ def status_of(exchange: Exchange) -> int:
 
 
 def read_text(exchange: Exchange) -> str:
-    """The body of an answer that is not streamed, whatever its status."""
-    return _decode(exchange)[1].decode(errors="replace")
+    """The body of an answer that is not streamed. Raises ``AnswerInvalid``: its status is not 200."""
+    status, body, _ = _decode(exchange)
+    if status != 200:
+        raise AnswerInvalid(f"status {status}: {_error_text(bytes(body))}")
+    return body.decode(errors="replace")
 
 
 def read_answer(exchange: Exchange) -> Answer:

@@ -32,6 +32,7 @@ class Mooncake:
 
     def __init__(self, lent_nbytes: int, master_port: int = 0) -> None:
         self.ready = master_port or _free_port()
+        self._master: subprocess.Popen[bytes] | None = None
         if not master_port:
             self._start_master()
         self._store = MooncakeDistributedStore()
@@ -47,9 +48,11 @@ class Mooncake:
         )
         deadline = time.monotonic() + _START_S
         # The master does not say when it listens: the set-up is tried again.
-        while self._store.setup(*arguments):
+        while code := self._store.setup(*arguments):
+            if self._master is not None and self._master.poll() is not None:
+                raise RuntimeError(f"mooncake_master ended with code {self._master.returncode}")
             if time.monotonic() > deadline:
-                raise RuntimeError(f"the store could not be set up within {_START_S:g} s")
+                raise RuntimeError(f"the store was not set up within {_START_S:g} s: its last code is {code}")
             time.sleep(0.2)
         self._keys: list[str] = []
         self._buffers: list[int] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 from redis.asyncio.cluster import RedisCluster
@@ -86,6 +86,13 @@ class RedisCalls:
             raise _unavailable(name, error) from error
         _raise_if_cancelled(task, cancels)
         return reply
+
+
+def pairs(reply: Any) -> list[tuple[bytes, bytes]]:
+    """The fields and values of an answer to HGETALL or HSCAN: a mapping or a flat list."""
+    if isinstance(reply, Mapping):
+        return list(reply.items())
+    return list(zip(reply[::2], reply[1::2], strict=True))
 
 
 def _unavailable(name: str, error: Exception) -> IndexUnavailable:

@@ -101,6 +101,27 @@ def test_a_disk_that_fills_up_is_too_full_and_then_fails(small_disk: Path) -> No
     monitor.close()
 
 
+def test_a_reading_that_fails_is_counted_and_others_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    def count() -> float:
+        labels = {"class": "worker", "cause": "error"}
+        return REGISTRY.get_sample_value("moonpool_failures_total", labels) or 0.0
+
+    monitor = HealthMonitor(HealthOptions(interval_s=0.01))
+    before, broken = count(), HostWatch.read
+    monitor.start()
+    monkeypatch.setattr(HostWatch, "read", lambda self: 1 / 0)
+    began_s = time.monotonic()
+    while count() < before + 2:
+        assert time.monotonic() < began_s + 60
+        time.sleep(0.01)
+    monkeypatch.setattr(HostWatch, "read", broken)
+    failed = monitor.judgement
+    while monitor.judgement is failed:
+        assert time.monotonic() < began_s + 60
+        time.sleep(0.01)
+    monitor.close()
+
+
 def test_hanging_write_counts_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hangs = threading.Event()
     monkeypatch.setattr(os, "fdatasync", lambda fd: hangs.wait(90))

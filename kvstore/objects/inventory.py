@@ -19,7 +19,7 @@ from moonpool.transfer import checksum
 log = logging.getLogger(__name__)
 
 
-class ObjectTable:
+class Inventory:
     """An object is here from ``add`` until ``drop``, or until a chunk of it is gone from every tier; then
     its other chunks are removed. The catalogue follows. Which of them a name means is in the records
     alone."""

@@ -8,10 +8,10 @@ import pytest
 
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.index.comparison import Held, NodeFinding, repair, verify
 from moonpool.kvstore.index.mirror import IndexMirror
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.node_record import EXTERNAL_ROLE, NodeRecord
-from moonpool.kvstore.index.verification import Held, NodeFinding, repair, verify
 from moonpool.runtime.errors import NodeUnavailable
 from tests.kvstore.nodes import FakeNode, chain
 from tests.kvstore.redis_servers import until
