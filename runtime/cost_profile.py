@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -9,6 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 T = TypeVar("T", float, npt.NDArray[np.float64])
+
+# The part of the time between two tokens that a step may take: the rest is for bookkeeping and messages.
+_STEP_PART = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,18 @@ class CostProfile(Generic[T]):
         """One decode step of ``num_sequences`` with ``context_tokens`` of KV together."""
         batch_s = self.decode_sequence_s * num_sequences + self.decode_context_s * context_tokens
         return self.decode_base_s + batch_s
+
+    def timely_tokens(self: CostProfile[float], step_s: float, cached_tokens: int, tbt_s: float) -> int:
+        """Prompt tokens after ``cached_tokens`` that fit beside decodes of ``step_s`` into a step, so that
+        the next tokens come after ``tbt_s``; 0: not even the base of a prefill fits."""
+        left_s = _STEP_PART * tbt_s - step_s - self.prefill_base_s
+        if left_s <= 0:
+            return 0
+        # left_s = token_s * n + pair_s * n * n
+        pair_s = self.prefill_attention_s / 2
+        token_s = self.prefill_token_s + self.prefill_attention_s * cached_tokens
+        below_s = token_s + math.sqrt(token_s * token_s + 4 * pair_s * left_s)
+        return int(2 * left_s / max(below_s, 1e-9))
 
     def step_growth_s(self, context_tokens: T | float) -> T:
         """What one more sequence with ``context_tokens`` of KV adds to a step."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from moonpool.conductor.observing.slo import Slo
 from moonpool.simulator.cluster.job import Job
@@ -109,11 +110,15 @@ def served(job: Job) -> Served:
     assert len(gaps_s) == request.output_tokens - 1, "a token was lost, or came twice"
     tpot_s = tbt_s = 0.0
     if len(gaps_s):
-        tpot_s = float(gaps_s.mean())
-        longest = -(-len(gaps_s) // 10)
-        tbt_s = float(np.partition(gaps_s, len(gaps_s) - longest)[-longest:].mean())
+        tpot_s, tbt_s = float(gaps_s.mean()), longest_tenth_s(gaps_s)
     since_s = request.arrival_s - job.rtt_s
     return Served(*plain, job.first_token_s - since_s, tpot_s, tbt_s, job.done_s - since_s)
+
+
+def longest_tenth_s(gaps_s: npt.NDArray[np.float64]) -> float:
+    """Return the mean of the longest tenth of a request's gaps between tokens, of one or more."""
+    longest = -(-len(gaps_s) // 10)
+    return float(np.partition(gaps_s, len(gaps_s) - longest)[-longest:].mean())
 
 
 def hot_copies(jobs: Iterable[Job], memories: Iterable[NodeMemory]) -> list[int]:

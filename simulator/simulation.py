@@ -10,6 +10,7 @@ import numpy as np
 from moonpool.conductor.admission.rejection import REJECTIONS
 from moonpool.conductor.costs.output_lengths import OutputLengths
 from moonpool.conductor.observing.demand import DemandCounter
+from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.placing.cluster_view import PlaceRequest
 from moonpool.conductor.placing.place import place
 from moonpool.conductor.placing.placement import Placement, Rejection
@@ -51,6 +52,8 @@ class Simulation:
     def __init__(self, scenario: Scenario, requests: Sequence[TraceRequest]) -> None:
         if scenario.replicate_nbytes_per_s and any(request.regions for request in requests):
             raise ConfigError("copies of confined requests' prefixes are not simulated", key="replicate")
+        if scenario.migrate and any(request.adapter for request in requests):
+            raise ConfigError("moves of requests with adapters are not simulated", key="migrate")
         self.scenario = scenario
         self.clock = Clock()
         self.cluster = Cluster(scenario, self.clock, on_prefilled=self._prefilled, on_decoded=self._finish)
@@ -107,7 +110,7 @@ class Simulation:
         for event in self.scenario.events:
             self.clock.at(event.at_s, self._apply_event, event)
         for job in self.jobs:
-            self.clock.at(job.request.arrival_s + self.scenario.hardware.request_s, self._arrive, job)
+            self.clock.at(job.request.arrival_s, self._arrive, job)
         self.clock.run()
 
     def _count_late(self) -> None:
@@ -162,7 +165,8 @@ class Simulation:
         now_s = self.clock.now_s
         job.attempt += job.attempt == 0
         view = self.cluster.view(job)
-        remaining = self._longest - job.num_produced
+        limit = job.request.output_tokens if self.scenario.knows_lengths else self._longest
+        remaining = limit - job.num_produced
         expected = self._lengths.expected(job.request.input_tokens, job.num_produced, remaining)
         request = PlaceRequest(
             num_tokens=job.num_tokens,
@@ -170,8 +174,10 @@ class Simulation:
             expected_tokens=expected,
             deadline_s=_FOREVER_S,
             origin=job.request.origin,
+            adapter=job.request.adapter,
         )
-        placement = place(request, view, self.scenario.slo, self.scenario.placement)
+        slo = self.scenario.slo if job.attempt == 1 else Slo()
+        placement = place(request, view, slo, self.scenario.placement)
         if isinstance(placement, Rejection):
             self._reject(job, "no node" if placement.role else "too large")
             return
@@ -237,11 +243,15 @@ class Simulation:
             else:
                 node.queue_prefill(job, order_s)
 
-        load_s = node.load_s(*job.slow)
-        if load_s:
-            self.clock.at(self.clock.now_s + load_s, loaded)
-        else:
-            loaded()
+        def load() -> None:
+            if job.attempt == attempt and node.alive:
+                load_s = node.load_s(*job.slow)
+                if load_s:
+                    self.clock.at(self.clock.now_s + load_s, loaded)
+                else:
+                    loaded()
+
+        node.adapters.bring(job, load)
 
     def _fetch(
         self, job: Job, node: Node, source: Node, keys: list[bytes], num_local: int, order_s: float
@@ -307,7 +317,13 @@ class Simulation:
         if decode is node:
             decode.decode(job)
         else:
-            decode.when_blocks_free(job, self._hand_over)
+            attempt = job.attempt
+
+            def has_adapter() -> None:
+                if job.attempt == attempt and decode.alive:
+                    decode.when_blocks_free(job, self._hand_over)
+
+            decode.adapters.bring(job, has_adapter)
 
     # ------------------------------------------------------------------ decode
 

@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 from moonpool.bench.harness.child import Child, started
+from moonpool.local.children import NODE_MODULE
 from moonpool.local.cluster import LocalCluster
 from moonpool.local.redis_server import RedisServer
 from moonpool.runtime.config.loading import load_config
@@ -26,14 +27,17 @@ async def redis(url: str = "") -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def local_cluster(sets: Sequence[str], *, supervised: bool = False) -> AsyncIterator[str]:
+async def local_cluster(
+    sets: Sequence[str], *, supervised: bool = False, node_module: str = NODE_MODULE
+) -> AsyncIterator[str]:
     """The URL of the API of a cluster on this machine, with options as ``key=value``.
 
     The conductor listens on a free port, unless one is set: the default may be in use. ``supervised``: it may
-    start and stop nodes.
+    start and stop nodes. ``node_module``: that nodes run.
     """
     config = load_config(None, ("conductor.port=0", *sets))
-    async with LocalCluster(config, restart=supervised, supervises=supervised) as running:
+    running = LocalCluster(config, restart=supervised, supervises=supervised, node_module=node_module)
+    async with running:
         yield running.url
 
 

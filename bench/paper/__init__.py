@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moonpool.bench.paper import (
+    adapters,
     allocation,
     chunking,
     disaggregation,
@@ -48,6 +49,7 @@ FIGURES: Mapping[str, Figure] = {
     "distserve": Figure(disaggregation.measure, disaggregation.TERMS, disaggregation.workload, "OPT-13B"),
     "llumnix": Figure(migration.measure, migration.TERMS, migration.workload, "LLaMA3-70B"),
     "sarathi": Figure(chunking.measure, chunking.TERMS, chunking.workload, "Mistral-7B"),
+    "slora": Figure(adapters.measure, adapters.TERMS, adapters.workload, "LLaMA-7B"),
     "splitwise": Figure(equal_cost.measure, equal_cost.TERMS, model="LLaMA3-70B"),
     "vllm": Figure(allocation.measure, allocation.TERMS, allocation.workload, "OPT-13B"),
 }

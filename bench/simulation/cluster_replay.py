@@ -1,26 +1,25 @@
-"""Replays of a workload on a real cluster, and its hardware as it measured itself."""
+"""Replays of a workload on a real cluster, and its paced nodes as hardware."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from statistics import median
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
 from moonpool.bench.serve.client.answer import Answer, read_answer, read_json
-from moonpool.bench.serve.client.http_client import Exchange, HttpClient
+from moonpool.bench.serve.client.http_client import Exchange
 from moonpool.bench.serve.client.server import RequestFailed, Server
-from moonpool.bench.serve.client.workload import FIRST_ID, LAST_ID, Prompts
+from moonpool.bench.serve.client.workload import FIRST_ID, LAST_ID
+from moonpool.bench.simulation.paced_costs import PACED_COSTS
 from moonpool.conductor.costs.model import Profile
 from moonpool.conductor.observing.replica_groups import holders
+from moonpool.runtime.config.store_options import HostTierOptions
 from moonpool.simulator.inputs.hardware import Hardware
 from moonpool.simulator.inputs.trace import TraceRequest
 
-# Sequential requests that measure the overhead of a request.
-_SINGLES = 12
-_SINGLE_TOKENS, _SINGLE_OUTPUT = 256, 16
+# Shared memory on one host, as conductors assume before they have measured it (``conductor.costs.links``).
+LOCAL_NBYTES_PER_S = 2e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,48 +68,29 @@ async def replay(
     return Replayed(sent, answers)
 
 
-async def measured_hardware(
-    server: Server, *, block_tokens: int, chunk_tokens: int, max_batch_size: int, seed: int
-) -> tuple[Hardware, Hardware]:
-    """Return prefill and decode hardware from the nodes' own profiles.
-
-    The overhead of a request and of a hand-over comes from a few sequential requests.
+async def paced_hardware(
+    server: Server, *, pool_nbytes: int, block_tokens: int, chunk_tokens: int, max_batch_size: int
+) -> Hardware:
+    """Return the paced nodes of a cluster as hardware: their costs, and the sizes that their records have.
 
     Raises:
-        RequestFailed: the server is no Moonpool cluster, or failed a request.
+        RequestFailed: the server is no Moonpool cluster, or has no nodes.
     """
-    prompts = Prompts(seed, "single")
-    singles = [await server.ask(prompts.draw(_SINGLE_TOKENS), _SINGLE_OUTPUT) for _ in range(_SINGLES)]
-    nodes = await _nodes(server.http)
-    prefill, decode = (
-        Hardware(
-            name=f"measured {role} node",
-            profile=Profile.from_record(nodes[role]["profile"]),
-            # The latency of a hand-over includes its bytes; here bytes only count.
-            kv_token_nbytes=1,
-            pool_tokens=nodes[role]["load"]["num_blocks"] * block_tokens,
-            network_nbytes_per_s=1e12,
-            chunk_tokens=chunk_tokens,
-            max_batch_size=max_batch_size,
-        ).scaled(prefill=nodes[role]["prefill_correction"], decode=nodes[role]["decode_correction"])
-        for role in ("prefill", "decode")
-    )
-    request_s = median(answer.ttft_s for answer in singles) - prefill.profile.prefill_s(_SINGLE_TOKENS, 0)
-    # Of whole answers: a message may carry several tokens, so single gaps are no measure.
-    decode_s = median(answer.token_s[-1] - answer.token_s[0] for answer in singles)
-    hand_over_s = decode_s - (_SINGLE_OUTPUT - 1) * decode.profile.step_s(1, _SINGLE_TOKENS)
-    request_s, hand_over_s = max(request_s, 0.0), max(hand_over_s, 0.0)
-    return (
-        replace(prefill, request_s=request_s, network_latency_s=hand_over_s),
-        replace(decode, request_s=request_s, network_latency_s=hand_over_s),
-    )
-
-
-async def _nodes(http: HttpClient) -> dict[str, Any]:
-    """Return one node (or one of its replicas) of each role."""
-    status, content = read_json(await http.get("/v1/cluster"))
+    status, content = read_json(await server.http.get("/v1/cluster"))
     nodes = content.get("nodes", []) if status == 200 else []
-    found: dict[str, Any] = {node["role"]: holders(node)[0] for node in nodes}
-    if not {"prefill", "decode"} <= found.keys():
-        raise RequestFailed("the server's /v1/cluster shows no prefill and decode nodes")
-    return found
+    if not nodes:
+        raise RequestFailed("the server's /v1/cluster shows no nodes")
+    node = holders(nodes[0])[0]
+    num_blocks, host_rate = node["load"]["num_blocks"], node["profile"]["host_load_nbytes_per_s"]
+    token_nbytes = pool_nbytes // num_blocks // block_tokens
+    return Hardware(
+        name="paced node",
+        profile=replace(Profile(**asdict(PACED_COSTS)), host_load_nbytes_per_s=host_rate),
+        kv_token_nbytes=token_nbytes,
+        pool_tokens=num_blocks * block_tokens,
+        host_tokens=HostTierOptions().capacity_nbytes // token_nbytes,
+        host_load_nbytes_per_s=host_rate,
+        network_nbytes_per_s=LOCAL_NBYTES_PER_S,
+        chunk_tokens=chunk_tokens,
+        max_batch_size=max_batch_size,
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from moonpool.bench.paper import FIGURES
 from moonpool.bench.simulation.ablations import ablations as parts_of_goodput
 from moonpool.bench.simulation.robustness import robustness as errors_of_estimates
 from moonpool.bench.simulation.rows import curves, rows
-from moonpool.bench.simulation.validation import Settings, default_workload, validate
+from moonpool.bench.simulation.validation import SECONDS, Settings, validate
 from moonpool.conductor.admission.rejection import REJECTIONS
 from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.placing.policies import POLICIES
@@ -122,8 +121,21 @@ _SCENARIO = (
     is_flag=True,
     help="goodput with and without its queue order, beside kv-aware with and without that order.",
 )
-@click.option("--validate", "validates", is_flag=True, help="Compare with a real local cluster.")
-@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="--validate: option of that cluster.")
+@click.option(
+    "--validate", "validates", is_flag=True, help="Compare with real local clusters, whose nodes wait."
+)
+@click.option(
+    "--nodes",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="--validate: most nodes of a role; 2 by default. 4: clusters of 2 + 2, 4 + 4 and 4 both.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    help="--validate: requests of each load come for so long; 40 by default.",
+)
+@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="--validate: option of the clusters.")
 @click.option("--seed", default=1, show_default=True, help="Seed of random choices and of the workload.")
 @click.option("--json", "json_path", type=ResultFile(), metavar="FILE", help="Write the report there.")
 @click.option(
@@ -155,11 +167,12 @@ def simulate(
         click.echo(case.terms.rstrip())
         return
     if validates:
-        _refuse_others("--validate", "validates", "workload", "seed", "sets", "json_path")
+        names = ("validates", "nodes", "seconds", "workload", "seed", "sets", "json_path")
+        _refuse_others("--validate", *names)
         _finish(uvloop.run(validate(_validation(given, sets), say)), json_path)
         return
-    if sets:
-        raise ConfigError("--set is for the cluster of --validate", key="set")
+    if sets or given["nodes"] or given["seconds"]:
+        raise ConfigError("--nodes, --seconds and --set are for the clusters of --validate", key="validate")
     if plot_path is not None:
         from moonpool.runtime.reports.plot import check_ending
 
@@ -216,13 +229,10 @@ def _finish(
 
 
 def _validation(given: dict[str, Any], sets: Sequence[str]) -> Settings:
-    work = default_workload(given["seed"])
-    block_tokens = load_config(None, sets).engine.block_size
-    if given["workload"] is not None:
-        work = inputs.workload(given["workload"], block_tokens, given["seed"])
-    # One node a core, as a laptop has; a free port, because a cluster may use the default one.
-    sets = ("conductor.port=0", "cluster.prefill=1", "cluster.decode=1", *sets)
-    return Settings(replace(work, block_tokens=block_tokens), sets)
+    work, seed = given["workload"], given["seed"]
+    if work is not None:
+        work = inputs.workload(work, load_config(None, sets).engine.block_size, seed)
+    return Settings(given["nodes"] or 2, seed, work, sets, given["seconds"] or SECONDS)
 
 
 def _refuse_others(option: str, *names: str) -> None:

@@ -1,16 +1,35 @@
-"""The members that requests may go to, by stage; updated as members change, not per decision."""
+"""The nodes that requests may go to, by stage; updated as nodes change, not per decision.
+
+Live and simulated nodes are chosen here alike.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import Protocol
 
 from moonpool.conductor.admission.tenants import EVERYWHERE, Regions, may_hold
-from moonpool.conductor.fleet.member import Member
+from moonpool.conductor.fleet.circuit_breaker import CircuitBreaker
 from moonpool.conductor.placing.node_table import NodeTable
 from moonpool.conductor.placing.node_view import NodeView
-from moonpool.kvstore.index.redis.node_record import STAGES, stages_of
+from moonpool.kvstore.index.redis.node_record import STAGES
 
 _OPEN, _WARMING, _UNHEALTHY = range(3)
+
+
+class Candidate(Protocol):
+    """A node: ``Member``, or a simulated one."""
+
+    breaker: CircuitBreaker
+    view: NodeView
+
+    @property
+    def stages(self) -> tuple[str, ...]: ...
+    @property
+    def healthy(self) -> bool: ...
+    @property
+    def has_room(self) -> bool: ...
+    def available(self, now_s: float) -> bool: ...
 
 
 class EligibleNodes:
@@ -21,19 +40,19 @@ class EligibleNodes:
     def __init__(self) -> None:
         self._groups = {stage: [NodeTable(), NodeTable(), NodeTable()] for stage in STAGES}
         self._places: dict[
-            Member, tuple[tuple[str, ...], int | None]
+            Candidate, tuple[tuple[str, ...], int | None]
         ] = {}  # stages, and position in their groups
-        self._resting: set[Member] = set()  # with an open breaker, which closes by time
+        self._resting: dict[Candidate, None] = {}  # with an open breaker, which closes by time
 
-    def put(self, member: Member, now_s: float) -> None:
+    def put(self, member: Candidate, now_s: float) -> None:
         """``member`` is new, or has changed, maybe its role."""
-        stages = stages_of(member.record.role)
+        stages = member.stages
         wanted = None
         if member.available(now_s):
             wanted = _UNHEALTHY if not member.healthy else _OPEN if member.has_room else _WARMING
-            self._resting.discard(member)
+            self._resting.pop(member, None)
         elif stages and not member.breaker.closed(now_s):
-            self._resting.add(member)
+            self._resting[member] = None
         place = (stages, wanted)
         if self._places.get(member) == place:
             if wanted is not None:  # as after most steps of a node
@@ -44,9 +63,9 @@ class EligibleNodes:
         for stage, groups in self._groups.items():
             _move(member, groups, wanted if stage in stages else None)
 
-    def drop(self, member: Member) -> None:
+    def drop(self, member: Candidate) -> None:
         """``member`` gets no more requests. Idempotent."""
-        self._resting.discard(member)
+        self._resting.pop(member, None)
         if self._places.pop(member, None) is None:
             return
         for groups in self._groups.values():
@@ -84,29 +103,29 @@ class EligibleByRegions:
     def __init__(self) -> None:
         self._nodes = {EVERYWHERE: EligibleNodes()}
 
-    def put(self, member: Member, now_s: float) -> None:
+    def put(self, member: Candidate, now_s: float) -> None:
         """As ``EligibleNodes.put``."""
         for regions, nodes in self._nodes.items():
-            if may_hold(regions, member.record.region):
+            if may_hold(regions, member.view.region):
                 nodes.put(member, now_s)
 
-    def drop(self, member: Member) -> None:
+    def drop(self, member: Candidate) -> None:
         """As ``EligibleNodes.drop``."""
         for nodes in self._nodes.values():
             nodes.drop(member)
 
-    def within(self, regions: Regions, members: Iterable[Member], now_s: float) -> EligibleNodes:
+    def within(self, regions: Regions, members: Iterable[Candidate], now_s: float) -> EligibleNodes:
         """The nodes in ``regions``. ``members``: all in use, read when ``regions`` are asked for first."""
         nodes = self._nodes.get(regions)
         if nodes is None:
             nodes = self._nodes[regions] = EligibleNodes()
             for member in members:
-                if may_hold(regions, member.record.region):
+                if may_hold(regions, member.view.region):
                     nodes.put(member, now_s)
         return nodes
 
 
-def _move(member: Member, groups: list[NodeTable], wanted: int | None) -> None:
+def _move(member: Candidate, groups: list[NodeTable], wanted: int | None) -> None:
     """Leave ``member`` only in the group at the position ``wanted``; None: in none."""
     for number, group in enumerate(groups):
         if member.view in group:

@@ -129,6 +129,11 @@ class Member:
         assert isinstance(self.client, EngineClient)
         return self.client
 
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The stages that its role serves."""
+        return stages_of(self.record.role)
+
     def serves(self, now_s: float) -> bool:
         """Whether it would answer a request."""
         ready = self.record.state in ("ready", "unhealthy")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
@@ -20,8 +19,6 @@ _GAIN = 0.05
 _DRAFT_GAIN = 0.02
 # Of a prediction, at most: a step that took longer was disturbed.
 _MOST_TIMES = 4.0
-# The part of the time between two tokens that a step may take: the rest is for bookkeeping and messages.
-_STEP_PART = 0.9
 _BUDGET_S = 1.2
 _REPETITIONS = 4
 
@@ -78,16 +75,8 @@ class StepCosts:
 
     def timely_tokens(self, decodes: list[Sequence], start: int, tbt_s: float) -> int:
         """Prompt tokens after ``start`` earlier ones that fit into a step with ``decodes`` of ``tbt_s``."""
-        profile, scale = self.profile, self.prefill_scale
-        left_s = _STEP_PART * tbt_s / self.mixed_scale
-        left_s -= self.decode_s(decodes) + scale * profile.prefill_base_s
-        if left_s <= 0:
-            return 0
-        # left_s = token_s * n + pair_s * n * n
-        pair_s = scale * profile.prefill_attention_s / 2
-        token_s = scale * (profile.prefill_token_s + profile.prefill_attention_s * start)
-        below_s = token_s + math.sqrt(token_s * token_s + 4 * pair_s * left_s)
-        return int(2 * left_s / max(below_s, 1e-9))
+        corrected = self.profile.scaled(self.prefill_scale, self.decode_scale)
+        return corrected.timely_tokens(self.decode_s(decodes), start, tbt_s / self.mixed_scale)
 
     def correct(self, plan: StepPlan, predicted_s: float, actual_s: float) -> None:
         """Learn from a step. A single outlier (a busy machine) changes little."""

@@ -28,6 +28,7 @@ from moonpool.runtime.failures import FailureClass
 from moonpool.runtime.machine.gpus import computes_on_gpus
 from moonpool.runtime.service.child import Child
 
+NODE_MODULE = "moonpool.node"
 _COMPUTE = ("prefill", "decode", "both")
 _READY_TIMEOUT_S = 120.0  # a large checkpoint takes a while to load
 _VLLM_TIMEOUT_S = 300.0  # importing vLLM takes a while, too
@@ -55,11 +56,14 @@ class Children:
         loaded: Callable[[str, int, int], None],
         label: str = "",
         host: PlayedHost | None = None,
+        node_module: str = NODE_MODULE,
     ) -> None:
         """``loaded``: gets a child's name, bytes loaded and all bytes while weights are loaded. ``label``:
-        in the names of its nodes, where a cluster has several models. ``host``: has half of the ranks."""
+        in the names of its nodes, where a cluster has several models. ``host``: has half of the ranks.
+        ``node_module``: that the processes of its nodes run."""
         self._config = config
         self._host = host
+        self._node_module = node_module
         self._label = f"-{label}" if label else ""
         self._directory = directory
         self._loaded = loaded
@@ -163,7 +167,7 @@ class Children:
             return self._vllm_engine(name, role)
         own = {"prefill": self._config.cluster.prefill_options, "decode": self._config.cluster.decode_options}
         listening = (f"node.id={name}", "node.port=0", "node.metrics_port=0")
-        module = ("moonpool.kvstore.store_node",) if role == "store" else ("moonpool.node", "--role", role)
+        module = ("moonpool.kvstore.store_node",) if role == "store" else (self._node_module, "--role", role)
         options = (*gpu, *own.get(role, ()), *settings, *listening)
         if role == "store" or self._host is None:
             return self._child(name, module, *options)

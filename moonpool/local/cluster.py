@@ -15,7 +15,7 @@ from typing import Self
 
 from moonpool.client import Client
 from moonpool.errors import ApiError
-from moonpool.local.children import Children, ready_timeout_s
+from moonpool.local.children import NODE_MODULE, Children, ready_timeout_s
 from moonpool.local.elastic_nodes import STOP_TIMEOUT_S, ElasticNodes
 from moonpool.local.played_hosts import PlayedHost
 from moonpool.local.preflight import check_before_start
@@ -60,6 +60,7 @@ class LocalCluster:
         hosts: 2: half of each node's stages on a second machine, played on this one (see ``played_hosts``).
         report: gets a sentence about each event.
         loaded: gets a child's name, bytes loaded and all bytes while weights are loaded.
+        node_module: that the processes of nodes run, with the arguments of the usual one.
 
     ``children`` by name: redis (unless ``index.redis_url`` is set), conductor, prefill-0, decode-0, both-0, …
     The kernel kills every child when this process ends, however it ends.
@@ -75,6 +76,7 @@ class LocalCluster:
         hosts: int = 1,
         report: Callable[[str], None] = lambda sentence: None,
         loaded: Callable[[str, int, int], None] = lambda name, nbytes_done, nbytes_total: None,
+        node_module: str = NODE_MODULE,
     ) -> None:
         if config.cluster.engine == "vllm":
             config = fit_for_vllm(config)
@@ -100,6 +102,7 @@ class LocalCluster:
         self._host: PlayedHost | None = None
         self._report = report
         self._loaded = loaded
+        self._node_module = node_module
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._elastic = ElasticNodes(
             self.children,
@@ -134,7 +137,8 @@ class LocalCluster:
         Raises:
             MoonpoolError: says what to do. All children have been stopped.
         """
-        if (server := use_fork_server(PRELOAD)) is not None:
+        imports = PRELOAD | {self._node_module: PRELOAD[NODE_MODULE]}
+        if (server := use_fork_server(imports)) is not None:
             server.start()  # it imports in the background
         for one in served_models(self.config).models:
             await check_before_start(one.config)
@@ -230,7 +234,9 @@ class LocalCluster:
             self._audited.enter_context(audited(self.config.audit, "supervisor"))
             self.supervisor_address = await self._supervisor.start(Security(self.config.security, _me()))
             options = ("fleet.provider=local", f"fleet.supervisor={self.supervisor_address}")
-        made = Children(self.config, self.directory, self._loaded, host=self._host)
+        made = Children(
+            self.config, self.directory, self._loaded, host=self._host, node_module=self._node_module
+        )
         self.children["conductor"] = made.conductor(*options)
         served = served_models(self.config)
         nodes = {

@@ -10,9 +10,9 @@ from moonpool.conductor.admission.tenants import may_hold
 from moonpool.conductor.costs.links import LinkModel
 from moonpool.conductor.costs.model import CostModel
 from moonpool.conductor.costs.regions import NEAR, RegionLink, RegionLinks
+from moonpool.conductor.fleet.eligible_nodes import EligibleByRegions
 from moonpool.conductor.placing.cluster_view import ClusterView
 from moonpool.conductor.placing.node_table import NodeTable
-from moonpool.conductor.placing.node_view import NodeView
 from moonpool.kvstore.blocks.keys import KEY_NBYTES
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.index.block_map import BlockMap
@@ -64,6 +64,7 @@ class Cluster:
         self._hardware = {"prefill": hardware, "decode": decode_hardware, "both": hardware}
         self._on_prefilled = on_prefilled
         self._on_decoded = on_decoded
+        self._eligible = EligibleByRegions()
         self._numbers = {"prefill": 0, "decode": 0, "both": 0}
         self._names: dict[int, bytes] = {}
         self._parents: dict[bytes, bytes] = {}
@@ -119,20 +120,22 @@ class Cluster:
         node.view.region = regions[number % len(regions)] if regions else ""
         self.links.place(name, node.view.region)
         self.nodes[node.node_id] = node
-        self._roles[node.node_id] = role
+        self._give(node, role)
         self.ordered_s[node.node_id] = self._clock.now_s if ordered_s is None else ordered_s
         tables = self._tables(role)
         # Start at the minimum of its peers, not at zero: otherwise it would get every request.
         node.view.num_placed = min((view.num_placed for view in tables[0]), default=0)
         for table in tables:
             table.add(node.view)
+        self._touch(node)
 
     def switch(self, node: Node, role: str) -> None:
         """Change the role of a node; its blocks stay, and its jobs end there."""
         self._forget(node)
-        self._roles[node.node_id] = role
+        self._give(node, role)
         for table in self._tables(role):
             table.add(node.view)
+        self._touch(node)
 
     def handing_on(self) -> set[str]:
         """Nodes that should hand on the requests that decode there: they end, or no longer decode."""
@@ -155,6 +158,12 @@ class Cluster:
     def _forget(self, node: Node) -> None:
         for table in self._tables(self._roles[node.node_id]):
             table.remove(node.view)
+        node.stages = ()
+        self._eligible.drop(node)
+
+    def _give(self, node: Node, role: str) -> None:
+        self._roles[node.node_id] = role
+        node.stages, node.view.computes_rest = stages_of(role), role == "decode"
 
     def _gone(self, node: Node) -> None:
         self.former.append(node)
@@ -180,9 +189,11 @@ class Cluster:
         tables = {"prefill": self.prefill, "decode": self.decode}
         return [tables[stage] for stage in stages_of(role)]
 
-    def _touch(self, view: NodeView) -> None:
-        self.prefill.touch(view)
-        self.decode.touch(view)
+    def _touch(self, node: Node) -> None:
+        self.prefill.touch(node.view)
+        self.decode.touch(node.view)
+        if node.stages:
+            self._eligible.put(node, self._clock.now_s)
 
     # ------------------------------------------------------------------ what placement sees
 
@@ -195,28 +206,24 @@ class Cluster:
         self._turn += 1
         for view in self.decode:
             self.nodes[view.node_id].refresh()
-        keys = job.keys
-        prefill, decode = self.prefill, self.decode
+        keys, now_s = job.keys, self._clock.now_s
+        eligible = self._eligible.within(job.request.regions, self.nodes.values(), now_s)
         prefixes = self._index.longest_prefix(keys)
         if regions := job.request.regions:
-            prefill, decode = (
-                NodeTable(view for view in table if may_hold(regions, view.region))
-                for table in (prefill, decode)
-            )
             prefixes = {
                 node_id: num_blocks
                 for node_id, num_blocks in prefixes.items()
                 if may_hold(regions, self.links.region_of(node_id))
             }
         return ClusterView(
-            prefill=prefill,
-            decode=decode,
+            prefill=eligible.of("prefill", now_s),
+            decode=eligible.of("decode", now_s),
             prefix_blocks=prefixes,
             slow_blocks=self._slow(keys, prefixes),
             links=self.links,
             block_size=self._scenario.block_tokens,
             block_nbytes=self.block_nbytes,
-            now_s=self._clock.now_s,
+            now_s=now_s,
             turn=self._turn - 1,
             draw=self._rng.random(),
         )

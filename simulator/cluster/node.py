@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 
@@ -9,13 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 from moonpool.conductor.costs.model import CostModel
+from moonpool.conductor.fleet.circuit_breaker import CircuitBreaker
 from moonpool.conductor.placing.load_ledger import LoadLedger
 from moonpool.conductor.placing.node_view import NodeView
+from moonpool.simulator.cluster.adapters import Adapters
 from moonpool.simulator.cluster.clock import Clock
 from moonpool.simulator.cluster.job import Job
 from moonpool.simulator.cluster.memory import NodeMemory, PinnedBlocks
 from moonpool.simulator.cluster.reality import NodeIndex, Reality
-from moonpool.simulator.cluster.step_engine import Decode, Prefill, StepEngine
+from moonpool.simulator.cluster.step_engine import StepEngine
+from moonpool.simulator.cluster.steps import Decode, Prefill
 from moonpool.simulator.inputs.hardware import Hardware
 from moonpool.simulator.inputs.scenario import Scenario
 
@@ -38,9 +42,9 @@ class Node:
         *,
         on_prefilled: OnJob,
         on_decoded: OnJob,
-        on_load: Callable[[NodeView], None],
+        on_load: Callable[[Node], None],
     ) -> None:
-        """``hardware``: as believed. ``on_load`` is called when ``view`` has changed."""
+        """``hardware``: as believed. ``on_load`` is called when ``view`` or ``breaker`` has changed."""
         self.node_id = node_id
         self.hardware = hardware
         self.alive = True
@@ -51,6 +55,8 @@ class Node:
             blocks=scenario.blocks(hardware),
             policies=("lru", scenario.host_policy, scenario.ssd_policy),
         )
+        self.stages: tuple[str, ...] = ()  # that requests are placed here for; none: it gets no more
+        self.breaker = CircuitBreaker(node_id, lambda: clock.now_s, lambda: on_load(self))
         self._costs = costs
         self._reality = reality
         role = node_id.rpartition("-")[0]
@@ -63,6 +69,9 @@ class Node:
             self,
             chunk_tokens=hardware.chunk_tokens,
             max_batch_size=hardware.max_batch_size,
+            block_tokens=scenario.block_tokens,
+            tbt_s=scenario.slo.tbt_s,
+            adapter_s=hardware.adapter_step_s,
         )
         self.view = NodeView(
             node_id,
@@ -70,7 +79,14 @@ class Node:
             num_blocks=self.memory.pool.capacity,
             chunk_tokens=hardware.chunk_tokens,
         )
-        self.load = LoadLedger(self.view, lambda: clock.now_s, on_load)
+        self.adapters = Adapters(
+            clock,
+            self.memory,
+            self.view,
+            num_blocks=-(-hardware.adapter_nbytes // (scenario.block_tokens * hardware.kv_token_nbytes)),
+            load_s=hardware.adapter_nbytes / (hardware.host_load_nbytes_per_s or math.inf),
+        )
+        self.load = LoadLedger(self.view, lambda: clock.now_s, lambda _: on_load(self))
         self._num_reported = 0  # tokens of the batch that ``load`` has counted
         self._clock = clock
         self._scenario = scenario
@@ -80,6 +96,19 @@ class Node:
         self._queued: dict[Job, None] = {}  # wait for their prefill, and have pinned blocks
         self._load_ends_s = 0.0
         self._index = index
+
+    # ------------------------------------------------------------------ whether it gets requests
+
+    healthy = True
+
+    @property
+    def has_room(self) -> bool:
+        """False while it warms up and has as many requests as it may."""
+        return self.breaker.has_room(self.load.num_requests)
+
+    def available(self, now_s: float) -> bool:
+        """Whether new requests may go there."""
+        return self.alive and self.breaker.closed(now_s)
 
     # ------------------------------------------------------------------ prefill
 
@@ -117,7 +146,7 @@ class Node:
         return True
 
     def _reserve(self, hold: PinnedBlocks, keys: list[bytes], num_blocks: int, job: Job) -> bool:
-        if self.memory.reserve(hold, keys, num_blocks):
+        if self._reserve_beside_adapters(hold, keys, num_blocks):
             return True
         if any(other not in self._queued for other in self.jobs):
             return False  # a running job will free blocks
@@ -125,7 +154,14 @@ class Node:
         for other in self._queued:
             if other is not job:
                 self.memory.release(other.hold)
-        return self.memory.reserve(hold, keys, num_blocks)
+        return self._reserve_beside_adapters(hold, keys, num_blocks)
+
+    def _reserve_beside_adapters(self, hold: PinnedBlocks, keys: list[bytes], num_blocks: int) -> bool:
+        """Reserve blocks; adapters without users give way."""
+        while not self.memory.reserve(hold, keys, num_blocks):
+            if not self.adapters.evict():
+                return False
+        return True
 
     def _count(self, job: Job, hits: int) -> None:
         """Count the prompt's tokens by source, in the first attempt that computes."""
@@ -140,15 +176,18 @@ class Node:
         job.use.computed = job.num_tokens - hits * size
 
     def prefilled(self, prefill: Prefill) -> None:
-        job = prefill.job
+        job, now_s = prefill.job, self._clock.now_s
         if self._scenario.errors and self.load.prefilled_alone(job):
+            tokens = prefill.num_tokens, prefill.num_cached
+            self.breaker.took(self.view.cost.prefill_s(*tokens, now_s), prefill.busy_s)
             self._costs.observe_prefill(
                 self.view.cost,
                 uncached_tokens=prefill.num_tokens,
                 cached_tokens=prefill.num_cached,
                 actual_s=prefill.busy_s,
-                now_s=self._clock.now_s,
+                now_s=now_s,
             )
+        self.breaker.succeeded()
         full = min(job.num_tokens // self._scenario.block_tokens, len(job.keys))
         self.memory.commit(job.hold, job.keys[len(job.hold.pinned) : full])
         self._on_prefilled(job)
@@ -206,6 +245,7 @@ class Node:
             return
         if hold is not None:
             self.memory.release(hold)
+        self.adapters.leave(job)
         if self._waiting_for_blocks:
             others = (entry for entry in self._waiting_for_blocks if entry[0] is not job)
             self._waiting_for_blocks = deque(others)
@@ -213,6 +253,7 @@ class Node:
 
     def on_blocks_released(self) -> None:
         """Let waiting jobs take blocks that have become free."""
+        self.adapters.grant()
         self._grant()
         self.engine.resume()
 
@@ -235,7 +276,7 @@ class Node:
         hold = PinnedBlocks()
         hits = self.memory.pin(hold, job.keys)
         blocks = -(-(job.num_tokens + job.remaining) // self._scenario.block_tokens) - hits
-        if self.memory.reserve(hold, job.keys[hits:], blocks):
+        if self._reserve_beside_adapters(hold, job.keys[hits:], blocks):
             return hold
         self.memory.release(hold)
         return None
@@ -254,6 +295,7 @@ class Node:
         job = decode.job
         job.add_tokens(gaps_s)
         job.num_delivered += len(gaps_s)
+        self.breaker.succeeded()
         self._on_decoded(job)
 
     # ------------------------------------------------------------------ what placement sees
@@ -261,7 +303,7 @@ class Node:
     def refresh(self) -> NodeView:
         """Bring ``view`` up to date and return it."""
         num_produced, view = self.engine.num_produced(), self.view
-        waits, available = len(self._waiting_for_blocks), self.memory.num_available
+        waits, available = len(self._waiting_for_blocks), self._num_available
         same = view.num_waiting == waits and view.num_free_blocks == available
         if not same or num_produced != self._num_reported:
             self._report(num_produced - self._num_reported)
@@ -272,8 +314,12 @@ class Node:
         self.load.on_step(
             num_delivered=num_delivered,
             num_waiting=len(self._waiting_for_blocks),
-            num_free_blocks=self.memory.num_available,
+            num_free_blocks=self._num_available,
         )
+
+    @property
+    def _num_available(self) -> int:
+        return self.memory.num_available + self.adapters.num_idle_blocks
 
     def stop(self) -> None:
         """Stop for good; all blocks are lost. The jobs keep the tokens that the batch has produced."""

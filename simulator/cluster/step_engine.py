@@ -3,118 +3,61 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from moonpool.conductor.costs.model import Profile
-from moonpool.simulator.cluster.clock import Clock, Event
+from moonpool.simulator.cluster.clock import Clock
 from moonpool.simulator.cluster.job import Job
+from moonpool.simulator.cluster.steps import Decode, OnGaps, Owner, Prefill, Run
 
-# Gets the gaps before the tokens of a job that leaves; None: it has ended.
-OnGaps = Callable[[npt.NDArray[np.float64] | None], None]
-
-
-@dataclass(slots=True, eq=False)
-class Prefill:
-    """A prompt to compute. ``num_tokens`` and ``num_cached`` are set when it starts."""
-
-    job: Job
-    order_s: float
-    attempt: int  # of the job
-    num_tokens: int = 0  # to compute
-    num_cached: int = 0
-    num_done: int = 0
-    factor: float = 1.0  # real over expected seconds
-    busy_s: float = 0.0  # of its steps
-
-
-@dataclass(slots=True, eq=False)
-class Decode:
-    """A sequence in the batch, or about to join."""
-
-    job: Job
-    context: int  # tokens that its next step attends to
-    remaining: int  # tokens still to produce
-    since_s: float  # time of its last token before joining
-    wait_s: float = 0.0  # from then until its first step
-    first_step: int = 0
-    last_step: int = 0
-
-
-class Owner(Protocol):
-    """Receives the results; may add more work meanwhile."""
-
-    def start_prefill(self, prefill: Prefill) -> bool:
-        """Set its lengths and reserve memory. False: there is no room now (see ``resume``)."""
-        ...
-
-    def prefilled(self, prefill: Prefill) -> None: ...
-
-    def stepped(self, expected_s: float, actual_s: float) -> None:
-        """Decode steps without a prompt have ended; ``expected_s``: by the profile of this node."""
-        ...
-
-    def work_factor(self) -> float:
-        """Of the next run of decode steps: real over expected seconds."""
-        ...
-
-    def decoded(self, decode: Decode, gaps_s: npt.NDArray[np.float64]) -> None:
-        """The sequence is complete; ``gaps_s`` are the seconds before each of its tokens."""
-        ...
-
-
-@dataclass(slots=True)
-class _Run:
-    """``count`` steps of the same batch; they take ``gap_s``, ``gap_s + slope_s``, …"""
-
-    start_s: float
-    gap_s: float
-    slope_s: float
-    count: int
-    batch_size: int
-    decode_s: float  # the batch's part of gap_s
-    chunk: int  # tokens of the prefill in each step
-    factor: float  # of decode steps
-    end: Event | None = None
-
-    def seconds(self, count: int) -> float:
-        return count * self.gap_s + self.slope_s * count * (count - 1) / 2
-
-    def steps(self, seconds: float) -> float:
-        """Return the number of steps in these seconds, as a fraction: the inverse of ``seconds``."""
-        b = self.gap_s - self.slope_s / 2
-        root = b * b + 2 * self.slope_s * seconds
-        below = b + math.sqrt(max(root, 0.0))
-        return 2 * seconds / below if below > 0 else float(self.count)
+# The tokens of a prompt that fit into a step change as the prompt grows: they are counted again so often.
+_STEADY_STEPS = 8
 
 
 class StepEngine:
     """The engine's scheduler without the model.
 
-    Every decoding sequence is in every step; the rest of the step's tokens go to one prompt at a time, by
-    ``order_s``, then arrival. All steps of an unchanged batch are one event.
+    Every decoding sequence is in every step; the rest of the step's tokens go to prompts, by ``order_s``,
+    then arrival: no more than let it end within ``tbt_s`` where sequences decode. All steps of an unchanged
+    batch are one event.
     """
 
     def __init__(
-        self, clock: Clock, profile: Profile, owner: Owner, *, chunk_tokens: int, max_batch_size: int
+        self,
+        clock: Clock,
+        profile: Profile,
+        owner: Owner,
+        *,
+        chunk_tokens: int,
+        max_batch_size: int,
+        block_tokens: int = 1,
+        tbt_s: float = math.inf,
+        adapter_s: float = 0.0,
     ) -> None:
+        """``block_tokens``: of a prompt that are in each step, however long that takes. ``adapter_s``: that
+        each LoRA adapter adds to a step."""
         self._clock = clock
         self._profile = profile
         self._owner = owner
         self._chunk_tokens = chunk_tokens
         self._max_batch_size = max_batch_size
+        self._block_tokens = block_tokens
+        self._tbt_s = tbt_s
+        self._adapter_s = adapter_s
+        self._adapters: Counter[str] = Counter()  # of the batch
         self._waiting: list[tuple[float, int, Prefill]] = []
         self._joining: list[Decode] = []
-        self._prefill: Prefill | None = None
+        self._joining_later: list[Decode] = []  # they miss the step that begins now
+        self._prefilling: list[Prefill] = []
         self._batch_size = 0
         self._context = 0  # tokens that the batch attends to
         self._ends: list[tuple[int, int, Decode]] = []  # heap by last step
-        self._run: _Run | None = None
+        self._run: Run | None = None
         self._leaving: dict[Job, OnGaps] = {}
         self._settling = False
         self._number = 0
@@ -129,12 +72,12 @@ class StepEngine:
     def add_prefill(self, prefill: Prefill) -> None:
         self._number += 1
         heappush(self._waiting, (prefill.order_s, self._number, prefill))
-        if self._prefill is None:
-            self.resume()
+        self.resume()
 
     def join(self, decode: Decode) -> None:
-        """Add to the batch at the end of the current step."""
-        self._joining.append(decode)
+        """Add to the batch at the end of the current step. What a step has prefilled here joins one step
+        later: the engine tells of a step's tokens while the next one runs."""
+        (self._joining_later if self._settling else self._joining).append(decode)
         self.resume()
 
     def resume(self) -> None:
@@ -143,7 +86,7 @@ class StepEngine:
             return
         if self._run is None:
             self._begin()
-        elif self._run.count > 1 and (self._joining or (self._waiting and self._prefill is None)):
+        elif self._run.count > 1 and (self._joining or (self._waiting and not self._run.chunks)):
             self._cut(self._run)
 
     def leave(self, job: Job, left: OnGaps) -> None:
@@ -178,7 +121,7 @@ class StepEngine:
             return self._num_produced
         return self._num_produced + self._done(run) * self._batch_size
 
-    def _done(self, run: _Run) -> int:
+    def _done(self, run: Run) -> int:
         """The steps of the run that have ended."""
         return min(int(run.steps(self._clock.now_s - run.start_s) + 1e-9), run.count)
 
@@ -187,30 +130,36 @@ class StepEngine:
     def _begin(self) -> None:
         """Start the next run of steps, if there is work."""
         clock, profile = self._clock, self._profile
+        # One that was placed again elsewhere ends with its step, and has no blocks here any more.
+        self._prefilling = [one for one in self._prefilling if not one.is_void]
         self._take_joining()
-        if self._prefill is None:
-            self._take_prefill()
-        size, prefill = self._batch_size, self._prefill
-        if not size and prefill is None:
+        size = self._batch_size
+        chunks = self._take_chunks(size)
+        if not size and not chunks:
             return
         gap_s = slope_s = decode_s = 0.0
-        count, chunk, factor = 1 << 62, 0, 1.0
+        count, factor = 1 << 62, 1.0
         if size:
             factor = self._owner.work_factor()
             decode_s = gap_s = factor * profile.step_s(size, self._context)
             slope_s = factor * size * profile.decode_context_s
             count = self._ends[0][0] - self._num_steps
-        if prefill is not None:
-            left = prefill.num_tokens - prefill.num_done
-            chunk = min(max(self._chunk_tokens - size, 1), left)
-            count = min(count, left // chunk)
-            gap_s += prefill.factor * profile.prefill_s(chunk, prefill.num_cached + prefill.num_done)
-            slope_s += prefill.factor * chunk * chunk * profile.prefill_attention_s
-        run = self._run = _Run(clock.now_s, gap_s, slope_s, count, size, decode_s, chunk, factor)
+        for prefill, tokens in chunks:
+            # One prompt alone may fill several steps.
+            count = min(count, prefill.num_left // tokens if len(chunks) == 1 else 1)
+            gap_s += prefill.factor * profile.prefill_s(tokens, prefill.num_cached + prefill.num_done)
+            slope_s += prefill.factor * tokens * tokens * profile.prefill_attention_s
+        if self._adapter_s:
+            # Those of prompts are few beside them.
+            decode_s += self._adapter_s * len(self._adapters)
+            gap_s += self._adapter_s * len(self._adapters)
+        if size and chunks and self._tbt_s < math.inf:
+            count = min(count, _STEADY_STEPS)
+        run = self._run = Run(clock.now_s, gap_s, slope_s, count, size, decode_s, chunks, factor)
         run.end = clock.at(run.start_s + run.seconds(count), self._end_run)
 
     def _take_joining(self) -> None:
-        room = self._max_batch_size - self._batch_size
+        room = max(self._max_batch_size - self._batch_size - len(self._prefilling), 0)
         for decode in self._joining[:room]:
             decode.first_step = self._num_steps
             decode.last_step = self._num_steps + decode.remaining
@@ -219,16 +168,43 @@ class StepEngine:
             heappush(self._ends, (decode.last_step, self._number, decode))
             self._batch_size += 1
             self._context += decode.context
+            self._adapters.update(_adapter_of(decode))
         del self._joining[:room]
 
-    def _take_prefill(self) -> None:
-        # Those that were placed again meanwhile are void.
-        while self._waiting and self._waiting[0][2].attempt != self._waiting[0][2].job.attempt:
-            heappop(self._waiting)
-        if self._waiting and self._owner.start_prefill(self._waiting[0][2]):
-            self._prefill = heappop(self._waiting)[2]
+    def _take_chunks(self, size: int) -> list[tuple[Prefill, int]]:
+        """Prompts of the next step with their tokens: those that have begun, then those that wait."""
+        if not self._prefilling and not self._waiting:
+            return []
+        chunks: list[tuple[Prefill, int]] = []
+        budget = self._prompt_tokens(size)
+        for prefill in self._prefilling:
+            if tokens := min(prefill.num_left, budget):
+                chunks.append((prefill, tokens))
+                budget -= tokens
+        while budget > 0 and size + len(self._prefilling) < self._max_batch_size:
+            while self._waiting and self._waiting[0][2].is_void:
+                heappop(self._waiting)
+            if not self._waiting or not self._owner.start_prefill(self._waiting[0][2]):
+                break
+            prefill = heappop(self._waiting)[2]
+            self._prefilling.append(prefill)
+            tokens = min(prefill.num_left, budget)
+            chunks.append((prefill, tokens))
+            budget -= tokens
+        return chunks
 
-    def _cut(self, run: _Run) -> None:
+    def _prompt_tokens(self, size: int) -> int:
+        """Most prompt tokens of the next step."""
+        budget = max(self._chunk_tokens - size, 1)
+        if not size or self._tbt_s == math.inf:
+            return budget
+        first = self._prefilling[0] if self._prefilling else None
+        start = first.num_cached + first.num_done if first is not None else 0
+        step_s = self._profile.step_s(size, self._context)
+        timely = self._profile.timely_tokens(step_s, start, self._tbt_s)
+        return min(budget, max(timely, self._block_tokens))
+
+    def _cut(self, run: Run) -> None:
         """Shorten the run to end with the current step."""
         done = run.steps(self._clock.now_s - run.start_s)
         count = max(math.ceil(done - 1e-9), 1)
@@ -252,22 +228,24 @@ class StepEngine:
         assert run is not None
         self._settling = True
         self._settle(run)
-        prefill = self._prefill
-        # One that was placed again elsewhere ends with the step, and has no blocks here any more.
-        is_void = prefill is not None and prefill.attempt != prefill.job.attempt
-        if prefill is not None and (is_void or prefill.num_done == prefill.num_tokens):
-            self._prefill = None
-            if not is_void:
+        ended = [one for one in self._prefilling if not one.num_left]
+        self._prefilling = [one for one in self._prefilling if one.num_left]
+        for prefill in ended:
+            if not prefill.is_void:
                 self._owner.prefilled(prefill)
         while self._ends and self._ends[0][0] <= self._num_steps:
             decode = heappop(self._ends)[2]
             self._batch_size -= 1
+            self._without(decode)
             self._context -= decode.context + decode.last_step - decode.first_step
             self._owner.decoded(decode, self._gaps_of(decode, decode.last_step))
         self._let_go()
         self._settling = False
-        if self._run is None:
-            self._begin()
+        self._begin()
+        if self._joining_later:
+            self._joining += self._joining_later
+            self._joining_later = []
+            self.resume()
 
     def _let_go(self) -> None:
         """Take those that leave out of the batch."""
@@ -282,11 +260,19 @@ class StepEngine:
             decode = found[job][2]
             self._ends.remove(found[job])
             self._batch_size -= 1
+            self._without(decode)
             self._context -= decode.context + self._num_steps - decode.first_step
             left(self._gaps_of(decode, self._num_steps))
         heapify(self._ends)
 
-    def _settle(self, run: _Run) -> None:
+    def _without(self, decode: Decode) -> None:
+        """Count its adapter no longer."""
+        for name in _adapter_of(decode):
+            self._adapters[name] -= 1
+            if not self._adapters[name]:
+                del self._adapters[name]
+
+    def _settle(self, run: Run) -> None:
         """Account for the run's steps."""
         count, total_s = run.count, run.seconds(run.count)
         self._run = None
@@ -303,10 +289,10 @@ class StepEngine:
             self._num_produced += count * self._batch_size
         self.decode_busy_s += decode_s
         self.prefill_busy_s += total_s - decode_s
-        if self._prefill is not None:
-            self._prefill.num_done += count * run.chunk
-            self._prefill.busy_s += total_s
-        elif decode_s:
+        for prefill, tokens in run.chunks:
+            prefill.num_done += count * tokens
+            prefill.busy_s += total_s
+        if decode_s and not run.chunks:
             self._owner.stepped(decode_s / run.factor, decode_s)
 
     def _gaps_of(self, decode: Decode, last_step: int) -> npt.NDArray[np.float64]:
@@ -314,3 +300,8 @@ class StepEngine:
         if len(gaps_s):
             gaps_s[0] += decode.wait_s
         return gaps_s
+
+
+def _adapter_of(decode: Decode) -> tuple[str, ...]:
+    """Return the name of its LoRA adapter, if it has one."""
+    return (decode.job.request.adapter,) if decode.job.request.adapter else ()

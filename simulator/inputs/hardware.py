@@ -62,9 +62,10 @@ class Hardware:
     ssd_load_nbytes_per_s: float = 0.0
     network_nbytes_per_s: float = 25e9
     network_latency_s: float = 1e-3
-    request_s: float = 0.0  # overhead of a request until its first token, besides queueing and computing
     chunk_tokens: int = 2048  # limit of tokens in a step
     max_batch_size: int = 512
+    adapter_nbytes: int = 0  # of a LoRA adapter
+    adapter_step_s: float = 0.0  # that each adapter adds to a step
 
     def __post_init__(self) -> None:
         for name in ("kv_token_nbytes", "pool_tokens", "num_gpus", "chunk_tokens", "max_batch_size"):
@@ -147,6 +148,7 @@ H200 = Accelerator("H200", 989e12, 4.8e12, 141e9, 450e9, 50e9, host_nbytes_per_s
 LLAMA3_70B = ModelShape("LLaMA3-70B", 70.6e9, 80, 8192, 2 * 80 * 8 * 128 * 2, 141.2e9)
 LLAMA3_8B = ModelShape("LLaMA3-8B", 8.03e9, 32, 4096, 2 * 32 * 8 * 128 * 2, 16.1e9)
 MISTRAL_7B = ModelShape("Mistral-7B", 7.24e9, 32, 4096, 2 * 32 * 8 * 128 * 2, 14.5e9)
+LLAMA_7B = ModelShape("LLaMA-7B", 6.74e9, 32, 4096, 2 * 32 * 4096 * 2, 13.5e9)
 OPT_13B = ModelShape("OPT-13B", 12.9e9, 40, 5120, 2 * 40 * 5120 * 2, 25.7e9)
 
 # The names of --hardware: GPU, model, GPUs of a node.

@@ -59,6 +59,7 @@ class Scenario:
     block_tokens: int = 512
     host_policy: str = "prefix"
     ssd_policy: str = "prefix"
+    knows_lengths: bool = False  # a request's max_tokens are its output; otherwise the longest of all
     decode_caches: bool = True  # decode nodes cache and publish the prompts' blocks
     migrate: Collection[str] = ()  # why requests move: conductor.migrate
     replicate_nbytes_per_s: float = 0.0  # for copies of hot prefixes; 0: none

@@ -41,7 +41,7 @@ class TraceRequest:
     """``block_ids``: one for each started block of the prompt; equal ids mean equal prefixes.
 
     ``origin``: the region that it comes from; ``regions``: those that it is confined to, no others' blocks of
-    the same ids included.
+    the same ids included. ``adapter``: the LoRA adapter; empty: none. Ids of others are other prefixes.
     """
 
     arrival_s: float
@@ -50,6 +50,7 @@ class TraceRequest:
     block_ids: tuple[int, ...]
     origin: str = ""
     regions: Regions = EVERYWHERE
+    adapter: str = ""
 
 
 def load_trace(path: Path, *, block_tokens: int = BLOCK_TOKENS) -> list[TraceRequest]:
