@@ -29,6 +29,7 @@ from moonpool.runtime.config.agreement import agreement_of, own_version
 from moonpool.runtime.config.loading import shown_options
 from moonpool.runtime.config.models_file import served_models
 from moonpool.runtime.config.options import Config
+from moonpool.runtime.network.http_listening import reachable
 from moonpool.runtime.reports.conditions import load_average
 from moonpool.runtime.reports.report import measure_environment
 from moonpool.runtime.service.lifecycle import ServiceContext, run_service
@@ -66,7 +67,7 @@ async def main(config: Config, service: ServiceContext) -> None:
     # Listen first: a port in use is a common error, and nothing needs undoing then.
     await server.start()
     try:
-        url = f"{server.scheme}://{_reachable(config.conductor.host)}:{server.port}"
+        url = f"{server.scheme}://{reachable(config.conductor.host)}:{server.port}"
         for one, conductor in zip(served.models, conductors, strict=True):
             conductor.describe(url=url, version=own_version(), options=agreement_of(one.config))
             conductor.describe(region=one.config.node.region, zone=one.config.node.zone)
@@ -168,13 +169,6 @@ def _about(config: Config) -> dict[str, Any]:
         "started_unix_s": time.time(),
         "options": shown_options(config),
     }
-
-
-def _reachable(host: str) -> str:
-    """The address to connect to for a listening address ``host``."""
-    if host in ("0.0.0.0", "::", ""):
-        return "127.0.0.1"
-    return f"[{host}]" if ":" in host else host
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import re
 
@@ -26,16 +25,13 @@ from moonpool.conductor.api.exchange import REQUEST_ID, REQUEST_ID_HEADER
 from moonpool.conductor.api.models.lanes import LANES, Lanes
 from moonpool.conductor.api.openapi import openapi
 from moonpool.conductor.canary import routes as canary
+from moonpool.conductor.cells.summary import cell
 from moonpool.conductor.dashboard import routes as dashboard_routes
 from moonpool.conductor.dashboard.benchmark_results import BenchResults
 from moonpool.conductor.dashboard.routes import LiveFeed
-from moonpool.runtime.config.options import ConductorOptions
-from moonpool.runtime.errors import PortInUse
 from moonpool.runtime.network.http_connections import BoundedRunner
+from moonpool.runtime.network.http_listening import listen
 from moonpool.runtime.observing import audit
-from moonpool.runtime.security import process
-from moonpool.runtime.security.https import HttpsServer
-from moonpool.runtime.security.posture import check_listening
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +65,7 @@ def create_app(context: ApiContext, lanes: Lanes | None = None) -> web.Applicati
             web.post("/v1/load_lora_adapter", adapters.load),
             web.post("/v1/unload_lora_adapter", adapters.unload),
             web.get("/v1/cluster", pages.cluster),
+            web.get("/v1/cell", cell),
             web.get("/v1/fleet", fleet.listed),
             web.post("/v1/fleet/scale/{role}/{count}", fleet.scale),
             web.post("/v1/fleet/switch/{node}/{role}", fleet.switch),
@@ -158,16 +155,6 @@ async def _prepare(http: web.Request, response: web.StreamResponse) -> None:
         response.force_close()
 
 
-def https_of(options: ConductorOptions, security: process.Security) -> HttpsServer | None:
-    """The certificate of the API. None: plain HTTP. Raises ``ConfigError``."""
-    if options.cert:
-        https = HttpsServer(options.cert, options.key)
-        security.watch("conductor.cert", lambda: https.certificate)
-        return https
-    ours = security.options
-    return HttpsServer(ours.cert, ours.key) if ours.cert else None
-
-
 class ApiServer:
     """Serves the application from ``start`` to ``close``."""
 
@@ -185,24 +172,7 @@ class ApiServer:
 
     async def start(self) -> None:
         """Listen. Raises ``PortInUse``, ``ConfigError``; nothing is open then."""
-        host, port = self._context.options.host, self._context.options.port
-        security = process.current()
-        check_listening(security, host, "conductor.host")
-        https = https_of(self._context.options, security)
-        if https is not None:
-            self.scheme = "https"
-        await self._runner.setup()
-        site = web.TCPSite(
-            self._runner, host, port, backlog=1024, ssl_context=https.context if https is not None else None
-        )
-        try:
-            await site.start()
-        except OSError as error:
-            await self._runner.cleanup()
-            if error.errno == errno.EADDRINUSE:
-                raise PortInUse(host, port, "conductor.port") from error
-            raise
-        self._site = site
+        self._site, self.scheme = await listen(self._runner, self._context.options)
         self.port = int(self._runner.addresses[0][1])
 
     async def drain(self, within_s: float, leave_s: float = 0.0) -> bool:

@@ -42,6 +42,7 @@ _COMMANDS = {
         "serve",
     ),
     "report": _Entry("moonpool.commands.run_report:report_command", "Write a run into one HTML file."),
+    "router": _Entry("moonpool.conductor.cells", "Run a router in front of several clusters.", "serve"),
     "status": _Entry("moonpool.commands.status:status_command", "Print the cluster's nodes and their load."),
     "store": _Entry("moonpool.objects.command:store", "Put, get and verify objects on store nodes."),
     "store-node": _Entry("moonpool.kvstore.store_node", "Run a store node."),

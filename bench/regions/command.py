@@ -9,6 +9,9 @@ import click
 
 from moonpool.bench.harness.command import Run, benchmark
 from moonpool.bench.harness.turns import percentiles
+from moonpool.bench.regions import cells as in_cells
+from moonpool.bench.regions import router_cost
+from moonpool.bench.regions.cells import CellSettings
 from moonpool.bench.regions.days import NEAREST, ROUTINGS, Days, Nearest
 from moonpool.conductor.observing.slo import Slo
 from moonpool.runtime.reports.conditions import CacheState, Conditions, ModelFacts
@@ -37,6 +40,7 @@ class Settings:
     scenario: Scenario  # with one node a region
     counts: Sequence[int]  # of nodes a region
     target: float
+    cells: CellSettings
 
 
 def _simulated(run: Run, settings: Settings) -> Iterator[Row]:
@@ -80,7 +84,23 @@ def _cost(outcome: Outcome, node_price: float) -> float:
     return 1e3 * (outcome.node_s * node_price + outcome.egress) / len(outcome.served)
 
 
-@benchmark({"simulated": _simulated}, packages=("numpy",), rounds=None)
+_CELLS = ("cells", "decision", "memory", "http")
+
+
+@benchmark(
+    {
+        "simulated": _simulated,
+        "cells": lambda run, settings: in_cells.simulated(run, settings.cells),
+        "decision": lambda run, settings: router_cost.decision_rows(run, settings.cells),
+        "memory": lambda run, settings: router_cost.memory_rows(run, settings.cells),
+        "http": lambda run, settings: router_cost.http_rows(run, settings.cells),
+    },
+    packages=("numpy", "aiohttp", "xxhash"),
+    rounds=None,
+    default=("simulated",),
+)
+@click.option("--cells", is_flag=True, help=f"Cells and their router instead: {', '.join(_CELLS)}.")
+@click.option("--sample", default=1000, show_default=True, help="One conversation in so many is simulated.")
 @click.option("--hardware", default="8xa800-llama3-70b", show_default=True, metavar="NAME|FILE")
 @click.option("--nodes", default="1,2,3", show_default=True, metavar="COUNTS", help="A region's, each tried.")
 @click.option("--day", "day_s", default=1800.0, show_default=True, metavar="SECONDS", help="Length of a day.")
@@ -103,6 +123,8 @@ def _cost(outcome: Outcome, node_price: float) -> float:
 def regions(
     run: Run,
     *,
+    cells: bool,
+    sample: int,
     hardware: str,
     nodes: str,
     day_s: float,
@@ -120,18 +142,28 @@ def regions(
     isolated: each region serves its own users. nearest: the nearest region with a node that keeps the TTFT
     SLO. follow-the-sun: what exceeds a region's average goes where it is night, by the clock. cost-aware:
     the conductor's policy goodput, which weighs prefix, distance, price and free capacity.
+
+    --cells: 100 cells of 1,000 nodes under 10^6 requests a second, by the router's own code, and what the
+    router costs.
     """
+    if cells and not run.named:
+        run.parts = list(_CELLS)
     counts = [int(text) for text in nodes.split(",") if text.strip().isdigit() and int(text) > 0]
     if len(counts) != len(nodes.split(",")):
         raise click.BadParameter(f"{nodes!r} is not like 1,2,3", param_hint="--nodes")
     if run.quick:
         day_s, counts = _QUICK_DAY_S, counts[:1]
     found: Hardware = arguments.hardware(hardware, {})
-    run.machine = f"simulated {found.name}"
+    many = CellSettings(sample=sample, seed=seed)
+    if run.quick:
+        many = CellSettings(num_cells=10, rate=1e5, sample=sample, warm_s=10.0, measured_s=20.0, after_s=20.0)
+    in_time = set(run.parts) <= {"simulated"}
+    if in_time:
+        run.machine = f"simulated {found.name}"
     run.conditions = Conditions(
-        [ModelFacts.simulated(found.name)],
+        [ModelFacts.simulated(found.name)] if in_time else (),
         CacheState.holding(0, 0, "every run starts without blocks"),
-        "nothing: the whole day counts",
+        "nothing: the whole day counts" if in_time else f"{many.warm_s:g} s of simulated requests",
         {"workload": seed},
     )
     scenario = Scenario(
@@ -147,4 +179,4 @@ def regions(
         seed=seed,
     )
     workload = Workload(block_tokens=_BLOCK_TOKENS, seed=seed)
-    return Settings(Days(REGIONS, day_s, rate, swing), workload, scenario, sorted(counts), target)
+    return Settings(Days(REGIONS, day_s, rate, swing), workload, scenario, sorted(counts), target, many)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -16,6 +17,7 @@ from moonpool.conductor.access.gate import Gate
 from moonpool.conductor.api.errors import draining
 from moonpool.conductor.api.responses.conversations import Conversations
 from moonpool.conductor.api.sampling_defaults import SamplingDefaults
+from moonpool.conductor.cells.prefixes import HotPrefixes
 from moonpool.conductor.core import Conductor
 from moonpool.conductor.observing.recent_requests import RecentRequests
 from moonpool.conductor.observing.request_metrics import RequestMetrics
@@ -58,8 +60,15 @@ class ApiContext:
         self.handed_over = False  # streams that can go on elsewhere have ended
         self._streams: set[asyncio.Timeout] = set()
         self._in_flight = 0
+        self.hot = HotPrefixes(self.clock)  # of requests, for routers of cells
+        self.cell_summary = -math.inf, b""  # when it was made: see ``cells.summary``
         self.idle = asyncio.Event()
         self.idle.set()
+
+    @property
+    def num_requests(self) -> int:
+        """Generation requests in flight at this conductor."""
+        return self._in_flight
 
     @contextmanager
     def serving(self) -> Iterator[None]:

@@ -28,6 +28,7 @@ from moonpool.conductor.api.streams.resume import Resumable, resumable
 from moonpool.conductor.api.streams.streaming import EventStream, error_event, new_stream
 from moonpool.conductor.api.structure.tool_use import tool_at_fault
 from moonpool.conductor.api.transcript import transcribed
+from moonpool.conductor.cells.prefixes import prefix_digests
 from moonpool.conductor.observing.recent_requests import RequestRecord
 from moonpool.conductor.request import GenerateRequest
 from moonpool.conductor.tools.use import ToolUse
@@ -146,6 +147,9 @@ class GenerationExchange:
         given = await read_object(self._http, self._context.options.max_body_nbytes)
         started_s = self._context.clock()
         body = parse(schema, given if translate is None else await translate(given))
+        if self._context.hot.is_wanted:
+            salt = self._client.salt(str(given.get("cache_salt") or ""))
+            self._context.hot.count(prefix_digests(given, salt))
         tiers = Tiers.of(self._lanes, body, self._client.name)
         if tiers is None:
             assert body.model is not None

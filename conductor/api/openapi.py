@@ -182,6 +182,7 @@ def _paths() -> dict[str, Any]:
         "/v1/models": _page("The served model and its LoRA adapters", _listed(_ref("Model"))),
         "/v1/models/{name}": _page("The model or an adapter by its name", _ref("Model"), 404, name="path"),
         "/v1/cluster": _page("Nodes, their load and tiers", _object(nodes=_list_of(anything))),
+        "/v1/cell": _page("Load and hot prefixes, for routers of cells", anything),
         "/v1/fleet": _page(
             "Nodes, as the index and their provider know them", _object(nodes=_list_of(anything))
         ),

@@ -19,6 +19,7 @@ from moonpool.runtime.config.service_options import (
     HealthOptions,
     LogOptions,
     NodeOptions,
+    RouterOptions,
     TracingOptions,
 )
 from moonpool.runtime.config.store_options import (
@@ -51,6 +52,7 @@ __all__ = [
     "NodeOptions",
     "ParallelOptions",
     "PlannerOptions",
+    "RouterOptions",
     "SecurityOptions",
     "SsdTierOptions",
     "StoreNodeOptions",
@@ -74,6 +76,7 @@ class Config:
     node: NodeOptions = section(NodeOptions)
     store_node: StoreNodeOptions = section(StoreNodeOptions)
     conductor: ConductorOptions = section(ConductorOptions)
+    router: RouterOptions = section(RouterOptions)
     cluster: ClusterOptions = section(ClusterOptions)
     fleet: FleetOptions = section(FleetOptions)
     planner: PlannerOptions = section(PlannerOptions)

@@ -135,6 +135,21 @@ class ConductorOptions(Section, name="conductor"):
 
 
 @dataclass(frozen=True, slots=True)
+class RouterOptions(Section, name="router"):
+    cells: tuple[str, ...] = option(
+        (),
+        "names",
+        "cells of `moonpool router`, each NAME=URL [URL …] [region=REGION]: the conductors of one cluster",
+    )
+    read_key: str = option(
+        "",
+        "text",
+        "one of the cells' read_keys; empty: they ask for none",
+        secret=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterOptions(Section, name="cluster"):
     prefill: int = option(2, "nodes", "prefill nodes `moonpool up` starts", least=0)
     decode: int = option(2, "nodes", "decode nodes `moonpool up` starts", least=0)

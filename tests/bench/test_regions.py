@@ -49,6 +49,24 @@ def test_a_report_compares_all_routings(tmp_path: Path) -> None:
     assert rows["isolated, 1 nodes a region", "of that, bytes between regions"] == 0
 
 
+def test_cells_find_more_prefixes_than_chance_and_fewer_than_one_index(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    parts = ["--part", "cells", "--part", "decision"]
+    result = CliRunner().invoke(
+        bench, ["regions", *parts, "--quick", "--json", str(file)], catch_exceptions=False
+    )
+    assert result.exit_code == 0, result.output
+    content = json.loads(file.read_text())
+    report.validate(content)
+    ratios = {
+        row["case"].partition(": ")[2]: row["value"]
+        for row in content["rows"]
+        if row["metric"] == "prompt tokens from caches"
+    }
+    assert ratios["random"] < ratios["affinity"] <= ratios["one global index"]
+    assert any(row["metric"] == "CPU to choose a cell" for row in content["rows"])
+
+
 @pytest.mark.parametrize("nodes", ["", "0", "2,x"])
 def test_numbers_of_nodes_that_cannot_be_read_are_refused(nodes: str) -> None:
     result = CliRunner().invoke(bench, ["regions", "--nodes", nodes])

@@ -1,0 +1,244 @@
+"""The router: an OpenAI-compatible front that passes each request to the cell that suits it best."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any, Final
+
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict
+from yarl import URL
+
+from moonpool.conductor.access.gate import PRINCIPAL, Gate
+from moonpool.conductor.admission.confinement import is_in, refused
+from moonpool.conductor.admission.tenants import Tenant, may_hold
+from moonpool.conductor.api.errors import ApiError, draining
+from moonpool.conductor.api.request_body import read_object
+from moonpool.conductor.api.streams.resume import HANDED_OVER, LAST_EVENT_ID
+from moonpool.conductor.cells import metrics
+from moonpool.conductor.cells.choice import Cell, candidates
+from moonpool.conductor.cells.prefixes import prefix_digests
+from moonpool.conductor.cells.watch import Cells, Door
+from moonpool.conductor.errors import OutsideRegions
+from moonpool.runtime.config.options import ConductorOptions
+
+log = logging.getLogger(__name__)
+
+CELL_HEADER: Final = "x-moonpool-cell"  # of an answer: the cell that gave it
+REGION_HEADER: Final = "x-moonpool-region"
+REQUEST_ID_HEADER: Final = "x-request-id"
+_MOST_ID: Final = 128
+_CLIENT_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # those that conductors take
+_EVENTS: Final = "text/event-stream"
+_FULL: Final = (429, 503)
+# Of a cell that does not have the stream of Last-Event-ID.
+_UNKNOWN: Final = (403, 404, 410)
+_NOT_PASSED: Final = frozenset(
+    {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer"}
+    | {"transfer-encoding", "upgrade", "host", "content-length", "cookie", "expect", REQUEST_ID_HEADER}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request as all cells get it."""
+
+    http: web.Request
+    body: Mapping[str, Any]  # empty: it has none
+    raw: bytes
+    client: Tenant
+    home: str  # region
+    request_id: str
+
+    @property
+    def resumes(self) -> bool:
+        """Whether it continues a stream, of which only one cell knows."""
+        return LAST_EVENT_ID in self.http.headers
+
+    @property
+    def can_resume(self) -> bool:
+        options = self.body.get("stream_options")
+        return isinstance(options, dict) and options.get("resumable") is True
+
+    @property
+    def about(self) -> str:
+        """The id that it continues or asks about; empty: none."""
+        return str(self.http.match_info.get("id") or self.body.get("previous_response_id") or "")
+
+    @property
+    def model(self) -> str | None:
+        named = self.http.match_info.get("name") or self.body.get("model")
+        return named if isinstance(named, str) else None
+
+    def digests(self) -> list[int]:
+        return prefix_digests(self.body, self.client.salt(str(self.body.get("cache_salt") or "")))
+
+    def headers(self, cell: Cell) -> CIMultiDict[str]:
+        """``cell`` is in the id, and so in the ids of answers and conversations: see ``about``."""
+        passed = _passed(self.http.headers)
+        passed[REQUEST_ID_HEADER] = f"{cell.name}:{self.request_id}"[:_MOST_ID]
+        if self.home:
+            passed[REGION_HEADER] = self.home
+        return passed
+
+
+class Router:
+    """Passes requests on. ``leaving``: /readyz says so; ``is_draining``: requests are refused."""
+
+    def __init__(
+        self,
+        cells: Cells,
+        session: aiohttp.ClientSession,
+        options: ConductorOptions,
+        gate: Gate,
+        region: str = "",
+    ) -> None:
+        """``region``: where this router is."""
+        self.cells = cells
+        self.gate = gate
+        self.leaving = self.is_draining = False
+        self._session = session
+        self._options = options
+        self._region = region
+
+    async def forward(self, http: web.Request) -> web.StreamResponse:
+        """Pass a request on, to another cell if one is lost or full before the first byte of its answer."""
+        if self.is_draining:
+            raise draining()
+        client = http[PRINCIPAL].client
+        if not may_hold(client.regions, self._region):
+            raise OutsideRegions(refused(client, "conductor", f"this router {is_in(self._region)}"))
+        body = await read_object(http, self._options.max_body_nbytes) if http.method == "POST" else {}
+        home = http.headers.get(REGION_HEADER) or client.home_region or self._region
+        given = http.headers.get(REQUEST_ID_HEADER, "")
+        request_id = given if _CLIENT_ID.fullmatch(given) else secrets.token_hex(12)
+        asked = _Asked(http, body, await http.read(), client, home, request_id)
+        first: web.StreamResponse | None = None
+        for cell, door in self._attempts(asked):
+            answer, reason = await self._attempt(asked, cell, door)
+            if answer is not None and not reason:
+                return answer
+            first = first or answer
+            metrics.moved.labels(cell.name, reason).inc()
+            log.info("request %s: cell %s is %s, trying the next one", asked.request_id, cell.name, reason)
+        if first is None:
+            raise _no_cells(asked)
+        return first
+
+    def _attempts(self, asked: _Asked) -> Iterator[tuple[Cell, Door]]:
+        """Conductors to ask in turn, each of them open when it is its turn."""
+        # cmpl-CELL:…, chatcmpl-CELL:… or resp_CELL:…
+        made_by = asked.about.partition(":")[0]
+        known = self.cells.cells.get(re.split("[-_]", made_by, maxsplit=1)[-1])
+        confined = asked.client.regions
+        if known is not None:
+            found = [known] if known.usable and may_hold(confined, known.region) else []
+        else:
+            began_s = time.perf_counter()
+            regions = self.cells.nearest(asked.home)
+            most = None if asked.resumes else self._options.max_attempts
+            chosen = candidates(regions, asked.digests(), model=asked.model, confined=confined, most=most)
+            found = list(chosen)
+            metrics.decision.observe(time.perf_counter() - began_s)
+        for cell in found:
+            for door in self.cells.open_doors(cell):
+                if door.is_open:
+                    yield cell, door
+
+    async def _attempt(self, asked: _Asked, cell: Cell, door: Door) -> tuple[web.StreamResponse | None, str]:
+        """The answer, and why the next cell is to be asked instead; empty: the answer counts."""
+        url = URL(door.url + asked.http.raw_path, encoded=True)
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self.cells.counted(cell, door))
+            try:
+                async with door.waiting():
+                    answer = await stack.enter_async_context(
+                        self._session.request(
+                            asked.http.method, url, data=asked.raw or None, headers=asked.headers(cell)
+                        )
+                    )
+                    streams = answer.content_type == _EVENTS
+                    first = await (answer.content.readany() if streams else answer.read())
+            except aiohttp.ClientConnectorError as error:
+                self.cells.lost(cell, door, str(error))
+                return None, "lost"
+            except (TimeoutError, aiohttp.ClientError, OSError) as error:
+                log.warning("cell %s: %s: %s", cell.name, door.url, error or type(error).__name__)
+                return None, "lost"
+            reason = "full" if answer.status in _FULL else ""
+            if asked.resumes and answer.status in _UNKNOWN:
+                reason = "unknown"
+            headers = _passed(answer.headers)
+            headers.update({REQUEST_ID_HEADER: asked.request_id, CELL_HEADER: cell.name})
+            if not reason:
+                metrics.requests.labels(cell.name, str(answer.status)).inc()
+            if not streams:
+                return web.Response(status=answer.status, headers=headers, body=first), reason
+            response = web.StreamResponse(status=answer.status, headers=headers)
+            await response.prepare(asked.http)
+            await self._stream(response, first, answer, asked, cell)
+            return response, ""
+
+    async def _stream(
+        self,
+        response: web.StreamResponse,
+        chunk: bytes,
+        answer: aiohttp.ClientResponse,
+        asked: _Asked,
+        cell: Cell,
+    ) -> None:
+        """Pass the events on, from ``chunk`` on."""
+        while chunk:
+            try:
+                async with asyncio.timeout(self._options.write_timeout_s):
+                    await response.write(chunk)
+            except TimeoutError:
+                if (transport := asked.http.transport) is not None:
+                    transport.abort()
+                raise ConnectionResetError("the client does not read its stream") from None
+            try:
+                chunk = await answer.content.readany()
+            except (aiohttp.ClientError, OSError) as error:
+                log.warning(
+                    "request %s: cell %s was lost in its stream: %s", asked.request_id, cell.name, error
+                )
+                metrics.broken.labels(cell.name).inc()
+                chunk = HANDED_OVER if asked.can_resume else b"data: " + _cell_lost(cell).body() + b"\n\n"
+                await response.write(chunk)
+                break
+        await response.write_eof()
+
+
+def _passed(headers: Mapping[str, str]) -> CIMultiDict[str]:
+    """Headers without those of one connection."""
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in _NOT_PASSED)
+
+
+def _no_cells(asked: _Asked) -> ApiError:
+    why = f": {asked.client.confinement}" if asked.client.regions else ""
+    kept = f" that has {asked.about[:128]}" if asked.about else ""
+    return ApiError(
+        503,
+        f"no cell{kept} takes requests now{why}",
+        kind="service_unavailable_error",
+        code="no_cells",
+        headers={"Retry-After": "1"},
+    )
+
+
+def _cell_lost(cell: Cell) -> ApiError:
+    return ApiError(
+        503,
+        f"cell {cell.name} was lost in the middle of this stream: what came is valid, and no other cell can "
+        "go on with it; send the request anew",
+        kind="service_unavailable_error",
+        code="cell_lost",
+    )

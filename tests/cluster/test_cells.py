@@ -1,0 +1,180 @@
+"""Three cells, each a cluster with its own Redis, and a router in front: one region of two, one of one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from moonpool.local.cluster import LocalCluster
+from moonpool.runtime.service.child import Child
+from tests.cluster.conftest import eventually, kill, small_config, started
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+
+PROMPT = "And it came to pass in those days that the word of the LORD came unto "
+TENANTS = """
+read_keys = ["sk-read"]
+admin_keys = ["sk-ops"]
+[free]
+keys = ["sk-free"]
+[acme]
+keys = ["sk-acme"]
+regions = ["eu"]
+"""
+REGIONS = {"eu-1": "eu", "eu-2": "eu", "us-1": "us"}
+
+
+@dataclass
+class Reply:
+    """``cell``: that answered; ``events``: of a stream, parsed."""
+
+    status: int
+    cell: str
+    answer: Any
+    events: list[Any]
+
+    @property
+    def text(self) -> str:
+        return "".join(one["choices"][0]["text"] for one in self.events if one.get("choices"))
+
+
+@dataclass
+class Front:
+    url: str
+    cells: dict[str, LocalCluster]
+    session: aiohttp.ClientSession
+
+    async def ask(
+        self, prompt: str, key: str = "free", *, begun: asyncio.Event | None = None, **more: Any
+    ) -> Reply:
+        body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, **more}
+        headers = {"Authorization": f"Bearer sk-{key}"}
+        async with self.session.post(f"{self.url}/v1/completions", json=body, headers=headers) as response:
+            cell, events = response.headers.get("x-moonpool-cell", ""), list[Any]()
+            if not more.get("stream") or response.status != 200:
+                return Reply(response.status, cell, await response.json(), events)
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    events.append(json.loads(line.removeprefix(b"data: ")))
+                    if begun is not None:
+                        begun.set()
+            return Reply(response.status, cell, None, events)
+
+    async def usable(self) -> set[str]:
+        headers = {"Authorization": "Bearer sk-read"}
+        async with self.session.get(f"{self.url}/v1/cluster", headers=headers) as response:
+            return {one["name"] for one in (await response.json())["cells"] if one["usable"]}
+
+    async def until_usable(self, *names: str) -> None:
+        async def as_expected() -> bool:
+            return await self.usable() == set(names)
+
+        await eventually(as_expected)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def front(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Front]:
+    directory: Path = tmp_path_factory.mktemp("cells")
+    tenants = directory / "tenants.toml"
+    tenants.write_text(TENANTS)
+    config = small_config()
+    config = replace(
+        config,
+        conductor=replace(config.conductor, tenants_path=str(tenants)),
+        cluster=replace(config.cluster, prefill=0, decode=0, both=1),
+    )
+    cells: dict[str, LocalCluster] = {}
+    async with AsyncExitStack() as stack:
+        for name, region in REGIONS.items():
+            (directory / name).mkdir()
+            own = replace(config, node=replace(config.node, region=region))
+            cells[name] = await stack.enter_async_context(LocalCluster(own, directory=directory / name))
+        # The options of a cell's processes have the cluster's key, as those of a router should.
+        command = [sys.executable, "-m", "moonpool.conductor.cells"]
+        command += ["--config", str(directory / "eu-1" / "cluster.toml"), "--set", "conductor.port=0"]
+        command += ["--set", "router.read_key=sk-read"]
+        for name, region in REGIONS.items():
+            command += ["--cell", f"{name}={cells[name].url},region={region}"]
+        router = Child("router", command, directory / "router.log", sends_json=True)
+        await stack.enter_async_context(started(router))
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        running = Front(str(router.ready["url"]), cells, session)
+        await running.until_usable(*REGIONS)
+        yield running
+
+
+async def test_a_prefix_stays_in_its_cell_and_hits(front: Front) -> None:
+    used = set()
+    for number in range(6):
+        prompt = f"{number} {PROMPT * 8}"
+        first = await front.ask(prompt)
+        assert first.status == 200, first.answer
+        again = await front.ask(prompt + "Samuel")
+        assert again.cell == first.cell
+        assert again.answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 64
+        used.add(first.cell)
+    assert used == {"eu-1", "eu-2"}, "the router's own region has room"
+
+
+async def test_a_hot_cell_spills_over(front: Front) -> None:
+    alone = await front.ask(PROMPT * 8, max_tokens=64, ignore_eos=True, stream=True)
+    together = await asyncio.gather(
+        *(front.ask(PROMPT * 8, max_tokens=64, ignore_eos=True, stream=True) for _ in range(8))
+    )
+    assert {one.cell for one in together} == {"eu-1", "eu-2"}
+    assert {one.text for one in together} == {alone.text}
+
+
+async def test_a_drained_cell_gets_nothing_new_and_is_used_again(front: Front) -> None:
+    home = (await front.ask(PROMPT * 8)).cell
+    [other] = {"eu-1", "eu-2"} - {home}
+    cluster = front.cells[home]
+    async with cluster.client() as client:
+        await client.drain("both-0")
+    await front.until_usable(other, "us-1")
+    for _ in range(4):
+        assert (await front.ask(PROMPT * 8)).cell == other
+    await cluster.children["both-0"].wait()
+    await cluster.restart("both-0")
+    await front.until_usable(*REGIONS)
+    assert (await front.ask(PROMPT * 8)).cell == home
+
+
+async def test_a_killed_cell_is_replaced_within_the_region_and_then_by_another(front: Front) -> None:
+    """The last test: cells are gone."""
+    home = (await front.ask(PROMPT * 8)).cell
+    [other] = {"eu-1", "eu-2"} - {home}
+    begun = asyncio.Event()
+    long = {"max_tokens": 1500, "ignore_eos": True, "stream": True}
+    stream = asyncio.create_task(front.ask(PROMPT * 8, begun=begun, **long))
+    await begun.wait()
+    for name in front.cells[home].children:
+        kill(front.cells[home], name)
+    broken = await stream
+    assert broken.cell == home and broken.text
+    assert broken.events[-1]["error"]["code"] == "cell_lost"
+    # At once, without an answer that fails: connections are refused before the router has asked.
+    found = await asyncio.gather(*(front.ask(f"{number} {PROMPT}", "acme") for number in range(6)))
+    assert {(one.status, one.cell) for one in found} == {(200, other)}
+    assert (await front.ask(PROMPT * 8)).cell == other
+    for name in front.cells[other].children:
+        kill(front.cells[other], name)
+    assert (await front.ask(PROMPT * 8)).cell == "us-1"
+    confined = await front.ask(PROMPT * 8, "acme")
+    assert (confined.status, confined.answer["error"]["code"]) == (503, "no_cells")
+    assert "tenant acme is confined to eu" in confined.answer["error"]["message"]
+    headers = {"Authorization": "Bearer sk-ops"}
+    listed = f"{front.cells['us-1'].url}/v1/requests?limit=200"
+    async with front.session.get(listed, headers=headers) as response:
+        seen = (await response.json())["data"]
+    assert {one["tenant"] for one in seen} == {"free"}
