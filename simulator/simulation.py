@@ -159,7 +159,7 @@ class Simulation:
     # ------------------------------------------------------------------ placement
 
     def _arrive(self, job: Job) -> None:
-        now_s = self.clock.now_s
+        now_s, slo = self.clock.now_s, job.slo(self.scenario.slo)
         job.attempt += job.attempt == 0
         view = self.cluster.view(job)
         remaining = self._longest - job.num_produced
@@ -169,9 +169,10 @@ class Simulation:
             remaining_tokens=job.remaining,
             expected_tokens=expected,
             deadline_s=_FOREVER_S,
+            fairness_delay_s=self.scenario.placement.slack_s(slo, self.scenario.slo),
             origin=job.request.origin,
         )
-        placement = place(request, view, self.scenario.slo, self.scenario.placement)
+        placement = place(request, view, slo, self.scenario.placement)
         if isinstance(placement, Rejection):
             self._reject(job, "no node" if placement.role else "too large")
             return
@@ -189,7 +190,7 @@ class Simulation:
         if job.attempt == 1 and (decode is None or job.remaining > 1):
             outlook = self.cluster.outlook(decode, job, expected)
             policy = REJECTIONS[self.scenario.rejection]
-            rejection = policy.at_arrival(placement, outlook, self.scenario.slo, now_s)
+            rejection = policy.at_arrival(placement, outlook, slo, now_s)
             if rejection is not None:
                 self._reject(job, rejection.stage or "arrival")
                 return
@@ -282,7 +283,7 @@ class Simulation:
             job.first_token_s = job.since_s = now_s
             job.num_produced = 1
             job.rtt_s = self.cluster.links.regions.between(job.request.origin, node.view.region).rtt_s
-            in_time = now_s + job.rtt_s - job.request.arrival_s <= self.scenario.slo.ttft_s
+            in_time = now_s + job.rtt_s - job.request.arrival_s <= job.slo(self.scenario.slo).ttft_s
             self.demand.first_token(in_time)
             if not in_time:
                 self._count_late()
@@ -300,7 +301,7 @@ class Simulation:
             outlook = self.cluster.outlook(decode, job, expected)
             assert outlook is not None
             policy = REJECTIONS[self.scenario.rejection]
-            if policy.before_decode(outlook, self.scenario.slo, now_s) is not None:
+            if policy.before_decode(outlook, job.slo(self.scenario.slo), now_s) is not None:
                 self._reject(job, "decode")
                 return
         decode.load.decoding(job)
@@ -350,7 +351,7 @@ class Simulation:
     def _finish(self, job: Job) -> None:
         self._lengths.observe(job.request.input_tokens, job.request.output_tokens)
         gap_s = (job.since_s - job.first_token_s) / max(job.request.output_tokens - 1, 1)
-        self.demand.ended(job.request.output_tokens, gap_s <= self.scenario.slo.tbt_s)
+        self.demand.ended(job.request.output_tokens, gap_s <= job.slo(self.scenario.slo).tbt_s)
         self._end(job)
 
     def _reject(self, job: Job, stage: str) -> None:
