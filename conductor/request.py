@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moonpool.conductor.admission.tenants import ANYONE, Tenant
+from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.observing.timelines.delivery import Delivery
 from moonpool.protos import node_pb2
 from moonpool.runtime.structure.grammars import Structure
@@ -71,6 +72,8 @@ class GenerateRequest:
     deadline_s: float | None = None  # seconds from now, bounded by the conductor's; None: those alone
     tenant: str = ""  # ``Tenant.salt``: prefixes are shared only within one
     client: Tenant = ANYONE  # the tenant with the limits and weight
+    slo_ttft_s: float = 0.0  # that its client asks for; 0: as its tenant's, or the cluster's
+    slo_tbt_s: float = 0.0
     batch: bool = False  # of the batch class: uses only idle capacity
     follows: bool = False  # another one of the same API request was admitted: this one waits for room
     output_ids: tuple[int, ...] = ()  # tokens that another conductor has streamed: it goes on after them
@@ -80,6 +83,14 @@ class GenerateRequest:
     cache_hint: CacheHint | None = None
     delivery: Delivery = field(default_factory=Delivery)  # who takes its tokens tells how long that took
     origin: str = ""  # the region that its tokens go to; empty: that of the conductor
+
+    def slo(self, usual: Slo) -> Slo:
+        """Its latency targets. ``usual``: the cluster's."""
+        return self.granted_slo(usual).with_limits(self.slo_ttft_s, self.slo_tbt_s)
+
+    def granted_slo(self, usual: Slo) -> Slo:
+        """Those of its tenant, whatever its client asks for."""
+        return usual.with_limits(self.client.slo_ttft_s, self.client.slo_tbt_s)
 
     @property
     def adapter_name(self) -> str:

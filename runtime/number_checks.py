@@ -64,7 +64,7 @@ BY_FIELD: Mapping[str, Range] = {
     "moonpool.Sampling.logit_bias": Range(-100.0, 100.0),
     "moonpool.Sampling.num_logprobs": Range(-1, 1 << 20),
     "moonpool.Work.left_s": DURATION_S,
-    "moonpool.Work.patience_s": DURATION_S,
+    "moonpool.Work.patience_s": MEASURED_S,
     "moonpool.Work.tbt_s": DURATION_S,
     "moonpool.Adapter.loaded_unix_s": UNIX_S,
     "moonpool.Adapter.rank": Range(0, 256),

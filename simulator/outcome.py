@@ -29,8 +29,11 @@ class Served:
     tpot_s: float = 0.0  # (last - first token) / (tokens - 1); 0: a single token
     tbt_s: float = 0.0  # mean of the longest tenth of the gaps between tokens; 0: a single token
     e2e_s: float = -1.0
+    slo: Slo | None = None  # of its own
 
     def within(self, slo: Slo) -> bool:
+        """``slo``: of requests without one of their own."""
+        slo = self.slo or slo
         return not self.rejected and self.ttft_s <= slo.ttft_s and self.tbt_s <= slo.tbt_s
 
 
@@ -60,7 +63,7 @@ class Outcome:
 
     @property
     def num_within(self) -> int:
-        """Requests served within both SLOs."""
+        """Requests served within both SLOs: their own, or the cluster's."""
         return sum(each.within(self.slo) for each in self.served)
 
     @property
@@ -105,14 +108,14 @@ def served(job: Job) -> Served:
     request = job.request
     plain = (request.arrival_s, request.input_tokens, request.output_tokens, job.rejected)
     if job.first_token_s < 0 or job.rejected:
-        return Served(*plain, ttft_s=max(job.first_token_s - request.arrival_s, -1.0))
+        return Served(*plain, ttft_s=max(job.first_token_s - request.arrival_s, -1.0), slo=request.slo)
     gaps_s = np.concatenate(job.gaps_s) if job.gaps_s else np.empty(0)
     assert len(gaps_s) == request.output_tokens - 1, "a token was lost, or came twice"
     tpot_s = tbt_s = 0.0
     if len(gaps_s):
         tpot_s, tbt_s = float(gaps_s.mean()), longest_tenth_s(gaps_s)
     since_s = request.arrival_s - job.rtt_s
-    return Served(*plain, job.first_token_s - since_s, tpot_s, tbt_s, job.done_s - since_s)
+    return Served(*plain, job.first_token_s - since_s, tpot_s, tbt_s, job.done_s - since_s, request.slo)
 
 
 def longest_tenth_s(gaps_s: npt.NDArray[np.float64]) -> float:

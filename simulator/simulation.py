@@ -162,7 +162,7 @@ class Simulation:
     # ------------------------------------------------------------------ placement
 
     def _arrive(self, job: Job) -> None:
-        now_s = self.clock.now_s
+        now_s, slo = self.clock.now_s, job.slo(self.scenario.slo)
         job.attempt += job.attempt == 0
         view = self.cluster.view(job)
         limit = job.request.output_tokens if self.scenario.knows_lengths else self._longest
@@ -173,11 +173,12 @@ class Simulation:
             remaining_tokens=job.remaining,
             expected_tokens=expected,
             deadline_s=_FOREVER_S,
+            fairness_delay_s=self.scenario.placement.slack_s(slo, self.scenario.slo),
             origin=job.request.origin,
             adapter=job.request.adapter,
         )
-        slo = self.scenario.slo if job.attempt == 1 else Slo()
-        placement = place(request, view, slo, self.scenario.placement)
+        given = slo if job.attempt == 1 else Slo()
+        placement = place(request, view, given, self.scenario.placement)
         if isinstance(placement, Rejection):
             self._reject(job, "no node" if placement.role else "too large")
             return
@@ -195,7 +196,7 @@ class Simulation:
         if job.attempt == 1 and (decode is None or job.remaining > 1):
             outlook = self.cluster.outlook(decode, job, expected)
             policy = REJECTIONS[self.scenario.rejection]
-            rejection = policy.at_arrival(placement, outlook, self.scenario.slo, now_s)
+            rejection = policy.at_arrival(placement, outlook, slo, now_s)
             if rejection is not None:
                 self._reject(job, rejection.stage or "arrival")
                 return
@@ -292,7 +293,7 @@ class Simulation:
             job.first_token_s = job.since_s = now_s
             job.num_produced = 1
             job.rtt_s = self.cluster.links.regions.between(job.request.origin, node.view.region).rtt_s
-            in_time = now_s + job.rtt_s - job.request.arrival_s <= self.scenario.slo.ttft_s
+            in_time = now_s + job.rtt_s - job.request.arrival_s <= job.slo(self.scenario.slo).ttft_s
             self.demand.first_token(in_time)
             if not in_time:
                 self._count_late()
@@ -310,7 +311,7 @@ class Simulation:
             outlook = self.cluster.outlook(decode, job, expected)
             assert outlook is not None
             policy = REJECTIONS[self.scenario.rejection]
-            if policy.before_decode(outlook, self.scenario.slo, now_s) is not None:
+            if policy.before_decode(outlook, job.slo(self.scenario.slo), now_s) is not None:
                 self._reject(job, "decode")
                 return
         decode.load.decoding(job)
@@ -366,7 +367,7 @@ class Simulation:
     def _finish(self, job: Job) -> None:
         self._lengths.observe(job.request.input_tokens, job.request.output_tokens)
         gap_s = (job.since_s - job.first_token_s) / max(job.request.output_tokens - 1, 1)
-        self.demand.ended(job.request.output_tokens, gap_s <= self.scenario.slo.tbt_s)
+        self.demand.ended(job.request.output_tokens, gap_s <= job.slo(self.scenario.slo).tbt_s)
         self._end(job)
 
     def _reject(self, job: Job, stage: str) -> None:

@@ -28,7 +28,7 @@ from moonpool.bench.serve.client.http_client import HttpClient
 from moonpool.bench.serve.client.server import RequestFailed, Server, new_request_id
 from moonpool.bench.serve.client.workload import Prompts, Workload
 from moonpool.bench.serve.colocated import colocated_rows
-from moonpool.bench.serve.figures import Slo, load_rows
+from moonpool.bench.serve.figures import Slo, load_rows, prediction_rows
 from moonpool.bench.serve.first_requests import first_request_rows
 from moonpool.bench.serve.load_sweep import sweep_rows
 from moonpool.bench.serve.occupancy import Watch, occupancy_rows
@@ -323,8 +323,10 @@ async def workload_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
         raise RequestFailed(f"every request of {name!r} failed")
     for row in load_rows(name, outcome, settings.slo):
         yield row
-    for row in occupancy_rows(name, occupancy) if occupancy is not None else ():
-        yield row
+    if occupancy is not None:
+        _, cluster = read_json(await server.http.get("/v1/cluster"))
+        for row in (*occupancy_rows(name, occupancy), *prediction_rows(name, cluster)):
+            yield row
 
 
 async def load_sweep(run: Run, settings: Settings) -> AsyncIterator[Row]:

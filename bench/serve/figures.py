@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from moonpool.bench.harness.turns import spread
 from moonpool.bench.serve.client.answer import Answer
 from moonpool.bench.serve.client.server import Outcome
+from moonpool.conductor.costs.model import ERRORS_KEPT
 from moonpool.runtime.reports.report import Row
 
 
@@ -51,3 +54,14 @@ def load_rows(case: str, outcome: Outcome, slo: Slo) -> list[Row]:
         rows.append(Row(case, "prompt tokens from cache", float(cached), "tokens"))
         rows.append(Row(case, "cache hit", 100 * cached / max(1, prompt_tokens), "%"))
     return rows
+
+
+def prediction_rows(case: str, cluster: Mapping[str, Any]) -> list[Row]:
+    """Errors of the conductor's estimates, of its latest requests. ``cluster``: its ``/v1/cluster``."""
+    found: list[Row] = []
+    for name, errors in cluster.get("prediction_errors", {}).items():
+        for quantile in ("p50", "p90"):
+            if (percent := errors[f"{quantile}_percent"]) is not None:
+                unit = f"% of the measured, latest {min(errors['count'], ERRORS_KEPT)}"
+                found.append(Row(case, f"error of the predicted {name}, {quantile}", percent, unit))
+    return found

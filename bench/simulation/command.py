@@ -33,7 +33,7 @@ from moonpool.simulator.inputs.azure_trace import load_azure_trace
 from moonpool.simulator.inputs.hardware import SHIPPED
 from moonpool.simulator.inputs.prefixes import with_prefixes
 from moonpool.simulator.inputs.scenario import Scenario
-from moonpool.simulator.inputs.trace import BLOCK_TOKENS, TraceRequest, at_speed, load_trace
+from moonpool.simulator.inputs.trace import BLOCK_TOKENS, TraceRequest, at_speed, beside, load_trace
 from moonpool.simulator.outcome import Outcome
 from moonpool.simulator.simulation import Simulation
 
@@ -54,6 +54,11 @@ _SCENARIO = (
     "that are shared as in Mooncake's conversation trace.",
 )
 @click.option("--workload", metavar="KEY=VALUE,…", help="Generate requests instead: sessions=500,rate=2.")
+@click.option(
+    "--beside",
+    metavar="KEY=VALUE,…",
+    help="A second workload at the same time, such as batch requests with slo_ttft=120,slo_tbt=1.",
+)
 @click.option("--prefill", "num_prefill", default=8, show_default=True, help="Prefill nodes.")
 @click.option("--decode", "num_decode", default=8, show_default=True, help="Decode nodes.")
 @click.option("--both", "num_both", default=0, help="Instead: nodes that prefill and decode.")
@@ -254,7 +259,10 @@ def _requests(given: dict[str, Any]) -> list[TraceRequest]:
         found = with_prefixes(load_azure_trace(path), block_tokens=block_tokens, seed=seed)
     else:
         found = load_trace(path, block_tokens=block_tokens)
-    return at_speed(found, given["speed"], given["limit"])
+    found = at_speed(found, given["speed"], given["limit"])
+    if given["beside"] is None:
+        return found
+    return beside(found, inputs.workload(given["beside"], block_tokens, seed).requests())
 
 
 def _scenario(given: dict[str, Any], policy: str) -> Scenario:

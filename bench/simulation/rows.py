@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -52,11 +53,29 @@ def rows(case: str, outcome: Outcome) -> list[Row]:
         ("GPUs busy", 100 * outcome.busy_ratio, "% of GPU s"),
     ]
     found = [Row(case, metric, float(value), unit) for metric, value, unit in figures]
+    found += _class_rows(case, outcome)
     for metric, latency_s in _LATENCIES.items():
         if values := _values(outcome, metric, latency_s):
             mean_ms = 1e3 * float(np.mean(values))
             found.append(Row(case, metric, mean_ms, "ms, mean", **percentiles(values, 1e3)))
     return found
+
+
+def _class_rows(case: str, outcome: Outcome) -> list[Row]:
+    """Where requests have SLOs of their own: the fraction within, for each SLO."""
+    classes = Counter(each.slo or outcome.slo for each in outcome.served)
+    if len(classes) < 2:
+        return []
+    within = Counter(each.slo or outcome.slo for each in outcome.served if each.within(outcome.slo))
+    return [
+        Row(
+            case,
+            f"within TTFT {slo.ttft_s:g} s, TBT {slo.tbt_s:g} s",
+            100 * within[slo] / count,
+            f"% of {count} requests",
+        )
+        for slo, count in sorted(classes.items(), key=lambda item: (item[0].ttft_s, item[0].tbt_s))
+    ]
 
 
 def _values(outcome: Outcome, metric: str, latency_s: Callable[[Served], float]) -> list[float]:

@@ -12,6 +12,8 @@ max_requests = 64               # in flight
 tokens_per_minute = 200000      # prompt and output
 cached_nbytes = "2GiB"          # of KV blocks kept on one node
 class = "batch"                 # of requests that do not say; otherwise "interactive"
+slo_ttft_s = 2.0                # instead of conductor.slo_ttft_s, for its requests
+slo_tbt_s = 0.1                 # instead of conductor.slo_tbt_s
 regions = ["eu"]                # its prompts and KV are in these only: docs/regions.md
 home_region = "eu"              # where its requests come from, without the header X-Moonpool-Region
 """
@@ -31,7 +33,7 @@ from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, Ty
 from moonpool.conductor.access.roles import ADMIN, EVERYBODY, INFERENCE, READ, Principal
 from moonpool.conductor.admission.tenants import ANYONE, INTERACTIVE, LEAST_WEIGHT, Tenant
 from moonpool.runtime.errors import ConfigError
-from moonpool.runtime.number_checks import COUNT, NBYTES
+from moonpool.runtime.number_checks import COUNT, DURATION_S, NBYTES
 
 _SHA256 = "sha256:"
 
@@ -119,6 +121,8 @@ class _Table(BaseModel):
     tokens_per_minute: int = Field(default=0, ge=0, le=COUNT.high)
     cached_nbytes: Annotated[int, BeforeValidator(_as_nbytes)] = Field(default=0, ge=0, le=NBYTES.high)
     service_class: Literal["interactive", "batch"] = Field(default=INTERACTIVE, alias="class")
+    slo_ttft_s: float = Field(default=0.0, ge=0, le=DURATION_S.high)
+    slo_tbt_s: float = Field(default=0.0, ge=0, le=DURATION_S.high)
     home_region: str = ""
     # An empty list could mean everywhere or nowhere: it is refused.
     regions: list[_Name] = Field(default=[], min_length=1)

@@ -84,11 +84,13 @@ REJECTIONS: Mapping[str, RejectionPolicy] = {
 
 def _slow_decode(decode: DecodeOutlook, slo: Slo, now_s: float, at_s: float, stage: str) -> Rejection | None:
     gap_s = decode.gap_s(now_s, at_s)
-    if gap_s <= _STEP_PART * slo.tbt_s:
+    # A step is one for the whole batch: a request with a long limit must not slow down others.
+    tbt_s = min(slo.tbt_s, decode.schedule.least_tbt_s())
+    if gap_s <= _STEP_PART * tbt_s:
         return None
     what = "no KV blocks would be free" if gap_s == math.inf else f"a token would take {gap_s:.3g} s"
     return Rejection(
-        f"on decode node {decode.view.node_id} {what}; {slo.tbt_s:.3g} s between tokens are allowed",
+        f"on decode node {decode.view.node_id} {what}; {tbt_s:.3g} s between tokens are allowed",
         retry_after_s=decode.schedule.next_end_s(now_s) - now_s,
         stage=stage,
     )

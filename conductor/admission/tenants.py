@@ -30,6 +30,8 @@ class Tenant:
     tokens_per_minute: int = 0  # 0: any number
     cached_nbytes: int = 0  # 0: as much as eviction leaves
     service_class: Literal["interactive", "batch"] = INTERACTIVE
+    slo_ttft_s: float = 0.0  # of its requests; 0: as the cluster's
+    slo_tbt_s: float = 0.0
     regions: Regions = EVERYWHERE  # that its prompts and KV are confined to
     home_region: str = ""  # where its requests come from; empty: the conductor's
 

@@ -34,12 +34,15 @@ from moonpool.conductor.request import GenerateRequest
 from moonpool.conductor.tools.use import ToolUse
 from moonpool.protos import node_pb2
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.number_checks import DURATION_S
 from moonpool.runtime.observing import audit, tracing
 from moonpool.runtime.observing.log import request_id
 from moonpool.runtime.structure.grammars import Structure, StructureInvalid, StructureUnsupported
 
 REQUEST_ID_HEADER = "x-request-id"
 REGION_HEADER = "x-moonpool-region"  # where the request comes from
+# Latency targets of the request in milliseconds, named as llm-d names them.
+TTFT_HEADER, TPOT_HEADER = "x-slo-ttft-ms", "x-slo-tpot-ms"
 EXPLAIN_HEADER = "x-moonpool-explain"  # 1: the answer includes the placements and their reasons
 REQUEST_ID = web.RequestKey("request_id", str)
 
@@ -268,6 +271,7 @@ class GenerationExchange:
         if len(prompts) * body.n > MAX_SEQUENCES:
             raise bad_request(f"n: {len(prompts)} prompts × {body.n} is more than {MAX_SEQUENCES}", "n")
         context, runs = self._context, list[SequenceRun]()
+        slo_ttft_s, slo_tbt_s = (_limit_s(self._http, name) for name in (TTFT_HEADER, TPOT_HEADER))
         alone = len(prompts) * body.n == 1
         for prompt in prompts:
             limit = output_limit(prompt, body, default_limit, context.conductor.model)
@@ -289,6 +293,8 @@ class GenerationExchange:
                     deadline_s=body.timeout,
                     tenant=self._client.salt(body.cache_salt),
                     client=self._client,
+                    slo_ttft_s=slo_ttft_s,
+                    slo_tbt_s=slo_tbt_s,
                     batch=_is_batch(body, self._client),
                     follows=bool(runs),
                     prompt_logprobs=_wants_prompt_logprobs(body),
@@ -404,6 +410,22 @@ def _wants_explanation(http: web.Request) -> bool:
     if given not in ("0", "1"):
         raise bad_request(f"the header {EXPLAIN_HEADER} must be 0 or 1, got {given[:64]!r}", EXPLAIN_HEADER)
     return given == "1"
+
+
+def _limit_s(http: web.Request, header: str) -> float:
+    """Seconds; 0: the request does not say."""
+    given = http.headers.get(header)
+    if given is None:
+        return 0.0
+    try:
+        limit_s = float(given) / 1e3
+    except ValueError:
+        limit_s = 0.0
+    if not 0 < limit_s <= DURATION_S.high:
+        raise bad_request(
+            f"the header {header} must be a number of milliseconds above 0, got {given[:64]!r}", header
+        )
+    return limit_s
 
 
 def _is_batch(body: GenerationBody, client: Tenant) -> bool:

@@ -315,6 +315,17 @@ def _errors(*statuses: int) -> dict[str, Any]:
     return {str(status): {"description": _ERRORS[str(status)], "content": content} for status in statuses}
 
 
+_SLO_HEADERS = [
+    {
+        "name": name,
+        "in": "header",
+        "description": f"Wanted {what}, in milliseconds; without it the tenant's or the cluster's SLO.",
+        "schema": {"type": "number", "exclusiveMinimum": 0},
+    }
+    for name, what in (("x-slo-ttft-ms", "time to the first token"), ("x-slo-tpot-ms", "time between tokens"))
+]
+
+
 def _generation(body: str, answer: str, summary: str) -> dict[str, Any]:
     return {
         "summary": summary,
@@ -324,7 +335,8 @@ def _generation(body: str, answer: str, summary: str) -> dict[str, Any]:
                 "in": "header",
                 "description": "1: the answer includes placements, their reasons and each prefix's outcome.",
                 "schema": {"type": "string", "enum": ["0", "1"]},
-            }
+            },
+            *_SLO_HEADERS,
         ],
         "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(body)}}},
         "responses": {

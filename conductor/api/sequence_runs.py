@@ -64,6 +64,7 @@ async def _run(
         len(run.choice.prompt.token_ids),
         run.request.request_id,
         tracing.trace_id(),
+        run.request.slo(context.metrics.slo),
     )
     async with slots:
         reason, request = "cancelled", run.request

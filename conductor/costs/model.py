@@ -138,14 +138,15 @@ class NodeCost:
         return self.profile.step_s(num_sequences, context_tokens) * self.decode_correction.factor(now_s)
 
 
-# Of prediction errors.
+# Of prediction errors, and the latest of each kind that count.
 QUANTILES = (0.5, 0.9, 0.95, 0.99)
+ERRORS_KEPT = 256
 
 
 class PredictionErrors:
     """Absolute errors in percent of what was measured, and the latest pairs of predicted and measured."""
 
-    def __init__(self, window: int = 256) -> None:
+    def __init__(self, window: int = ERRORS_KEPT) -> None:
         self._percents: deque[float] = deque(maxlen=window)
         self._latest: deque[tuple[float, float]] = deque(maxlen=48)
         self.count = 0

@@ -99,8 +99,8 @@ class RequestMetrics:
         slo: Slo | None = None,
         beside: RequestMetrics | None = None,
     ) -> None:
-        """``slo``: a sequence must keep it to count as good; None: every sequence is good. ``beside``: the
-        metrics of another model, with families that these join."""
+        """``slo``: of sequences without one of their own; None: none. ``beside``: the metrics of another
+        model, with families that these join."""
         self.registry = registry
         self.slo = slo or Slo()
         self._model = model
@@ -139,7 +139,7 @@ class RequestMetrics:
         queried = "Prompt tokens looked up in the KV cache"
         self.queried_tokens = of_model(Counter, "prefix_queried_tokens", queried)
         self.hit_tokens = of_model(Counter, "prefix_hit_tokens", "Of those, found there and not computed")
-        good = "Sequences that ended well and kept conductor.slo_ttft_s and, as a mean, conductor.slo_tbt_s"
+        good = "Sequences that ended well and kept their SLOs: of the first token, and of the mean gap"
         self.good = of_model(Counter, "requests_within_slo", good)
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -213,6 +213,7 @@ class SequenceClock:
     num_prompt_tokens: int
     request_id: str
     trace_id: str = ""
+    slo: Slo | None = None  # that it must keep to count as good; None: as the others of ``metrics``
     first_s: float = 0.0
     last_s: float = 0.0
     num_tokens: int = 0
@@ -256,7 +257,8 @@ class SequenceClock:
         if self.num_tokens > 1:
             tpot_s = (self.last_s - self.first_s) / (self.num_tokens - 1)
             metrics.tpot.observe(tpot_s, self._exemplar())
-        kept = self.first_s - self.arrived_s <= metrics.slo.ttft_s and tpot_s <= metrics.slo.tbt_s
+        slo = self.slo or metrics.slo
+        kept = self.first_s - self.arrived_s <= slo.ttft_s and tpot_s <= slo.tbt_s
         if kept and reason in ("stop", "length"):
             metrics.good.inc()
 

@@ -23,3 +23,7 @@ class Slo:
     def of_limits(cls, ttft_s: float, tbt_s: float) -> Slo:
         """0: none."""
         return cls(ttft_s or math.inf, tbt_s or math.inf)
+
+    def with_limits(self, ttft_s: float, tbt_s: float) -> Slo:
+        """These limits instead of its own; 0: its own."""
+        return Slo(ttft_s or self.ttft_s, tbt_s or self.tbt_s)

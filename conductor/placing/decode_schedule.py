@@ -15,6 +15,7 @@ class _Residency:
     starts_s: float
     ends_s: float
     num_tokens: int
+    tbt_s: float
     begun: bool = False
 
     @property
@@ -45,9 +46,11 @@ class DecodeSchedule:
     def __len__(self) -> int:
         return len(self._residencies)
 
-    def add(self, key: Hashable, *, starts_s: float, ends_s: float, num_tokens: int) -> None:
-        """Expect a request. ``num_tokens``: of KV, on average while it decodes."""
-        self._residencies[key] = _Residency(starts_s, max(ends_s, starts_s), num_tokens)
+    def add(
+        self, key: Hashable, *, starts_s: float, ends_s: float, num_tokens: int, tbt_s: float = math.inf
+    ) -> None:
+        """Expect a request. ``num_tokens``: of KV, on average while it decodes. ``tbt_s``: its SLO."""
+        self._residencies[key] = _Residency(starts_s, max(ends_s, starts_s), num_tokens, tbt_s)
 
     def begin(self, key: Hashable, now_s: float) -> None:
         """The request is in the batch; an unknown key is ignored."""
@@ -69,6 +72,10 @@ class DecodeSchedule:
                 num_sequences += probability
                 num_tokens += probability * residency.num_tokens
         return num_sequences, num_tokens
+
+    def least_tbt_s(self) -> float:
+        """The shortest SLO of its requests; infinite: none has one. One batch keeps it for all."""
+        return min((residency.tbt_s for residency in self._residencies.values()), default=math.inf)
 
     def wait_s(self, num_ends: int) -> float:
         """How long so many ends of running requests probably take; 0 while none runs."""

@@ -107,13 +107,15 @@ class LoadLedger:
         num_blocks: int,
         starts_in_s: float,
         lasts_s: float,
+        tbt_s: float = math.inf,
     ) -> None:
         """A request with ``num_tokens`` was placed, to produce ``expected_tokens`` more: ``num_blocks``
-        of KV in the end. The times are predictions.
+        of KV in the end. The times are predictions, but for its SLO, ``tbt_s``.
         """
         starts_s = self._clock() + starts_in_s
         average_tokens = num_tokens + expected_tokens // 2
-        self.schedule.add(key, starts_s=starts_s, ends_s=starts_s + lasts_s, num_tokens=average_tokens)
+        ends_s = starts_s + lasts_s
+        self.schedule.add(key, starts_s=starts_s, ends_s=ends_s, num_tokens=average_tokens, tbt_s=tbt_s)
         self._decodes[key] = num_tokens, num_blocks
         self._num_blocks += num_blocks
         self._context_tokens += num_tokens

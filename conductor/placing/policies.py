@@ -48,6 +48,11 @@ class Policy(ABC):
         """
         return 0.0
 
+    def slack_s(self, slo: Slo, usual: Slo) -> float:
+        """As ``patience_s``, for a request with an SLO of its own; negative: it overtakes those that came
+        before it by so much. ``usual``: the cluster's SLO."""
+        return 0.0
+
     @abstractmethod
     def prefill(
         self, candidates: Sequence[PrefillEstimate], view: ClusterView, slo: Slo
@@ -169,6 +174,11 @@ class Goodput(Policy):
 
     def patience_s(self, compute_s: float, late: bool = False) -> float:
         return self.late_patience_s if late else min(self.patience * compute_s, self.longest_patience_s)
+
+    def slack_s(self, slo: Slo, usual: Slo) -> float:
+        # The difference of the deadlines: among requests of one SLO the order is as without SLOs.
+        most_s = self.late_patience_s
+        return min(slo.ttft_s, most_s) - min(usual.ttft_s, most_s)
 
     def prefill(self, candidates: Sequence[PrefillEstimate], view: ClusterView, slo: Slo) -> PrefillChoice:
         in_time = [c for c in candidates if c.ttft_s <= slo.ttft_s] or candidates

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Coroutine
 from contextvars import copy_context
@@ -107,6 +108,7 @@ class Attempt:
                 num_blocks=plan.num_blocks,
                 starts_in_s=placement.prefill.ttft_s + estimate.transfer_s,
                 lasts_s=estimate.total_s - estimate.transfer_s,
+                tbt_s=plan.decode_request.work.tbt_s or math.inf,
             )
             plan.decode.client.attach(plan.key, self)
             # The prefill node is needed until its blocks are on the decode node.

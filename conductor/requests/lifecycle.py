@@ -71,7 +71,7 @@ class RequestRun:
             deps.activity,
             deps.clock,
             request.client.name,
-            deps.slo,
+            request.slo(deps.slo),
             deps.ledger,
             deps.price,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -112,6 +113,7 @@ class Migration:
             starts_in_s=0.0,
             lasts_s=target.view.cost.profile.step_s(target.view.num_running + 1, num_tokens)
             * plan.expected_tokens,
+            tbt_s=plan.request.work.tbt_s or math.inf,
         )
         target.client.attach(plan.key, self)
         self._call = asyncio.create_task(self._decode(), context=copy_context())

@@ -67,6 +67,7 @@ class RequestPlacer:
         self._lineage = lineage
         self._limit = limit
         self._deadline = deadline
+        self._slo = request.slo(deps.slo)
         self._order_s: float | None = None  # its turn among the requests of all tenants
         self._charged, self._decode_token_s = Work(), 0.0
         # Drawn once, so that sampling does not depend on placements.
@@ -101,7 +102,7 @@ class RequestPlacer:
             keys, self.avoid | lacking, self._request.only, self._request.client.regions
         )
         self._prefixes = view.prefix_blocks
-        outcome = place(request, view, Slo() if begun else deps.slo, deps.policy)
+        outcome = place(request, view, Slo() if begun else self._slo, deps.policy)
         if lacking and isinstance(outcome, Placement):
             decode = outcome.decode
             for node_id in (outcome.prefill.node_id, *([decode.node_id] if decode is not None else [])):
@@ -114,14 +115,14 @@ class RequestPlacer:
         """The rejection of a request that has not begun; None: accepted."""
         deps, decode = self._deps, placement.decode
         outlook = self._outlook(deps.registry.members[decode.node_id]) if decode else None
-        return deps.rejection.at_arrival(placement, outlook, deps.slo, deps.clock())
+        return deps.rejection.at_arrival(placement, outlook, self._slo, deps.clock())
 
     def rejected_before_decode(self, attempt: Attempt) -> Rejection | None:
         """The rejection after the prefill, with nothing streamed; None: accepted."""
         deps, plan = self._deps, attempt.plan
         if plan.decode is None:
             return None
-        return deps.rejection.before_decode(self._outlook(plan.decode, plan.key), deps.slo, deps.clock())
+        return deps.rejection.before_decode(self._outlook(plan.decode, plan.key), self._slo, deps.clock())
 
     def is_idle_enough(self, placement: Placement) -> bool:
         """Whether a batch request would use only idle capacity."""
@@ -301,7 +302,7 @@ class RequestPlacer:
             left_s=self._deadline.run_s(self._deps.clock()),
             attempt=number,
             patience_s=patience_s,
-            tbt_s=0.0 if math.isinf(self._deps.slo.tbt_s) else self._deps.slo.tbt_s,
+            tbt_s=0.0 if math.isinf(self._slo.tbt_s) else self._slo.tbt_s,
             adapter=self._request.adapter,
             adapter_source=self._adapter_source(nodes),
         )
@@ -320,7 +321,7 @@ class RequestPlacer:
         return asked + _BATCH_PRIORITY if self._request.batch else asked
 
     def _fairness_delay_s(self, now_s: float) -> float:
-        """Seconds added to its arrival in the queues of nodes."""
+        """Seconds added to its arrival in the queues of nodes; negative: with a shorter SLO than others."""
         if self._request.batch:
             return _BATCH_LAG_S
         # Decided once: a request that is placed again keeps its turn, whatever its tenant was charged since.
@@ -329,7 +330,13 @@ class RequestPlacer:
             delay_s = deps.fair_share.delay_s(tenant, now_s)
             delay_s += deps.adapter_shares.delay_s(tenant, self._request.adapter_name, now_s)
             self._order_s = now_s + delay_s
-        return max(self._order_s - now_s, 0.0)
+        return max(self._order_s - now_s, 0.0) + self._slack_s()
+
+    def _slack_s(self) -> float:
+        # Only the operator lets requests go before others: a client may ask for a later turn, not an earlier.
+        usual = self._deps.slo
+        granted = self._request.granted_slo(usual)
+        return self._deps.policy.slack_s(Slo(max(granted.ttft_s, self._slo.ttft_s)), usual)
 
     def _lacking(self) -> set[str]:
         """Nodes that cannot enforce the request's structure."""

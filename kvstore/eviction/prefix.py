@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from typing import ClassVar
 
 from moonpool.kvstore.eviction.life_table import LifeTable
 from moonpool.kvstore.eviction.savings import SavedSeconds
@@ -49,11 +50,13 @@ class Prefix:
     so a long document read once does not displace conversations. Without observations this is LRU.
     """
 
+    num_kinds: ClassVar[int] = 25 + _MAX_USES
+
     def __init__(self, capacity_blocks: int, saved_s: SavedSeconds | None = None) -> None:
         """``saved_s``: see ``savings``; evaluated again regularly. None: every hit saves the same."""
         self._saved_s = saved_s
         self._prices: list[int] = []  # by position, as they are now
-        self._rates = LifeTable(_NUM_KINDS, _HALF_LIFE_REQUESTS / _LEARN_REQUESTS)
+        self._rates = LifeTable(self.num_kinds, _HALF_LIFE_REQUESTS / _LEARN_REQUESTS)
         # Requests to a tick, the clock of ages: fine against the time a block stays.
         self._tick_requests = min(max(capacity_blocks // _TICK_BLOCKS, 1), _MAX_TICK_REQUESTS)
         self._max_seen = max(_REMEMBERED * capacity_blocks, 4096)
@@ -102,13 +105,29 @@ class Prefix:
         if known is not None:
             self._rates.use(known.kind, known.tick, self._tick)
             uses = known.uses + 1
-        kind, price = _kind(uses, position, num_known, length), self._price(position)
+        kind, price = self.kind(uses, position, num_known, length), self._price(position)
         self._rates.begin(kind, self._tick)
         if known is None:
             self._seen[key] = _Seen(kind, self._tick, uses, price)
         else:
             known.kind, known.tick, known.uses, known.price = kind, self._tick, uses, price
             self._seen.move_to_end(key)
+
+    def kind(self, uses: int, position: int, num_known: int, length: int) -> int:
+        """Classify a block by what predicts its reuse.
+
+        A block seen before: the number of uses. A new one: whether it is the request's last block (mostly a
+        partial prompt, never seen again), its depth in the chain, how many new blocks the request brought,
+        and whether it continues a known chain.
+        """
+        if uses:
+            return 24 + min(uses, _MAX_USES)
+        if position == length - 1:
+            return 0
+        num_new = length - num_known
+        depth = min(max(position.bit_length() - 3, 0), 3)
+        size = 0 if num_new <= 3 else 1 if num_new < 64 else 2
+        return 1 + depth + 4 * size + 12 * (num_known > 3)
 
     def _price(self, position: int) -> int:
         """What a hit at ``position`` saves relative to the first position, as a power of ``_PRICE_STEP``.
@@ -123,7 +142,7 @@ class Prefix:
 
     def admits(self, key: Hashable) -> bool:
         known = self._seen.get(key)
-        kind, price = (_kind(0, 0, 0, 1), self._price(0)) if known is None else (known.kind, known.price)
+        kind, price = (self.kind(0, 0, 0, 1), self._price(0)) if known is None else (known.kind, known.price)
         while self._heap:
             worth, _, group = self._heap[0]
             if self._leaves.get(group):
@@ -188,23 +207,3 @@ class Prefix:
         del leaves[key]
         if not leaves:
             del self._leaves[group]
-
-
-_NUM_KINDS = 25 + _MAX_USES
-
-
-def _kind(uses: int, position: int, num_known: int, length: int) -> int:
-    """Classify a block by what predicts its reuse.
-
-    A block seen before: the number of uses. A new one: whether it is the request's last block (mostly a
-    partial prompt, never seen again), its depth in the chain, how many new blocks the request brought, and
-    whether it continues a known chain.
-    """
-    if uses:
-        return 24 + min(uses, _MAX_USES)
-    if position == length - 1:
-        return 0
-    num_new = length - num_known
-    depth = min(max(position.bit_length() - 3, 0), 3)
-    size = 0 if num_new <= 3 else 1 if num_new < 64 else 2
-    return 1 + depth + 4 * size + 12 * (num_known > 3)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from moonpool.conductor.observing.slo import Slo
 from moonpool.simulator.cluster.memory import PinnedBlocks
 from moonpool.simulator.inputs.trace import TraceRequest
 
@@ -46,6 +47,10 @@ class Job:
     num_produced: int = 0
     num_delivered: int = 0  # tokens of this attempt that the load of its decode node counts
     gaps_s: list[npt.NDArray[np.float64]] = field(default_factory=list)
+
+    def slo(self, usual: Slo) -> Slo:
+        """Its own, or the cluster's: ``usual``."""
+        return self.request.slo or usual
 
     @property
     def num_tokens(self) -> int:

@@ -214,6 +214,7 @@ class Node:
             num_blocks=-(-(num_tokens + expected_tokens) // size),
             starts_in_s=starts_in_s,
             lasts_s=expected_tokens * step_s,
+            tbt_s=job.slo(self._scenario.slo).tbt_s,
         )
 
     def when_blocks_free(self, job: Job, granted: OnJob) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 
 from moonpool.conductor.admission.tenants import EVERYWHERE, Regions
+from moonpool.conductor.observing.slo import Slo
 from moonpool.runtime.errors import ConfigError
 
 # Tokens of one id in a Mooncake trace.
@@ -40,8 +41,9 @@ class TraceInvalid(ConfigError):
 class TraceRequest:
     """``block_ids``: one for each started block of the prompt; equal ids mean equal prefixes.
 
-    ``origin``: the region that it comes from; ``regions``: those that it is confined to, no others' blocks of
-    the same ids included. ``adapter``: the LoRA adapter; empty: none. Ids of others are other prefixes.
+    ``slo``: None: the cluster's. ``origin``: the region that it comes from; ``regions``: those that it is
+    confined to, no others' blocks of the same ids included. ``adapter``: the LoRA adapter; empty: none. Ids of
+    others are other prefixes.
     """
 
     arrival_s: float
@@ -51,6 +53,7 @@ class TraceRequest:
     origin: str = ""
     regions: Regions = EVERYWHERE
     adapter: str = ""
+    slo: Slo | None = None
 
 
 def load_trace(path: Path, *, block_tokens: int = BLOCK_TOKENS) -> list[TraceRequest]:
@@ -96,6 +99,15 @@ def _check_chain(where: str, ids: tuple[int, ...], parents: dict[int, int]) -> N
         if parents.setdefault(block_id, before) != before:
             raise TraceInvalid(f"{where}: id {block_id} followed another prefix in an earlier request")
         before = block_id
+
+
+def beside(requests: Sequence[TraceRequest], others: Sequence[TraceRequest]) -> list[TraceRequest]:
+    """Return both in order of arrival, with no prefix in common."""
+    first = 1 + max((block_id for request in requests for block_id in request.block_ids), default=0)
+    apart = [
+        replace(other, block_ids=tuple(first + block_id for block_id in other.block_ids)) for other in others
+    ]
+    return sorted([*requests, *apart], key=lambda request: request.arrival_s)
 
 
 def at_speed(requests: Sequence[TraceRequest], speed: float, limit: int = 0) -> list[TraceRequest]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, islice
 
+from moonpool.conductor.observing.slo import Slo
 from moonpool.runtime.errors import ConfigError
 from moonpool.simulator.inputs.trace import TraceRequest
 
@@ -16,8 +17,11 @@ _BURST = 8.0
 _BURST_S = 5.0
 _LEAST = {
     1: ("sessions", "prompt_tokens", "output_tokens", "turn_tokens", "system_prompts", "turns"),
-    0: ("system_tokens", "spread", "think_s", "tool_share", "tool_calls", "tool_s", "token_s"),
-}
+    0: (
+        "system_tokens", "spread", "think_s", "tool_share", "tool_calls", "tool_s", "token_s", "slo_ttft",
+        "slo_tbt",
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,8 @@ class Workload:
     tool_calls: int = 3
     tool_s: float = 0.5  # duration of a call
     token_s: float = 0.02  # assumed duration of an output token, for the time of the next turn
+    slo_ttft: float = 0.0  # seconds; of its requests. Both 0: as the cluster's, one of them 0: none
+    slo_tbt: float = 0.0
     block_tokens: int = 512
     seed: int = 1
 
@@ -67,6 +73,9 @@ class Workload:
         found: list[TraceRequest] = []
         for arrival_s in self._arrivals(rng):
             found += self._session(rng, arrival_s, ids, systems)
+        if self.slo_ttft or self.slo_tbt:
+            slo = Slo.of_limits(self.slo_ttft, self.slo_tbt)
+            found = [replace(request, slo=slo) for request in found]
         return sorted(found, key=lambda request: request.arrival_s)
 
     def _arrivals(self, rng: random.Random) -> Iterator[float]:

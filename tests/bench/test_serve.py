@@ -20,7 +20,7 @@ from moonpool.bench.serve.client.answer import Answer
 from moonpool.bench.serve.client.http_client import HttpClient
 from moonpool.bench.serve.client.server import Outcome, Server
 from moonpool.bench.serve.client.workload import Prompts, Workload
-from moonpool.bench.serve.figures import Slo, load_rows
+from moonpool.bench.serve.figures import Slo, load_rows, prediction_rows
 from moonpool.bench.serve.path_cost import MODEL_DECODE, ModelTime, path_cost, to_launch_s
 from moonpool.bench.serve.speculation import (
     METHODS,
@@ -31,6 +31,7 @@ from moonpool.bench.serve.speculation import (
     rate_rows,
     step_row,
 )
+from moonpool.conductor.costs.model import CostModel
 from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.reports import report
 from tests.bench.fake_server import FakeServer
@@ -75,6 +76,19 @@ def test_failed_requests_are_counted_and_not_measured() -> None:
     assert rows["output throughput"] == 3.0
     assert rows["TPOT"] == pytest.approx(100.0)
     assert (rows["prompt tokens from cache"], rows["cache hit"]) == (8.0, 40.0)
+
+
+def test_errors_of_predictions_are_figures_once_there_are_any() -> None:
+    errors = CostModel().errors
+    for actual_s in (1.0, 1.0, 2.0):
+        errors["ttft"].add(1.0, actual_s)
+    cluster = {"prediction_errors": {name: one.to_dict() for name, one in errors.items()}}
+    rows = {row.metric: (row.value, row.unit) for row in prediction_rows("case", cluster)}
+    assert rows == {
+        "error of the predicted ttft, p50": (0.0, "% of the measured, latest 3"),
+        "error of the predicted ttft, p90": (50.0, "% of the measured, latest 3"),
+    }
+    assert prediction_rows("case", {}) == []
 
 
 def test_the_best_of_a_family_carries_its_goal() -> None:

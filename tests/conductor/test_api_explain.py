@@ -81,3 +81,22 @@ async def test_the_list_of_requests_says_what_came_of_each_prefix(api: Any) -> N
         assert response.status == 200
         await response.read()
     assert await listed() == ("done", "hit", "dropped", {"pool": 1})
+
+
+async def test_a_request_may_carry_its_slo(api: Any) -> None:
+    options: dict[str, Any] = {"json": {"prompt": "In the"}}
+    both = {"x-slo-ttft-ms": "500", "x-slo-tpot-ms": "12.5"}
+    for headers, expected in ((None, (0.0, 0.0)), (both, (0.5, 0.0125))):
+        options["headers"] = headers
+        async with api.client.post(api.url + "/v1/completions", **options) as response:
+            assert response.status == 200, await response.text()
+        asked = api.core.requests[-1]
+        assert (asked.slo_ttft_s, asked.slo_tbt_s) == expected
+    for wrong in ("soon", "0", "-5", "nan", "inf", "1e30"):
+        options["headers"] = {"x-slo-ttft-ms": wrong}
+        async with api.client.post(api.url + "/v1/completions", **options) as response:
+            assert response.status == 400, wrong
+            message = (await response.json())["error"]["message"]
+            assert message == (
+                f"the header x-slo-ttft-ms must be a number of milliseconds above 0, got '{wrong}'"
+            )

@@ -95,6 +95,8 @@ def test_no_key_and_no_digest_of_one_stays_in_memory(tmp_path: Path) -> None:
         ('admin_keys=["1"]\n[b]\nkeys=["1"]', "the cluster has one of these keys too, for the role admin"),
         ('[a]\nkeys=["sha256:12"]', "64 hexadecimal digits"),
         ('[a]\nkeys=["1"]\ncached_nbytes="2 apples"', "a.cached_nbytes"),
+        ('[a]\nkeys=["1"]\nslo_ttft_s=-1.0', "a.slo_ttft_s.*greater than or equal to 0, got -1"),
+        ('[a]\nkeys=["1"]\nslo_tbt_s=inf', "a.slo_tbt_s.*finite"),
         ("[a", "not valid TOML"),
     ],
 )

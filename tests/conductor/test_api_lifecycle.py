@@ -273,3 +273,13 @@ def test_a_request_is_good_when_it_kept_both_slos(
     snapshot = metrics.snapshot()
     assert snapshot["requests_within_slo"] == good
     assert snapshot["requests"] == {reason: 1}
+
+
+def test_a_request_with_an_slo_of_its_own_is_good_by_that() -> None:
+    metrics = RequestMetrics("tiny", CollectorRegistry(), slo=Slo(ttft_s=0.5))
+    for slo in (Slo(ttft_s=5.0), Slo(ttft_s=0.1), None):
+        sequence = SequenceClock(metrics, 0.0, num_prompt_tokens=3, request_id="a", slo=slo)
+        sequence.begin()
+        sequence.token(1.0, 0)
+        sequence.end(1.0, "stop")
+    assert metrics.snapshot()["requests_within_slo"] == 1

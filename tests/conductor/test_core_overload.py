@@ -51,6 +51,33 @@ async def test_who_has_used_its_tokens_is_told_when_there_are_more(url: str) -> 
         assert 30 < raised.value.retry_after_s < 40
 
 
+async def test_a_tenant_s_slo_moves_its_turn_and_a_client_s_own_only_back(url: str) -> None:
+    options = {"slo_ttft_s": 30.0, "slo_tbt_s": 0.2, "rejection": "none"}
+    chat = Tenant("chat", slo_ttft_s=2.0, slo_tbt_s=0.05)
+    async with running(url, "p0", "d0", namespace="slos", **options) as cluster:
+        for number, (client, asked_s) in enumerate([(ANYONE, 0.0), (chat, 0.0), (ANYONE, 2.0), (chat, 9.0)]):
+            await cluster.generate(request(f"r{number}", client=client, slo_ttft_s=asked_s))
+        usual, tenant, hurried, patient = cluster.nodes["p0"].works
+        assert tenant.patience_s - usual.patience_s == pytest.approx(-28.0, abs=1.0)
+        assert hurried.patience_s == pytest.approx(usual.patience_s, abs=1.0)
+        assert patient.patience_s - usual.patience_s == pytest.approx(-21.0, abs=1.0)
+        assert [work.tbt_s for work in (usual, tenant)] == [0.2, 0.05]
+
+
+async def test_a_request_is_rejected_by_its_own_slo(url: str) -> None:
+    options = {"slo_ttft_s": 1.0, "rejection": "baseline"}
+    async with running(url, "p0", "d0", namespace="own", **options) as cluster:
+        node = cluster.nodes["p0"]
+        node.profile = {"prefill_base_s": 5.0, "decode_base_s": 1e-3}
+        await cluster.told_profile(node)
+        with pytest.raises(RequestRejected, match="1 s are allowed"):
+            await cluster.generate(request("usual"))
+        nightly = Tenant("nightly", slo_ttft_s=60.0)
+        with pytest.raises(RequestRejected, match="2 s are allowed"):
+            await cluster.generate(request("hurried", client=nightly, slo_ttft_s=2.0))
+        assert await cluster.generate(request("patient", client=nightly)) == continuation(PROMPT, 8)
+
+
 async def test_a_batch_request_waits_while_interactive_ones_are_computed(url: str) -> None:
     async with running(url, "p0", "d0", namespace="batch") as cluster:
         node = cluster.nodes["p0"]

@@ -129,6 +129,17 @@ def test_only_goodput_lets_shorter_prefills_pass() -> None:
     assert set(patience.values()) == {0.0}
 
 
+def test_goodput_orders_requests_of_different_slos_by_their_deadlines() -> None:
+    usual = Slo(ttft_s=30.0)
+    slack = {name: policy.slack_s(Slo(ttft_s=2.0), usual) for name, policy in POLICIES.items()}
+    assert slack.pop("goodput") == -28.0
+    assert set(slack.values()) == {0.0}
+    goodput = Goodput()
+    assert goodput.slack_s(usual, usual) == goodput.slack_s(Slo(), Slo()) == 0.0
+    # One without an SLO lets others pass as long as one that is late.
+    assert goodput.slack_s(Slo(), usual) == goodput.late_patience_s - 30.0
+
+
 def test_goodput_lets_those_pass_that_keep_the_slo_before_one_that_misses_it() -> None:
     view, slo = cluster([node("p", queue_s=0.3)], [node("d")]), Slo(ttft_s=0.4)
     patience = {}

@@ -63,6 +63,17 @@ def test_full_decode_is_seen_at_arrival_by_early_and_after_the_prefill_by_baseli
     assert early.retry_after_s == pytest.approx(100.0)
 
 
+def test_one_batch_keeps_the_shortest_slo_of_its_requests() -> None:
+    patient = Slo(ttft_s=100.0, tbt_s=1.0)
+    alone, beside = running(12, ends_s=100.0), running(12, ends_s=100.0)
+    beside.add("chat", starts_s=0.0, ends_s=1.0, num_tokens=100, tbt_s=SLO.tbt_s)
+    assert REJECTIONS["baseline"].before_decode(outlook(alone), patient, 1.0) is None
+    refused = REJECTIONS["baseline"].before_decode(outlook(beside), patient, 1.0)
+    assert refused is not None and "0.1 s between tokens" in refused.reason
+    beside.remove("chat")
+    assert REJECTIONS["baseline"].before_decode(outlook(beside), patient, 1.0) is None
+
+
 def test_predicted_sees_who_will_have_ended() -> None:
     full_now = outlook(running(10, ends_s=3.0))
     assert REJECTIONS["early"].at_arrival(placed(4.0), full_now, SLO, 0.0) is not None
