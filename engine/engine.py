@@ -204,6 +204,7 @@ class Engine:
             self.adapter_shapes,
             self._adapter_keys(),
             self.ranks.ranks if self.ranks is not None else (),
+            self.shards,
             self.adapter_reader,
         )
         self.adapters = AdapterResidency(
@@ -522,7 +523,7 @@ class Engine:
         loop = self._running()
         while not self._leave_room_for_adapters(loop):  # until the end of a sequence  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
-        room = AdapterRoom(num_blocks, request.tenant, request.rank, request.order)
+        room = AdapterRoom(num_blocks, self.plan.cp, request.tenant, request.rank, request.order)
         if self._reservations or self._scheduler.waiting or not room.take(self.pool):
             loop.wake()
             await self._reservations.wait(room)

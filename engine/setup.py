@@ -109,7 +109,8 @@ class EngineSetup:
         return self.assignment(None).steps_in_flight if self.plan.world_size > 1 else 1
 
     def num_blocks(self, pool_memory: npt.NDArray[np.uint8] | None) -> int | None:
-        """Return the size of the pool. None: as many blocks as fit on each GPU beside the weights.
+        """Return the size of the pool, in blocks of which each cp rank has as many. None: as many as fit on
+        each GPU beside the weights.
 
         Raises PoolTooSmall.
         """
@@ -123,7 +124,7 @@ class EngineSetup:
             return None
         if nbytes < block_nbytes:
             raise PoolTooSmall(nbytes, block_nbytes)
-        return nbytes // block_nbytes
+        return nbytes // block_nbytes * self.plan.cp
 
     def load(
         self,
@@ -144,7 +145,10 @@ class EngineSetup:
         )
 
     def assignment(self, num_blocks: int | None) -> Assignment:
-        """Return rank 0's assignment in a group of ranks. Raises ConfigError for an impossible link."""
+        """Return rank 0's assignment in a group of ranks. ``num_blocks``: of the pool on all cp ranks.
+
+        Raises ConfigError for an impossible link.
+        """
         parallel, experts = self.options.parallel, self.plan.experts
         return Assignment(
             rank=0,
@@ -154,7 +158,7 @@ class EngineSetup:
             link=choose_link(parallel.link, self.device.torch, parallel.hosts),
             options=self.options,
             model_len=self.max_len,
-            num_blocks=num_blocks,
+            num_blocks=num_blocks and num_blocks // self.plan.cp,
             max_len=min(self.max_len, num_blocks * self.options.block_size) if num_blocks else self.max_len,
             first_device=self.device.torch.index or 0,
             experts=asdict(experts) if experts is not None else None,

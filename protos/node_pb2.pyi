@@ -414,7 +414,9 @@ Global___KvAddress: _TypeAlias = KvAddress  # noqa: Y015
 
 @_typing.final
 class RankMemory(_message.Message):
-    """The part of every pool block on one rank of a node, from the start of `region`."""
+    """The part of a node's pool blocks on one of its ranks, from the start of `region`. Where the ranks have n cp_ranks,
+    block b is on those with cp_rank b % n, as their block b / n.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -424,6 +426,7 @@ class RankMemory(_message.Message):
     NUM_LAYERS_FIELD_NUMBER: _builtins.int
     FIRST_HEAD_FIELD_NUMBER: _builtins.int
     NUM_HEADS_FIELD_NUMBER: _builtins.int
+    CP_RANK_FIELD_NUMBER: _builtins.int
     agent: _builtins.bytes
     region: _builtins.int
     first_layer: _builtins.int
@@ -431,6 +434,7 @@ class RankMemory(_message.Message):
     first_head: _builtins.int
     """KV heads"""
     num_heads: _builtins.int
+    cp_rank: _builtins.int
     def __init__(
         self,
         *,
@@ -440,10 +444,11 @@ class RankMemory(_message.Message):
         num_layers: _builtins.int = ...,
         first_head: _builtins.int = ...,
         num_heads: _builtins.int = ...,
+        cp_rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "first_head", b"first_head", "first_layer", b"first_layer", "num_heads", b"num_heads", "num_layers", b"num_layers", "region", b"region"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "cp_rank", b"cp_rank", "first_head", b"first_head", "first_layer", b"first_layer", "num_heads", b"num_heads", "num_layers", b"num_layers", "region", b"region"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

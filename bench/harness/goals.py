@@ -134,6 +134,8 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         least(1.5, r"tp 1 × pp 2, prompt of \d+", "speedup over one rank"),
         most(0.1, r"pp 2, [2-4] micro-batches, .*", "bubble"),
         least(1.7, r"pp 2, [2-4] micro-batches, .*", "decode throughput, a stage's", "one process, .*"),
+        least(1.7, r"cp 2, prompt of \d+, by counted .*", "speedup over one rank"),
+        least(3.0, r"cp 4, prompt of \d+, by counted .*", "speedup over one rank"),
         least(0.7, r".* → .*", r"blocks of \d+ tokens", "equal plans"),
     ),
     "serve": (

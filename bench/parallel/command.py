@@ -11,6 +11,7 @@ import torch
 from moonpool.bench.harness.command import Run, benchmark
 from moonpool.bench.harness.models import model_at
 from moonpool.bench.parallel.bubble import NUM_STAGES, bubble_rows
+from moonpool.bench.parallel.context import context_rows
 from moonpool.bench.parallel.experts import expert_rows
 from moonpool.bench.parallel.handover import handover_rows, saving_rows
 from moonpool.bench.parallel.replicas import NUM_REPLICAS, replica_rows
@@ -41,12 +42,14 @@ def _plan(text: str) -> ParallelPlan:
         "experts": expert_rows,
         "bubble": bubble_rows,
         "worth": worth_rows,
+        "cp": context_rows,
     },
     packages=("torch", "numpy"),
     default=("steps", "hosts", "replicas", "handover", "saving", "experts"),
 )
 @click.option("--bubble", is_flag=True, help="Only the part bubble.")
 @click.option("--worth", is_flag=True, help="Only the part worth.")
+@click.option("--cp", is_flag=True, help="Only the part cp.")
 @click.option("--plan", "texts", multiple=True, metavar="TP,PP[,CP]", help=f"Default: {' '.join(_PLANS)}")
 @click.option(
     "--model",
@@ -62,7 +65,13 @@ def _plan(text: str) -> ParallelPlan:
     help="auto: GPUs where there are several.",
 )
 def parallel(
-    run: Run, bubble: bool, worth: bool, texts: tuple[str, ...], model: Path | None, device: str
+    run: Run,
+    bubble: bool,
+    worth: bool,
+    cp: bool,
+    texts: tuple[str, ...],
+    model: Path | None,
+    device: str,
 ) -> Settings:
     """Measure a model spread over processes of this machine: on CPUs with one thread each, or a GPU each.
 
@@ -71,6 +80,7 @@ def parallel(
     handover, saving: blocks from each plan to each, and to host memory. experts: distributed over ranks.
     bubble: two stages with more and more micro-batches in flight, beside one process.
     worth: tp 2 and two replicas beside one rank, over HTTP, 1 to 100 requests at a time; and by simulation.
+    cp: the largest prompt, the KV of a rank, and the time of a long prompt, with blocks split over 2 and 4.
     On GPUs exchanges are launched, not waited for: their time is that of the launch.
     """
     num_gpus = torch.cuda.device_count()
@@ -83,8 +93,8 @@ def parallel(
             plans.append(plan)
         else:
             run.say(f"{plan} is left out: it needs {plan.world_size} GPUs, there are {num_gpus}")
-    if bubble or worth:
-        run.parts = ["bubble"] * bubble + ["worth"] * worth
+    if bubble or worth or cp:
+        run.parts = ["bubble"] * bubble + ["worth"] * worth + ["cp"] * cp
     left_out = {"hosts"} if device == "cuda" else set()
     left_out |= {"replicas"} if max_ranks < NUM_REPLICAS else set()
     left_out |= {"bubble"} if max_ranks < NUM_STAGES else set()

@@ -137,11 +137,13 @@ async def _read(source: Side, target: Side, blocks: node_pb2.BlockSpans) -> floa
 
 
 class Pools:
-    """Memory of this process, in the shape of a node's ranks' pools."""
+    """Memory of this process, in the shape of the pools of a node's ranks; cp ranks, which have different
+    blocks, count as one."""
 
     def __init__(self, node: EngineMemory, num_blocks: int) -> None:
         self.layout = node.engine.layout
-        self.shards = [BlockShard(shard.layers, shard.kv_heads) for shard in node.engine.shards]
+        ranks = [shard for shard in node.engine.shards if shard.cp_rank == 0]
+        self.shards = [BlockShard(shard.layers, shard.kv_heads) for shard in ranks]
         # Written to, so that all pages exist.
         self.arrays = [
             np.ones(num_blocks * shard.block_nbytes(self.layout), np.uint8) for shard in self.shards

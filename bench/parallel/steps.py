@@ -25,7 +25,7 @@ from moonpool.runtime.security import process
 from moonpool.runtime.security.roles import NODE, Caller
 
 BATCH, CONTEXT = 8, 256
-_MAX_BATCH_TOKENS = 2048
+MAX_BATCH_TOKENS = 2048
 _MICRO_BATCH_TOKENS = 256
 _GPU_POOL_NBYTES = 4 << 30
 _HOSTS_PLAN, _NUM_HOSTS = ParallelPlan(pp=2), 2
@@ -88,15 +88,20 @@ async def host_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
 
 @asynccontextmanager
 async def running(
-    model: Path, device: str, parallel: ParallelOptions, ranks: RankGroup | None = None, threads: int = 0
+    model: Path,
+    device: str,
+    parallel: ParallelOptions,
+    ranks: RankGroup | None = None,
+    threads: int = 0,
+    pool_nbytes: int = 0,
 ) -> AsyncIterator[Session]:
     """An engine. ranks: those of several hosts, started already. threads: of each rank; 0: the cores divided
-    by the ranks."""
+    by the ranks. pool_nbytes: of all ranks; 0: enough for every prompt."""
     world_size = parallel.tp * parallel.pp * parallel.cp
     options = EngineOptions(
-        max_batch_tokens=_MAX_BATCH_TOKENS,
+        max_batch_tokens=MAX_BATCH_TOKENS,
         # On GPUs it must be set.
-        pool_nbytes=0 if device == "cpu" else _GPU_POOL_NBYTES * world_size,
+        pool_nbytes=pool_nbytes or (0 if device == "cpu" else _GPU_POOL_NBYTES * world_size),
         threads=threads,
         parallel=parallel,
     )

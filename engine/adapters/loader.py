@@ -12,6 +12,7 @@ from moonpool.engine.adapters.peft import PeftAdapter
 from moonpool.engine.adapters.residency import AdapterRef
 from moonpool.engine.adapters.shapes import AdapterKeys, AdapterShape, AdapterShapes
 from moonpool.engine.ranks.process_handle import RankProcess
+from moonpool.engine.sharding.parallel_plan import Shard
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.protos import node_pb2
@@ -37,18 +38,19 @@ class AdapterLoader:
         shapes: AdapterShapes,
         keys: AdapterKeys | None,
         ranks: Sequence[RankProcess],
+        shards: Sequence[Shard],
         reader: ThreadPoolExecutor,
     ) -> None:
-        """packing, pages: rank 0's; ranks: the others; keys: None where a store cannot have the blocks;
-        reader: the thread that reads files here."""
+        """packing, pages: rank 0's; ranks: the others; shards: of all; keys: None where a store cannot have
+        the blocks; reader: the thread that reads files here."""
         self.from_store: FromStore | None = None
         self.from_peer: FromPeer | None = None
         self._packing, self._pages, self._shapes, self._keys = packing, pages, shapes, keys
-        self._ranks, self._reader = ranks, reader
+        self._ranks, self._shards, self._reader = ranks, shards, reader
 
     async def num_blocks(self, ref: AdapterRef) -> int:
-        """See ``residency.Loader``."""
-        return (await self._shape(ref)).num_blocks
+        """See ``residency.Loader``. Each cp rank has the whole adapter in its own blocks."""
+        return (await self._shape(ref)).num_blocks * self._shards[0].cp
 
     def keys(self, ref: AdapterRef) -> list[BlockKey]:
         """See ``residency.Loader``."""
@@ -62,19 +64,23 @@ class AdapterLoader:
         their try."""
         shape = await self._shape(ref)
         source = await self._bring(ref, block_ids)
+        of_ranks = [
+            [block // shard.cp for block in block_ids if block % shard.cp == shard.cp_rank]
+            for shard in self._shards
+        ]
 
         def place() -> None:
             if source == FILE:
                 self._pages.write(
                     self._packing.pack(PeftAdapter.read(ref.path, ref.digest, self._packing.config)),
-                    block_ids,
+                    of_ranks[0],
                 )
-            self._pages.place(shape.ranks, number, block_ids)
+            self._pages.place(shape.ranks, number, of_ranks[0])
 
         own = asyncio.get_running_loop().run_in_executor(self._reader, place)
         files = (ref.path, ref.digest) if source == FILE else None
         ranks = shape.ranks.tolist()
-        others = (rank.load_adapter(ranks, number, block_ids, files) for rank in self._ranks)
+        others = (rank.load_adapter(ranks, number, of_ranks[rank.rank], files) for rank in self._ranks)
         for result in await asyncio.gather(own, *others, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result

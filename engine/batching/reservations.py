@@ -15,9 +15,11 @@ from moonpool.runtime import turns
 
 @dataclass(slots=True, eq=False)
 class AdapterRoom:
-    """Blocks of an adapter, allocated in the turn of a request: see ``runtime.turns``."""
+    """Blocks of an adapter, allocated in the turn of a request: see ``runtime.turns``. ``cp``: cp ranks, each
+    of which gets as many."""
 
     num_blocks: int
+    cp: int
     tenant: str
     rank: tuple[Any, ...]
     order: tuple[Any, ...]
@@ -25,10 +27,11 @@ class AdapterRoom:
 
     def take(self, pool: BlockPool) -> bool:
         """Allocate the blocks. Return False and change nothing where running sequences may need them."""
-        if self.num_blocks > pool.num_spare:
-            return False
-        self.block_ids = pool.allocate(self.num_blocks)
-        return True
+        found = None
+        if self.num_blocks <= pool.num_spare:
+            found = pool.allocate_evenly(self.num_blocks, self.cp)
+        self.block_ids = found or []
+        return found is not None
 
 
 Reserving = Sequence | AdapterRoom

@@ -43,7 +43,6 @@ class ExchangeClock:
         self.samples_s: deque[float] = deque(maxlen=_NUM_SAMPLES)
         self.all_to_all_samples_s: deque[float] = deque(maxlen=_NUM_SAMPLES)
         self.counts: dict[tuple[str, str], ExchangeCounts] = {}
-        self._last, self._last_ns = ExchangeCounts(), 0
 
     def collective(self, operation: str, began_ns: int, nbytes: int) -> None:
         took_ns = time.perf_counter_ns() - began_ns
@@ -61,17 +60,6 @@ class ExchangeClock:
         counts.buckets[bisect_left(_SECONDS_NS, took_ns)] += 1
         counts.total_ns += took_ns
         counts.nbytes += nbytes
-        self._last, self._last_ns = counts, took_ns
-
-    def extend_last(self, began_ns: int) -> None:
-        """Add the time since ``began_ns`` to the exchange counted last."""
-        took_ns = time.perf_counter_ns() - began_ns
-        self.collective_ns += took_ns
-        self.samples_s[-1] += took_ns / 1e9
-        last, former_ns, self._last_ns = self._last, self._last_ns, self._last_ns + took_ns
-        last.buckets[bisect_left(_SECONDS_NS, former_ns)] -= 1
-        last.buckets[bisect_left(_SECONDS_NS, self._last_ns)] += 1
-        last.total_ns += took_ns
 
     def all_to_all(self, began_ns: int, nbytes: int) -> None:
         """``nbytes``: of the rows this rank sent."""

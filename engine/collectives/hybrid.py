@@ -20,7 +20,8 @@ class HybridLink:
         self.all_gather = local.all_gather
         self.reduce_scatter = local.reduce_scatter
         self.all_to_all = local.all_to_all
-        self.exchange_cp = local.exchange_cp
+        self.gather_cp = local.gather_cp
+        self.scatter_cp = local.scatter_cp
 
     def serve(self) -> None:
         for link in self._links:

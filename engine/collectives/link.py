@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -40,13 +40,19 @@ class Link(Protocol):
         """
         ...
 
-    def exchange_cp(self, part: Tensor, counts: Sequence[int]) -> Callable[[int], Tensor]:
-        """Begin to exchange rows with the other cp ranks of this stage and tp rank.
+    def gather_cp(self, part: Tensor, counts: Sequence[int]) -> list[Tensor]:
+        """Return the rows of each cp rank of this stage and tp rank, [counts[cp_rank], width] each.
 
-        part: [counts[cp_rank], width], which may change after the return. ``counts`` is equal on all ranks.
-        Returns a function that waits for one cp rank and returns its part, [counts[cp_rank], width], valid
-        until the next ``exchange_cp``. Before that every rank must call it for each other rank, also for an
-        empty part.
+        part: [counts[cp_rank], width], which may change after the return. ``counts`` is equal on all ranks;
+        entries may be 0. The results are valid until the next exchange between cp ranks.
+        """
+        ...
+
+    def scatter_cp(self, whole: Tensor, counts: Sequence[int]) -> list[Tensor]:
+        """Return this rank's rows of what each cp rank of this stage and tp rank gives:
+        [counts[cp_rank], width] each.
+
+        whole: [sum(counts), width]. Everything else as for ``gather_cp``.
         """
         ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -24,7 +24,7 @@ class ExchangeShape:
     shared_nbytes: int  # one exchange with the tp ranks
     hidden_nbytes: int  # one send: tokens × hidden size
     logits_nbytes: int  # one gather: rows × words of the largest shard
-    tokens_nbytes: int  # one exchange with the cp ranks: K and V, or rows for logits
+    tokens_nbytes: int  # one exchange with the cp ranks: Q, K and V, attention, or rows for logits
     num_gathers: int  # that the last stage may post before rank 0 takes them, at least 2
     hidden_size: int
     dtype: torch.dtype
@@ -46,8 +46,13 @@ class ExchangeShape:
         # The worst case of an all-to-all: one rank computes all of a step's tokens and returns them.
         choices = config.moe.top_k if config.moe and plan.ep > 1 else 1
         shared = lines(choices * hidden) + _starts_nbytes(plan.tp)
-        kv_width = 2 * len(plan.shard(config, 0).kv_heads) * config.head_dim
-        widest = max(max_tokens * kv_width, max_rows * config.hidden_size) if plan.cp > 1 else 0
+        shard, widest = plan.shard(config, 0), 0
+        if plan.cp > 1:
+            num_heads = len(shard.heads)
+            num_kept = 1 if config.latent is not None else 2 * len(shard.kv_heads)
+            # Attention comes with a float32 for each head.
+            qkv, attended = num_heads + num_kept, num_heads + -(-4 * num_heads // config.head_dim)
+            widest = max(max_tokens * max(qkv, attended) * config.head_dim, max_rows * config.hidden_size)
         tokens = lines(widest * dtype.itemsize)
         num_gathers = max(2, steps_in_flight)
         return cls(shared, hidden, logits, tokens, num_gathers, config.hidden_size, dtype)
@@ -150,19 +155,24 @@ class ShmLink:
         self._clock.all_to_all(began_ns, rows.nbytes)
         return arrived
 
-    def exchange_cp(self, part: Tensor, counts: Sequence[int]) -> Callable[[int], Tensor]:
-        began_ns = time.perf_counter_ns()
-        k, width, dtype = self._cp.write(part), part.shape[1], part.dtype
-        self._clock.collective("exchange_cp", began_ns, part.nbytes)
+    def gather_cp(self, part: Tensor, counts: Sequence[int]) -> list[Tensor]:
+        return self._from_cp_ranks("gather_cp", part, [range(n) for n in counts])
 
-        def take(cp_rank: int) -> Tensor:
-            began_ns = time.perf_counter_ns()
-            n = counts[cp_rank]
-            theirs = self._cp.read(self._cp.ranks[cp_rank], k, dtype, 0, n * width).view(n, width)
-            self._clock.extend_last(began_ns)
-            return theirs
+    def scatter_cp(self, whole: Tensor, counts: Sequence[int]) -> list[Tensor]:
+        first, cp_rank = sum(counts[: self._shard.cp_rank]), self._shard.cp_rank
+        own = range(first, first + counts[cp_rank])
+        return self._from_cp_ranks("scatter_cp", whole, [own] * len(counts))
 
-        return take
+    def _from_cp_ranks(self, name: str, part: Tensor, rows: Sequence[range]) -> list[Tensor]:
+        """Give ``part`` and take these rows of what each cp rank gives."""
+        began_ns, width = time.perf_counter_ns(), part.shape[1]
+        k = self._cp.write(part)
+        parts = [
+            self._cp.read(rank, k, part.dtype, some.start * width, len(some) * width).view(len(some), width)
+            for rank, some in zip(self._cp.ranks, rows, strict=True)
+        ]
+        self._clock.collective(name, began_ns, part.nbytes)
+        return parts
 
     def send(self, hidden: Tensor) -> None:
         began_ns = time.perf_counter_ns()

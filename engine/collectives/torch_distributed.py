@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -101,26 +101,30 @@ class TorchLink:
         self._clock.all_to_all(began_ns, rows.nbytes)
         return arrived
 
-    def exchange_cp(self, part: Tensor, counts: Sequence[int]) -> Callable[[int], Tensor]:
+    def gather_cp(self, part: Tensor, counts: Sequence[int]) -> list[Tensor]:
+        copy = part.clone(memory_format=torch.contiguous_format)
+        return self._exchange_cp("gather_cp", [copy] * len(counts), counts)
+
+    def scatter_cp(self, whole: Tensor, counts: Sequence[int]) -> list[Tensor]:
+        given = list(torch.split(whole.clone(memory_format=torch.contiguous_format), list(counts)))
+        return self._exchange_cp("scatter_cp", given, [counts[self._shard.cp_rank]] * len(counts))
+
+    def _exchange_cp(self, name: str, given: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
+        """Give each cp rank its rows, and take ``counts`` rows of each."""
         began_ns = time.perf_counter_ns()
         own, ranks = self._shard.cp_rank, self._shard.context_ranks
-        sent = part.clone(memory_format=torch.contiguous_format)
-        received = [part.new_empty((n, *part.shape[1:])) for n in counts]
+        taken = [
+            given[i] if i == own else given[i].new_empty((n, given[i].shape[1])) for i, n in enumerate(counts)
+        ]
         others = [i for i in range(len(counts)) if i != own]
-        operations = [dist.P2POp(dist.isend, sent, ranks[i]) for i in others if counts[own]]
-        operations += [dist.P2POp(dist.irecv, received[i], ranks[i]) for i in others if counts[i]]
+        operations = [dist.P2POp(dist.isend, given[i], ranks[i]) for i in others if len(given[i])]
+        operations += [dist.P2POp(dist.irecv, taken[i], ranks[i]) for i in others if counts[i]]
         with raising_rank_lost(self._shard.rank):
             works = dist.batch_isend_irecv(operations) if operations else []
-        self._clock.collective("exchange_cp", began_ns, part.nbytes)
-
-        def take(cp_rank: int) -> Tensor:
-            began_ns = time.perf_counter_ns()
-            while works:
-                self._ranks.finish(ranks[cp_rank], works.pop())
-            self._clock.extend_last(began_ns)
-            return received[cp_rank]
-
-        return take
+        for work in works:
+            self._ranks.finish(ranks[others[0]], work)
+        self._clock.collective(name, began_ns, sum(given[i].nbytes for i in others))
+        return taken
 
     def send(self, hidden: Tensor) -> None:
         began_ns = time.perf_counter_ns()

@@ -135,7 +135,7 @@ class _Bench:
         self._version = -2
         options = runner.options
         self._block_size = options.block_size
-        self._num_blocks = int(runner.pool.shape[0])
+        self._num_blocks = runner.num_blocks
         self._room = min(runner.max_len, self._num_blocks * options.block_size) - 1
         self._max_tokens = min(options.max_batch_tokens, self._room)
         self._max_rows = min(options.max_batch_size, options.max_batch_tokens)

@@ -71,8 +71,9 @@ class ModelRunner:
         """Load the weights and create the pool, over ``pool_memory`` on a CPU.
 
         ``shard``: this rank's part of both; None: all. ``link``: to the other ranks. ``expert_load``: see
-        ``Model``. ``num_blocks``: None: as many as fit on the GPU beside the largest step, or of them those
-        that ``agree`` returns, where other ranks have as many. ``max_len`` is lowered to the pool's capacity.
+        ``Model``. ``num_blocks``: of this rank; None: as many as fit on the GPU beside the largest step, or
+        of them those that ``agree`` returns, where other ranks have as many. ``max_len`` is lowered to the
+        capacity of the pool on all cp ranks.
 
         Raises CheckpointError, WeightsTooLarge, or GpuMemoryShort where the pool does not fit.
         """
@@ -102,13 +103,12 @@ class ModelRunner:
                 raise
             raise WeightsTooLarge(config.path, memory.free_nbytes) from None
         layout = shard.layout(config, options.block_size, page_dtype(options, dtype))
-        self.num_blocks = choose_num_blocks(
-            self.model, device, options, layout, num_blocks, is_single_rank=link is None
-        )
+        own = choose_num_blocks(self.model, device, options, layout, num_blocks, is_single_rank=link is None)
         if num_blocks is None and agree is not None:
-            self.num_blocks = agree(self.num_blocks)
+            own = agree(own)
+        self.num_blocks = own * shard.cp  # of the pool, on all cp ranks
         self.max_len = min(max_len, self.num_blocks * options.block_size)
-        self.pool = device.run(lambda: pool_tensor(layout, self.num_blocks, device.torch, pool_memory)).wait()
+        self.pool = device.run(lambda: pool_tensor(layout, own, device.torch, pool_memory)).wait()
         packing = AdapterPacking(config, shard, self._dtype, layout.block_nbytes)
         self.adapters = self.model.adapters = AdapterPages(packing, self.pool)
         self._inputs = {0: self._input_builder()}  # by micro-batch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -84,6 +84,10 @@ class BlockPool:
         """Idle blocks."""
         return len(self._idle)
 
+    def used(self) -> Iterator[int]:
+        """Iterate over the blocks in use. Do not change the pool meanwhile."""
+        return (block for block, refs in enumerate(self._refs) if refs)
+
     def match(self, keys: Sequence[BlockKey]) -> list[int]:
         """Return the blocks of the longest cached prefix of ``keys``. Call ``acquire`` before the next
         await."""
@@ -118,7 +122,31 @@ class BlockPool:
             raise OutOfBlocks(n, self.num_free)
         while len(self._free) < n:
             self._evict_one()
-        blocks = [self._free.pop() for _ in range(n)]
+        return self._use([self._free.pop() for _ in range(n)])
+
+    def allocate_evenly(self, n: int, parts: int) -> list[int] | None:
+        """As ``allocate``, but ``n / parts`` blocks with each remainder by ``parts``. Return None and change
+        nothing where fewer of one are free."""
+        of_each = n // parts
+        if min(self.counts_by_part([*self._free, *self._idle], parts)) < of_each:
+            return None
+        while min(self.counts_by_part(self._free, parts)) < of_each:
+            self._evict_one()
+        left, blocks = [of_each] * parts, list[int]()
+        for block in reversed(self._free):
+            if left[block % parts]:
+                left[block % parts] -= 1
+                blocks.append(block)
+        taken = set(blocks)
+        self._free = [block for block in self._free if block not in taken]
+        return self._use(blocks)
+
+    def counts_by_part(self, block_ids: Iterable[int], parts: int) -> list[int]:
+        """Return how many of the blocks have each remainder by ``parts``."""
+        counts = Counter(block % parts for block in block_ids)
+        return [counts[part] for part in range(parts)]
+
+    def _use(self, blocks: list[int]) -> list[int]:
         for block in blocks:
             self._refs[block] = 1
             self._generations[block] += 1

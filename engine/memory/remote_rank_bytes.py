@@ -30,14 +30,15 @@ _CHECK_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class _RankPart:
-    """A rank's parts of blocks: that of block i begins at ``i * block_nbytes`` of ``region``.
+    """A rank's parts of blocks: that of its block i begins at ``i * block_nbytes`` of ``region``.
 
-    Runs are (offset in the block, offset in the part, nbytes). ``reads`` of all ranks have each byte once,
-    ``writes`` have every copy.
+    Runs are (offset in the block, offset in the part, nbytes). ``reads`` of the ranks of a cp rank have each
+    byte once, ``writes`` have every copy.
     """
 
     agent: AgentDescriptor
     region: int
+    cp_rank: int
     block_nbytes: int
     reads: list[tuple[int, int, int]]
     writes: list[tuple[int, int, int]]
@@ -80,6 +81,7 @@ class RemoteRankBytes(CopiedBytes):
         self._lost = lost
         self._deadline_s = deadline_s
         self._parts = _rank_parts(layout, ranks)
+        self._cp_size = 1 + max(rank.cp_rank for rank in ranks)
         self._grant = grant
         self._grants = [0] * len(ranks)  # by rank; 0: none yet
         self._granting = [asyncio.Lock() for _ in ranks]
@@ -203,7 +205,8 @@ class RemoteRankBytes(CopiedBytes):
         moves = [
             self._loop.create_task(self._move_part(direction, rank, part, block_ids, spans))
             for rank, part in enumerate(self._parts)
-            if block_ids and (part.reads if direction == "read" else part.writes)
+            if any(block % self._cp_size == part.cp_rank for block in block_ids)
+            and (part.reads if direction == "read" else part.writes)
         ]
         self._moves.update(moves)
         try:
@@ -232,15 +235,18 @@ class RemoteRankBytes(CopiedBytes):
         loop = self._loop
         ends_s = loop.time() + self._deadline_s
         peer = await self._agent.connect(part.agent, deadline_s=self._deadline_s)
-        theirs = [block * part.block_nbytes for block in block_ids]
+        cp_size = self._cp_size
+        which = [i for i, block in enumerate(block_ids) if block % cp_size == part.cp_rank]
+        theirs = [block_ids[i] // cp_size * part.block_nbytes for i in which]
+        begins = [spans.begins[i] for i in which]
         left_s = max(ends_s - loop.time(), 1e-3)
         if direction == "read":
             into = [(theirs_at, ours_at, n) for ours_at, theirs_at, n in part.reads]
-            read = RankRead(b"", part.region, theirs, spans.begins, into, left_s)
+            read = RankRead(b"", part.region, theirs, begins, into, left_s)
             ours, remote = read.spans(spans.region)
             await peer.read(ours, remote, deadline_s=left_s)
         else:
-            read = RankRead(b"", spans.region, spans.begins, theirs, part.writes, left_s)
+            read = RankRead(b"", spans.region, begins, theirs, part.writes, left_s)
             remote, ours = read.spans(part.region)
             grant = self._grants[rank] or await self._new_grant(rank, 0)
             try:
@@ -261,13 +267,16 @@ class RemoteRankBytes(CopiedBytes):
 def _rank_parts(layout: KVLayout, ranks: Sequence[node_pb2.RankMemory]) -> list[_RankPart]:
     shards = [shard_of(rank) for rank in ranks]
     reads: list[list[Run]] = [[] for _ in ranks]
-    for number, run in canonical_runs(layout, shards):
-        reads[number].append(run)
+    for cp_rank in {rank.cp_rank for rank in ranks}:
+        numbers = [number for number, rank in enumerate(ranks) if rank.cp_rank == cp_rank]
+        for i, run in canonical_runs(layout, [shards[number] for number in numbers]):
+            reads[numbers[i]].append(run)
     whole = BlockShard.whole(layout)
     return [
         _RankPart(
             AgentDescriptor.unpack(rank.agent),
             rank.region,
+            rank.cp_rank,
             shard.block_nbytes(layout),
             [(run.target, run.source, run.nbytes) for run in runs],
             [

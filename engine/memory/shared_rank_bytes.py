@@ -19,10 +19,13 @@ U64 = npt.NDArray[np.uint64]
 class SharedRankBytes(CopiedBytes):
     """See ``BlockBytes``. Outside the pool a block is whole, which suits any plan."""
 
-    def __init__(self, layout: KVLayout, shards: Sequence[BlockShard], pools: Sequence[Bytes]) -> None:
-        """pools: uint8 [num_blocks, block_nbytes of the shard], one for each shard."""
+    def __init__(
+        self, layout: KVLayout, shards: Sequence[BlockShard], pools: Sequence[Sequence[Bytes]]
+    ) -> None:
+        """shards: of the ranks of each cp rank. pools: theirs, by cp rank, of n: uint8 [num_blocks / n,
+        block_nbytes of the shard]; block b is in those of b % n as b // n."""
         self.block_nbytes = layout.block_nbytes
-        self._pools = list(pools)
+        self._pools = pools
         # Reads take one copy of each byte; writes update all copies.
         self._reads = _Runs(self._pools, canonical_runs(layout, shards))
         whole = BlockShard.whole(layout)
@@ -40,8 +43,9 @@ class SharedRankBytes(CopiedBytes):
         self, sources: Sequence[Bytes], block_ids: Sequence[int], checksums: Sequence[int]
     ) -> int | None:
         for i, (source, block) in enumerate(zip(sources, block_ids, strict=True)):
+            place, cp_rank = divmod(block, len(self._pools))
             for shard, run in self._writes:
-                into = self._pools[shard][block, run.target : run.target + run.nbytes]
+                into = self._pools[cp_rank][shard][place, run.target : run.target + run.nbytes]
                 np.copyto(into, source[run.source : run.source + run.nbytes])
             # The checksum of one copy of each byte.
             if self._reads.move([block]) != [checksums[i]]:
@@ -55,11 +59,14 @@ class SharedRankBytes(CopiedBytes):
 class _Runs:
     """The runs of bytes that make a block, in order."""
 
-    def __init__(self, pools: Sequence[Bytes], runs: Sequence[tuple[int, Run]]) -> None:
-        first = np.array([pool.__array_interface__["data"][0] for pool in pools], np.uint64)
-        strides = np.array([pool.shape[1] for pool in pools], np.uint64)
+    def __init__(self, pools: Sequence[Sequence[Bytes]], runs: Sequence[tuple[int, Run]]) -> None:
+        first = np.array(
+            [[each.__array_interface__["data"][0] for each in some] for some in pools], np.uint64
+        )
+        strides = np.array([pool.shape[1] for pool in pools[0]], np.uint64)
         shards = [shard for shard, _ in runs]
-        self._begins: U64 = first[shards] + np.array([run.source for _, run in runs], np.uint64)
+        # [cp ranks, runs]
+        self._begins: U64 = first[:, shards] + np.array([run.source for _, run in runs], np.uint64)
         self._strides = strides[shards]
         self._offsets = np.array([run.target for _, run in runs], np.uint64)
         self._nbytes = np.array([run.nbytes for _, run in runs], np.uint64)
@@ -67,7 +74,7 @@ class _Runs:
     def move(self, block_ids: Sequence[int], destinations: Sequence[Bytes] | None = None) -> list[int]:
         """Copy the blocks to ``destinations``, or only read them. Return their checksums."""
         num_blocks, num_runs = len(block_ids), len(self._nbytes)
-        blocks = np.array(block_ids, np.uint64)[:, None]
+        places, cp_ranks = np.divmod(np.array(block_ids, np.int64), len(self._begins))
         to = None
         if destinations is not None:
             addresses = [array.__array_interface__["data"][0] for array in destinations]
@@ -75,7 +82,7 @@ class _Runs:
         digests = np.empty(num_blocks, np.uint64)
         move_runs(
             to,
-            (self._begins + blocks * self._strides).reshape(-1),
+            (self._begins[cp_ranks] + places.astype(np.uint64)[:, None] * self._strides).reshape(-1),
             np.tile(self._nbytes, num_blocks),
             np.full(num_blocks, num_runs, np.uint32),
             digests=digests,

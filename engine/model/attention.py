@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.checkpoint.rope import RopeConfig, rope_tables
 from moonpool.engine.collectives.link import Link
-from moonpool.engine.model.inputs import ChunkKeys, RemoteTokens, StepInputs
+from moonpool.engine.model.inputs import ContextPart, StepInputs
 from moonpool.engine.model.weight_loader import Layer
 from moonpool.engine.sharding.parallel_plan import Shard
 from moonpool.kernels.dispatch import (
@@ -51,7 +50,8 @@ class Attention:
         self._cos_sin = [tables[config.ropes[i]] for i in shard.layers]
 
     def __call__(self, qkv: Tensor, inputs: StepInputs, pool: Tensor, i: int, layer: Layer) -> Tensor:
-        """Write K and V of all cp ranks' tokens to layer ``i`` of ``pool``, and attend.
+        """Write K and V of the tokens to layer ``i`` of ``pool``, and attend. With context parallelism every
+        cp rank does so for all tokens and its own blocks, and the results are merged.
 
         qkv: [num_tokens, (heads + 2 × kv_heads of the shard) × head_dim], of latents [num_tokens, (heads + 1)
         × head_dim]. Returns [num_tokens, heads × head_dim].
@@ -63,49 +63,69 @@ class Attention:
         rules = {"scale": self._scale, "window": layer.window, "soft_cap": self._config.soft_cap, **scales}
         if self._config.latent is not None:
             rules["key_only"] = self._config.latent.rope_dim
-        num_heads, head_dim = len(self._shard.heads), self._config.head_dim
-        norms_heads = self._config.qk_norm == "head"
         if self._config.qk_norm == "all":
             self._norm_all(qkv, layer)
 
-        def write(qkv: Tensor, tokens: StepInputs | RemoteTokens, num_heads: int) -> Tensor:
-            if self._config.latent is not None:
-                heads = qkv.view(len(qkv), num_heads + 1, head_dim)
-                return _write_latents(heads, *self._cos_sin[i], tokens, pool, i, **scales)
-            return rotate_and_write(
-                qkv,
-                tokens.positions,
-                *self._cos_sin[i],
-                pool,
-                i,
-                tokens.slots,
-                num_heads=num_heads,
-                num_kv_heads=len(self._shard.kv_heads),
-                head_dim=head_dim,
-                q_norm=layer.q_norm if num_heads and norms_heads else None,
-                k_norm=layer.k_norm if norms_heads else None,
-                eps=self._config.rms_norm_eps,
-                **scales,
-            )
-
-        if not inputs.others:
-            q = write(qkv, inputs, num_heads)
+        context = inputs.context
+        if context is None:
+            q = self._write(qkv, inputs, pool, i, layer, scales)
             return _attend(q, inputs, pool, i, layer.sinks, **rules).view(len(qkv), -1)
         assert self.link is not None
-        take = self.link.exchange_cp(qkv[:, num_heads * head_dim :], inputs.cp_token_counts)
-        q = write(qkv, inputs, num_heads)
+        if context.counts:
+            qkv = torch.cat(self.link.gather_cp(qkv, context.counts))
+        q = self._write(qkv, context, pool, i, layer, scales)
+        out, lse = self._merged(*_attend_own(q, context, pool, i, **rules), context.counts)
+        return _with_sinks(out, lse, layer.sinks).view(len(out), -1)
 
-        def receive(other: RemoteTokens) -> None:
-            write(take(other.cp_rank), other, 0)
+    def _write(
+        self,
+        qkv: Tensor,
+        tokens: StepInputs | ContextPart,
+        pool: Tensor,
+        i: int,
+        layer: Layer,
+        scales: dict[str, Any],
+    ) -> Tensor:
+        """Write the rotated K, and V, of tokens with slots. Return rotated queries of all: [num_tokens, heads
+        of the shard, head_dim]."""
+        num_heads, head_dim = len(self._shard.heads), self._config.head_dim
+        if self._config.latent is not None:
+            heads = qkv.view(len(qkv), num_heads + 1, head_dim)
+            return _write_latents(heads, *self._cos_sin[i], tokens, pool, i, **scales)
+        norms_heads = self._config.qk_norm == "head"
+        return rotate_and_write(
+            qkv,
+            tokens.positions,
+            *self._cos_sin[i],
+            pool,
+            i,
+            tokens.slots,
+            num_heads=num_heads,
+            num_kv_heads=len(self._shard.kv_heads),
+            head_dim=head_dim,
+            q_norm=layer.q_norm if norms_heads else None,
+            k_norm=layer.k_norm if norms_heads else None,
+            eps=self._config.rms_norm_eps,
+            **scales,
+        )
 
-        if layer.window or layer.sinks is not None:
-            # A window is defined by positions in the whole block table, a sink by the whole softmax.
-            for other in inputs.others:
-                receive(other)
-            attended = _attend(q, inputs, pool, i, layer.sinks, **rules)
+    def _merged(self, out: Tensor, lse: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Merge what each cp rank attended over its keys, for the tokens of this rank.
+
+        out: [all tokens, num_heads, head_dim]; lse: float32 [all tokens, num_heads]. Returns both, of this
+        rank's tokens: all of them without ``counts``.
+        """
+        assert self.link is not None
+        width = out[0].numel()
+        # In one exchange: the bytes of the float32 as more values of the result's dtype.
+        both = torch.cat((out.flatten(1), lse.view(out.dtype)), 1)
+        if counts:
+            parts = self.link.scatter_cp(both, counts)
         else:
-            attended = _attend_in_parts(q, inputs, receive, pool, i, **rules)
-        return attended.view(len(qkv), -1)
+            parts = self.link.gather_cp(both, [len(both)] * self._shard.cp)
+        outs = torch.stack([part[:, :width] for part in parts])
+        lses = torch.stack([part[:, width:] for part in parts]).view(torch.float32)
+        return merge_attention_states(outs.view(*lses.shape, -1), lses)
 
     def _norm_all(self, qkv: Tensor, layer: Layer) -> None:
         """Norm q over all heads of all tp ranks, and k, in place."""
@@ -130,7 +150,7 @@ def _write_latents(
     heads: Tensor,
     cos: Tensor,
     sin: Tensor,
-    tokens: StepInputs | RemoteTokens,
+    tokens: StepInputs | ContextPart,
     pool: Tensor,
     layer: int,
     *,
@@ -180,43 +200,17 @@ def _with_sinks(out: Tensor, lse: Tensor | None, sinks: Tensor | None) -> Tensor
     return out if lse is None or sinks is None else out.mul_(torch.sigmoid(lse - sinks)[..., None])
 
 
-def _attend_in_parts(
-    q: Tensor, inputs: StepInputs, receive: Callable[[RemoteTokens], None], pool: Tensor, i: int, **rules: Any
-) -> Tensor:
-    """As ``_attend``, overlapped with the exchange: first over own keys, then over those of each other cp
-    rank, merged by their log-sum-exp."""
-    n = inputs.num_decodes
-    decoded = q[:0]
-    if n:
-        decoded = paged_decode_attention(q[:n], pool, i, inputs.decode_table, inputs.decode_lens, **rules)
-    num_parts = sum(keys is not None for keys in (inputs.own_keys, *(other.keys for other in inputs.others)))
-    outs = q.new_empty((num_parts, len(q) - n, *q.shape[1:]))
-    lses = q.new_empty(outs.shape[:-1], dtype=torch.float32)
-    free = iter(zip(outs, lses, strict=True))
-
-    def attend(keys: ChunkKeys | None) -> None:
-        if keys is None:
-            return
-        assert inputs.chunk_starts is not None
-        out, lse = next(free)
-        paged_prefill_attention(
-            q[n:],
-            pool,
-            i,
-            keys.table,
-            inputs.chunk_starts,
-            keys.lens,
-            q_positions=keys.first,
-            out=out,
-            lse=lse,
-            **rules,
-        )
-
-    attend(inputs.own_keys)
-    for other in inputs.others:
-        receive(other)
-        attend(other.keys)
-    if num_parts == 0:
-        return decoded
-    merged = outs[0] if num_parts == 1 else merge_attention_states(outs, lses)[0]
-    return torch.cat((decoded, merged)) if n else merged
+def _attend_own(
+    q: Tensor, context: ContextPart, pool: Tensor, layer: int, **rules: Any
+) -> tuple[Tensor, Tensor]:
+    """Attend over the keys in this cp rank's blocks. q: [all tokens, num_heads, head_dim]; returns the same
+    shape, and float32 [all tokens, num_heads], -inf where a query sees no key."""
+    out, lse, first = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32), 0
+    for keys in context.keys_of(rules["window"]):
+        rows = slice(first, first := first + keys.num_queries)
+        rules |= {"q_positions": keys.first, "out": out[rows], "lse": lse[rows]}
+        if keys.starts is None:
+            paged_decode_attention(q[rows], pool, layer, keys.table, keys.lens, **rules)
+        else:
+            paged_prefill_attention(q[rows], pool, layer, keys.table, keys.starts, keys.lens, **rules)
+    return out, lse

@@ -10,30 +10,34 @@ from torch import Tensor
 
 
 @dataclass(slots=True)
-class ChunkKeys:
-    """Some of the keys that each prompt chunk attends to."""
+class RankKeys:
+    """The keys on one cp rank that runs of queries attend to."""
 
-    table: Tensor  # int32 [num_chunks, max_blocks], padded with -1
-    lens: Tensor  # int32 [num_chunks]: number of keys
-    first: Tensor  # int32 [num_chunks]: position of the chunk's first token among the keys; lens: after all
+    table: Tensor  # int32 [num_runs, max_blocks], blocks of the rank in the order of the sequence, then -1
+    lens: Tensor  # int32 [num_runs]: number of keys
+    first: Tensor  # int32 [num_runs]: position of the run's first query among the keys; lens: after all
+    starts: Tensor | None  # int32 [num_runs + 1], cumulative queries; None: a query each
+    num_queries: int
 
 
 @dataclass(slots=True)
-class RemoteTokens:
-    """Tokens of the same step that another cp rank computes. This rank writes their KV, too."""
+class ContextPart:
+    """One cp rank's part of a step's context: all tokens of the step, and the keys in this rank's blocks."""
 
-    cp_rank: int
-    positions: Tensor  # int64 [n]
-    slots: Tensor  # int64 [n]
-    keys: ChunkKeys | None  # if our chunks attend to any of them
+    positions: Tensor  # int64 [all tokens]
+    slots: Tensor  # int64 [all tokens], of this rank; -1: the token's block is on another cp rank
+    counts: tuple[int, ...]  # tokens that each cp rank computes, in order; empty: every one computes all
+    keys: tuple[tuple[int, tuple[RankKeys, ...]], ...]  # by the window of layers, for all tokens in order
+
+    def keys_of(self, window: int) -> tuple[RankKeys, ...]:
+        return next(keys for each, keys in self.keys if each == window)
 
 
 @dataclass(slots=True)
 class StepInputs:
     """The tensors of one step: the tokens of num_decodes sequences, then those of the prompt chunks.
 
-    With context parallelism these are the tokens of one cp rank. ``others`` are those of the other cp ranks;
-    ``own_keys`` excludes their keys.
+    With context parallelism these are the tokens that one cp rank computes; it attends by ``context``.
     """
 
     token_ids: Tensor  # int64 [num_tokens]
@@ -46,9 +50,7 @@ class StepInputs:
     chunk_starts: Tensor | None = None  # int32 [num_chunks + 1], cumulative new tokens
     chunk_lens: Tensor | None = None  # int32 [num_chunks], cached and new tokens
     max_chunk_tokens: int = 0  # of verified proposals, the most of a sequence; 0: prompts
-    own_keys: ChunkKeys | None = None
-    others: tuple[RemoteTokens, ...] = ()
-    cp_token_counts: tuple[int, ...] = ()  # tokens of each cp rank
+    context: ContextPart | None = None
     adapter_ids: Tensor | None = None  # int32 [num_tokens], indices of ``adapters``; -1: no adapter
     adapters: tuple[int, ...] = ()  # their numbers, ascending
 
@@ -56,16 +58,16 @@ class StepInputs:
         """Return the inputs on ``device``; ``self`` if they are there."""
         if self.token_ids.device == device:
             return self
-        moved: StepInputs = _moved(self, device)
-        return moved
+        inputs: StepInputs = moved(self, device)
+        return inputs
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def moved(value: Any, device: torch.device) -> Any:
     """Copy tensors to ``device``, also inside tuples and dataclasses."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, tuple):
-        return tuple(_moved(item, device) for item in value)
+        return tuple(moved(item, device) for item in value)
     if is_dataclass(value) and not isinstance(value, type):
-        return type(value)(*(_moved(getattr(value, field.name), device) for field in fields(value)))
+        return type(value)(*(moved(getattr(value, field.name), device) for field in fields(value)))
     return value

@@ -97,14 +97,21 @@ class EngineMemory:
     ) -> EngineMemory:
         agents = await group.start_agents(config.transfer, agent.agent_id, agent.epoch)
         shards = [BlockShard(shard.layers, shard.kv_heads) for shard in engine.shards]
+        cp_ranks = [shard.cp_rank for shard in engine.shards]
         readers: list[RankReader] = [AgentReader(agent, region), *group.ranks]
-        targets = [RankTarget(*pair) for pair in zip(shards, readers, strict=True)]
+        targets = [RankTarget(*each) for each in zip(shards, readers, cp_ranks, strict=True)]
         regions = [(agent.describe().pack(), region.id), *agents]
-        ranks = [rank_memory(shard, *where) for shard, where in zip(shards, regions, strict=True)]
+        ranks = [
+            rank_memory(shard, *where, cp_rank)
+            for shard, where, cp_rank in zip(shards, regions, cp_ranks, strict=True)
+        ]
         bytes_: BlockBytes
         if group.pools:
-            pools = [_pool(memory, engine, rank) for rank, memory in enumerate([region.array, *group.pools])]
-            bytes_ = SharedRankBytes(engine.layout, shards, pools)
+            pools: list[list[Bytes]] = [[] for _ in range(engine.plan.cp)]
+            for rank, memory in enumerate([region.array, *group.pools]):
+                pools[cp_ranks[rank]].append(_pool(memory, engine, rank))
+            of_first = [shard for shard, cp_rank in zip(shards, cp_ranks, strict=True) if cp_rank == 0]
+            bytes_ = SharedRankBytes(engine.layout, of_first, pools)
         else:
             deadline_s = max(config.transfer.deadline_s, 2 * config.engine.parallel.timeout_s)
             own = agent.grant_writes([Span(region.id, 0, region.nbytes)]).id
@@ -122,5 +129,5 @@ class EngineMemory:
 
 def _pool(memory: Bytes, engine: Engine, rank: int) -> Bytes:
     """Return a rank's blocks at the start of ``memory``: uint8 [num_blocks, block_nbytes]."""
-    num_blocks, nbytes = engine.pool.num_blocks, engine.rank_layouts[rank].block_nbytes
+    num_blocks, nbytes = engine.pool.num_blocks // engine.plan.cp, engine.rank_layouts[rank].block_nbytes
     return memory[: num_blocks * nbytes].reshape(num_blocks, nbytes)

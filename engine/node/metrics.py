@@ -129,6 +129,7 @@ class _EngineCollector(Collector):
         )
         yield from adapter_metrics(self._engine)
         yield from _rank_metrics(self._engine.rank_times())
+        yield _rank_memory(self._engine)
         yield from _exchange_metrics(self._engine.exchange_clock())
         if self._engine.config.moe is not None:
             load = self._engine.expert_load()
@@ -169,6 +170,21 @@ def _rank_metrics(times: RankTimes | None) -> Iterator[Metric]:
             stalls.add_metric([str(pace.rank)], pace.num_stalls)
             ratios.add_metric([str(pace.rank), pace.cause if pace.is_slow else "none"], pace.ratio)
     yield from (seconds, stalls, ratios)
+
+
+def _rank_memory(engine: Engine) -> Metric:
+    family = GaugeMetricFamily(
+        "moonpool_rank_kv_bytes",
+        "Bytes of a rank's part of the KV pool: total, and of blocks in use. Context parallel (cp) splits a "
+        "prompt's blocks over the ranks, tp and pp each block",
+        labels=["rank", "state"],
+    )
+    pool, cp = engine.pool, engine.plan.cp
+    used = pool.counts_by_part(pool.used(), cp)
+    for shard, layout in zip(engine.shards, engine.rank_layouts, strict=True):
+        family.add_metric([str(shard.rank), "total"], pool.num_blocks // cp * layout.block_nbytes)
+        family.add_metric([str(shard.rank), "used"], used[shard.cp_rank] * layout.block_nbytes)
+    return family
 
 
 def _exchange_metrics(clock: ExchangeClock | None) -> Iterator[Metric]:

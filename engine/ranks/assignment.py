@@ -37,7 +37,7 @@ class Assignment:
     link: str
     options: EngineOptions
     model_len: int  # longest sequence of the model and its options; max_len: also of the pool
-    num_blocks: int | None  # None: on GPUs, as many as fit on each of them
+    num_blocks: int | None  # of each rank; None: on GPUs, as many as fit on each of them
     max_len: int
     first_device: int = 0  # of the node's GPUs on each machine
     experts: dict[str, object] | None = None  # ``asdict`` of an ExpertPlacement

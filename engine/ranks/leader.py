@@ -218,7 +218,7 @@ class ParallelRunner(ModelRunner):
         flight.work = step.begin(chain_digest(step.digest, payload[:nbytes]))
         self._board.publish(step.step, nbytes)
         flight.publish_s = time.perf_counter() - began_s
-        step.forward(flight.work, inputs.to(self.device.torch))
+        step.forward(flight.work, inputs)
         step.pause(flight.work)
 
     @torch.inference_mode()

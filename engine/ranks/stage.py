@@ -113,15 +113,21 @@ class RankStep:
         """Run the batch through this rank's layers."""
         shard = self.model.shard
         work.tokens = tokens = ContextStep(
-            inputs, shard.cp_rank, shard.cp, block_size=self._pool.shape[4], min_tokens=self._cp_min_tokens
+            inputs,
+            shard.cp_rank,
+            shard.cp,
+            block_size=self._pool.shape[4],
+            min_tokens=self._cp_min_tokens,
+            windows={layer.window for layer in self.model.layers},
         )
         results = []
         max_tokens = self._micro_batch_tokens if shard.pp > 1 else 0
         for micro_batch in micro_batches(inputs, self._decode_parts, max_tokens):
-            part = tokens.inputs_for(micro_batch)
+            part = tokens.inputs_for(micro_batch).to(self._pool.device)
             hidden = None if shard.is_first else self._link.receive(len(part.token_ids))
             # Tokens computed by all cp ranks count once, on cp rank 0.
-            counted = self.model.expert_load.clone() if shard.cp_rank and not part.others else None
+            is_split = part.context is not None and part.context.counts
+            counted = self.model.expert_load.clone() if shard.cp_rank and not is_split else None
             hidden = self.model.forward(part, self._pool, hidden)
             if counted is not None:
                 self.model.expert_load.copy_(counted)
@@ -172,7 +178,7 @@ def run_steps(rank_step: RankStep, board: SharedBoard, device: torch.device) -> 
             work = rank_step.begin(chain_digest(rank_step.digest, batch), late_ns)
             inputs, rounds, expert_switch = unpack(batch)
             rank_step.experts.use(expert_switch)
-            rank_step.forward(work, inputs.to(device))
+            rank_step.forward(work, inputs)
             for rows in rounds:
                 rank_step.logits(work, rows)
             if device.type == "cuda":

@@ -18,8 +18,8 @@ from moonpool.runtime.errors import ConfigError
 class ParallelPlan:
     """Sizes of parallelism. rank = (stage * cp + cp_rank) * tp + tp_rank; rank 0 leads.
 
-    tp ranks split every matrix. cp ranks have equal weights and compute different tokens. Stages (pp) split
-    the layers.
+    tp ranks split every matrix. cp ranks have equal weights, compute different tokens and have different
+    blocks: block b of the pool is on cp rank b % cp, as its block b // cp. Stages (pp) split the layers.
     """
 
     tp: int = 1

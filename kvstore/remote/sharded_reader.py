@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,20 @@ from moonpool.transfer import ChecksumMismatch, JointRead, TransferReport
 
 @dataclass(frozen=True, slots=True)
 class RankTarget:
+    """cp_rank: of n cp ranks, block b is on those with b % n, as their block b // n."""
+
     shard: BlockShard
     reader: RankReader
+    cp_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The shard of some blocks in a region of an agent."""
+
+    agent: bytes
+    region: int
+    shard: BlockShard
 
 
 class ShardedReader:
@@ -31,6 +43,7 @@ class ShardedReader:
     ) -> None:
         self._layout = layout
         self._targets = list(targets)
+        self._cp_size = 1 + max(target.cp_rank for target in targets)
         self._hash_blocks = hash_blocks
 
     async def read(
@@ -80,38 +93,45 @@ class ShardedReader:
         block_ids: Sequence[int],
         deadline_s: float,
     ) -> list[tuple[RankTarget, RankRead]]:
-        layout = self._layout
         pool = source.ranks[0].region if source.ranks else None
         in_parts = [i for i, region in enumerate(regions) if region == pool]
         elsewhere: dict[int, list[int]] = {}
         for i, region in enumerate(regions):
             if region != pool:
                 elsewhere.setdefault(region, []).append(i)
+        whole = self._layout.block_nbytes  # once, not for every block
         reads: list[tuple[RankTarget, RankRead]] = []
-
-        def add(which: list[int], agents: list[bytes], owned: list[int], shards: list[BlockShard]) -> None:
-            whole = layout.block_nbytes  # once, not for every block
-            for rank, target in enumerate(self._targets):
-                own = target.shard.block_nbytes(layout)
-                into = [block_ids[i] * own for i in which]
-                for overlap in overlaps(layout, shards, target.shard, rank):
-                    size = shards[overlap.source].block_nbytes(layout)
-                    runs = [(run.source, run.target, run.nbytes) for run in overlap.runs]
-                    # Offsets into the pool are those of whole blocks.
-                    begins = [offsets[i] * size // whole for i in which]
-                    agent, region = agents[overlap.source], owned[overlap.source]
-                    reads.append((target, RankRead(agent, region, begins, into, runs, deadline_s)))
-
-        if in_parts:
-            add(
-                in_parts,
-                [rank.agent for rank in source.ranks],
-                [rank.region for rank in source.ranks],
-                [shard_of(rank) for rank in source.ranks],
-            )
+        # Offsets into a pool in parts are those of whole blocks of all cp ranks.
+        cp_ranks = sorted({rank.cp_rank for rank in source.ranks})
+        for n, cp_rank in enumerate(cp_ranks):
+            which = [i for i in in_parts if offsets[i] // whole % len(cp_ranks) == n]
+            begins = [offsets[i] // whole // len(cp_ranks) * whole for i in which]
+            ranks = [rank for rank in source.ranks if rank.cp_rank == cp_rank]
+            parts = [_Part(rank.agent, rank.region, shard_of(rank)) for rank in ranks]
+            reads += self._reads_of(parts, begins, [block_ids[i] for i in which], deadline_s)
         for region, which in elsewhere.items():
-            add(which, [source.agent], [region], [BlockShard.whole(layout)])
+            parts = [_Part(source.agent, region, BlockShard.whole(self._layout))]
+            begins = [offsets[i] for i in which]
+            reads += self._reads_of(parts, begins, [block_ids[i] for i in which], deadline_s)
         return reads
+
+    def _reads_of(
+        self, parts: Sequence[_Part], begins: Sequence[int], block_ids: Sequence[int], deadline_s: float
+    ) -> Iterator[tuple[RankTarget, RankRead]]:
+        """Read blocks that ``parts`` have together. begins: of each block, as if it were whole."""
+        layout, n = self._layout, self._cp_size
+        shards, whole = [part.shard for part in parts], layout.block_nbytes
+        for rank, target in enumerate(self._targets):
+            own = target.shard.block_nbytes(layout)
+            which = [i for i, block in enumerate(block_ids) if block % n == target.cp_rank]
+            if not which:
+                continue
+            into = [block_ids[i] // n * own for i in which]
+            for overlap in overlaps(layout, shards, target.shard, rank):
+                part, size = parts[overlap.source], shards[overlap.source].block_nbytes(layout)
+                runs = [(run.source, run.target, run.nbytes) for run in overlap.runs]
+                of_part = [begins[i] * size // whole for i in which]
+                yield target, RankRead(part.agent, part.region, of_part, into, runs, deadline_s)
 
 
 async def _all_of(calls: Sequence[Coroutine[Any, Any, str]]) -> list[str]:
@@ -133,7 +153,7 @@ def shard_of(rank: node_pb2.RankMemory) -> BlockShard:
     )
 
 
-def rank_memory(shard: BlockShard, agent: bytes, region: int) -> node_pb2.RankMemory:
+def rank_memory(shard: BlockShard, agent: bytes, region: int, cp_rank: int = 0) -> node_pb2.RankMemory:
     return node_pb2.RankMemory(
         agent=agent,
         region=region,
@@ -141,4 +161,5 @@ def rank_memory(shard: BlockShard, agent: bytes, region: int) -> node_pb2.RankMe
         num_layers=len(shard.layers),
         first_head=shard.heads.start,
         num_heads=len(shard.heads),
+        cp_rank=cp_rank,
     )

@@ -83,7 +83,11 @@ class ParallelOptions(Section, name="engine.parallel"):
         least=1,
     )
     cp: int = option(
-        1, "ranks", "context parallel: ranks that the tokens of a long prompt are split over", least=1
+        1,
+        "ranks",
+        "context parallel: ranks that the tokens of a long prompt, and the KV blocks of every prompt, are "
+        "split over",
+        least=1,
     )
     hosts: int = option(
         1,

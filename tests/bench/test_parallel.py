@@ -57,9 +57,9 @@ def test_steps_of_two_ranks(tmp_path: Path) -> None:
     speedup = rows[prompt, "speedup over one rank"]
     assert rows[prompt, "scaling efficiency"] == pytest.approx(speedup / 2)
     assert rows[prompt, "bubble, most"] == 0
-    # K and V once a layer, the rows of which logits are wanted, and the logits.
+    # Q, K and V, and what came of them, once a layer; the rows of which logits are wanted, and the logits.
     assert rows["tp 1 × pp 1 × cp 2, prompt of 300", "exchanging, most"] > 0
-    assert rows[case.replace("tp 2 × pp 1", "tp 1 × pp 1 × cp 2"), "exchanges"] == 6 + 2
+    assert rows[case.replace("tp 2 × pp 1", "tp 1 × pp 1 × cp 2"), "exchanges"] == 2 * 6 + 2
     assert plot_path.stat().st_size > 0
 
 
@@ -115,6 +115,18 @@ def test_the_bubble_of_two_stages(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_context_that_cp_ranks_split(tmp_path: Path) -> None:
+    rows = measured(tmp_path, "--cp")
+    one, two = (f"cp {cp}, pools of 1024 tokens" for cp in (1, 2))
+    assert rows[one, "KV of a rank"]["value"] == rows[two, "KV of a rank"]["value"] > 0
+    assert rows[one, "largest prompt served"]["value"] == 1023
+    assert rows[two, "largest prompt served"]["value"] == 2047
+    assert rows["cp 2, prompt of 300", "first token"]["peer"] == "cp 1"
+    counted = rows["cp 2, prompt of 16384, by counted multiplications", "speedup over one rank"]
+    assert 1.7 < counted["value"] <= 2
+
+
+@pytest.mark.slow
 def test_two_replicas_beside_one(tmp_path: Path) -> None:
     rows = measured(tmp_path, "--part", "replicas")
     case = f"dp 2, decode, batch {BATCH} each, context {CONTEXT}"
@@ -134,7 +146,7 @@ def test_a_copy_that_bounds_a_transfer_keeps_the_memory_it_copies() -> None:
     shard = BlockShard(range(2), range(2))
     engine = SimpleNamespace(
         layout=KVLayout(2, 2, 64, 32, "float32"),
-        shards=[SimpleNamespace(layers=shard.layers, kv_heads=shard.heads)],
+        shards=[SimpleNamespace(layers=shard.layers, kv_heads=shard.heads, cp_rank=0)],
     )
     pools = [Pools(cast(EngineMemory, SimpleNamespace(engine=engine)), 3) for _ in "ab"]
     memory = [weakref.ref(array) for pool in pools for array in pool.arrays]

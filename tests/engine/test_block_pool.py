@@ -89,13 +89,20 @@ class Users(RuleBasedStateMachine):
         self.pool.release(table)
         assert len(self.pool.match(chain(path)[:sealed])) == sealed, "what was sealed stays findable"
 
-    @rule(number=st.integers(0, 4))
-    def use_a_piece(self, number: int) -> None:
-        """Of as many blocks as its number, odd ones without keys."""
+    @rule(number=st.integers(0, 4), parts=st.sampled_from([1, 2, 4]))
+    def use_a_piece(self, number: int, parts: int) -> None:
+        """Of as many blocks as its number, odd ones without keys; of each remainder by ``parts`` as many."""
         if number in self.pieces:
             self.pool.acquire(self.pieces[number])
         elif 0 < number <= self.pool.num_free:
-            blocks, keys = self.pool.allocate(number), piece_keys(number)
+            parts = parts if number % parts == 0 else 1
+            free_before, blocks = self.pool.num_free, self.pool.allocate_evenly(number, parts)
+            if blocks is None:
+                assert parts > 1
+                assert self.pool.num_free == free_before
+                return
+            assert self.pool.counts_by_part(blocks, parts) == [number // parts] * parts
+            keys = piece_keys(number)
             if not self.found.keys() & keys:
                 for i, key in enumerate(keys):
                     self.pool.seal(blocks[i], key, keys[i - 1] if i else None)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
@@ -29,7 +27,7 @@ class Machine:
         self.options = EngineOptions().within(CPU_LIMITS)
         self.device = CpuDevice()
         self.max_len = max_len
-        self.pool = SimpleNamespace(shape=(4096,))
+        self.num_blocks = 4096
 
     def clock(self) -> float:
         return self.now_s

@@ -44,7 +44,7 @@ PLANS = {
     "tp 2": cut([range(4)], [range(2), range(2, 4)]),
     "pp 2": cut([range(1), range(1, 4)], [range(4)]),
     "tp 2 × pp 2": cut([range(2), range(2, 4)], [range(2), range(2, 4)]),
-    # Every rank has all bytes: each computes tokens of its own for all layers.
+    # Every rank has whole blocks, every second one.
     "cp 2": cut([range(4)] * 2, [range(4)]),
 }
 
@@ -62,16 +62,16 @@ class Source(node_pb2_grpc.NodeServicer):
 
     async def start(self, address: str) -> Source:
         ranks = []
-        for shard, peer in zip(self.shards, self.ranks, strict=True):
-            nbytes = NUM_BLOCKS * shard.block_nbytes(LAYOUT)
-            # Ranks that hold the same have the same bytes.
-            seed = self.shards.index(shard)
+        cp_ranks = [self.shards[:i].count(shard) for i, shard in enumerate(self.shards)]
+        cp_size = 1 + max(cp_ranks)
+        for seed, (shard, peer) in enumerate(zip(self.shards, self.ranks, strict=True)):
+            cp_rank, nbytes = cp_ranks[seed], NUM_BLOCKS // cp_size * shard.block_nbytes(LAYOUT)
             region = (await peer.do("allocate", nbytes=nbytes, seed=seed))["region"]
-            held = self.blocks[:, shard.layers.start : shard.layers.stop][
+            held = self.blocks[cp_rank::cp_size, shard.layers.start : shard.layers.stop][
                 :, :, :, shard.heads.start : shard.heads.stop
             ]
             held[:] = pattern(nbytes, seed).view(np.float32).reshape(held.shape)
-            ranks.append(rank_memory(shard, peer.descriptor.pack(), region))
+            ranks.append(rank_memory(shard, peer.descriptor.pack(), region, cp_rank))
         self.address.CopyFrom(
             node_pb2.KvAddress(
                 node_id="source",

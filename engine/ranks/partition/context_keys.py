@@ -1,79 +1,92 @@
-"""The keys that a cp rank's prompt chunks attend to, by the cp rank that writes them."""
+"""The keys that a step's tokens attend to in the blocks of one cp rank.
+
+Of n cp ranks, block b of the pool is on rank b % n, as block b // n of that rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from moonpool.engine.model.inputs import ChunkKeys, StepInputs
-from moonpool.engine.ranks.partition.batch_slice import BatchSlice, TokenRange
+from moonpool.engine.model.inputs import RankKeys
+
+Ints = npt.NDArray[np.integer[Any]]
 
 
-def chunk_keys(
-    micro_batch: BatchSlice,
-    slices: Sequence[BatchSlice],
-    cp_rank: int,
-    inputs: StepInputs,
-    offsets: Sequence[int],
-    block_size: int,
-) -> list[ChunkKeys | None]:
-    """Return, for the chunks of ``cp_rank``, the keys of each cp rank; None where no chunk attends to any.
-    Keys that were in the pool before count as its own.
-
-    micro_batch, slices, offsets, block_size: as of ``split_tokens``.
-    """
-    found: list[ChunkKeys | None] = []
-    own_ranges = slices[cp_rank].runs
-    for other, portion in enumerate(slices):
-        tables: list[list[int]] = []
-        lens: list[int] = []
-        firsts: list[int] = []
-        for own in own_ranges:
-            offset = offsets[own.chunk]
-            earlier = [run for run in portion.runs if run.chunk == own.chunk and run.first < own.first]
-            before = [_blocks(run, offset, block_size) for run in earlier]
-            num_keys = first = block_size * sum(map(len, before))
-            if other == cp_rank:
-                cached = range(_first_block(micro_batch, own.chunk, offset, block_size))
-                here = _blocks(own, offset, block_size)
-                first += block_size * len(cached) + offset + own.first - block_size * here.start
-                num_keys = first + len(own)
-                before = [cached, *before, here]
-            tables.append(list(chain.from_iterable(before)))
-            lens.append(num_keys)
-            firsts.append(first)
-        chunks = [own.chunk for own in own_ranges]
-        found.append(_keys(inputs, chunks, tables, lens, firsts) if any(lens) else None)
-    return found
+def rank_slots(slots: Ints, cp_rank: int, cp_size: int, block_size: int) -> Ints:
+    """Return the slots on the cp rank; -1: on another one."""
+    blocks, offsets = np.divmod(slots, block_size)
+    own = (slots >= 0) & (blocks % cp_size == cp_rank)
+    return np.where(own, blocks // cp_size * block_size + offsets, -1)
 
 
-def _blocks(run: TokenRange, offset: int, block_size: int) -> range:
-    """Return the blocks of a range in its sequence. Only a chunk's first range begins within a block; the
-    cached part of that block belongs to it."""
-    return range((offset + run.first) // block_size, -(-(offset + run.end) // block_size))
+class RankBlocks:
+    """The blocks of some sequences that are on one cp rank."""
+
+    def __init__(self, blocks: Ints, cp_rank: int, cp_size: int, block_size: int) -> None:
+        """blocks: [num_sequences, max_blocks], -1 where there is none."""
+        self._block_size = block_size
+        num_sequences, width = blocks.shape
+        # With a column after the last block, for the position after its last token.
+        self._own = np.zeros((num_sequences, width + 1), bool)
+        self._own[:, :width] = (blocks >= 0) & (blocks % cp_size == cp_rank)
+        # Of the blocks before each column, those of the rank.
+        self._before = np.cumsum(self._own, 1, dtype=np.int64) - self._own
+        most = int(self._before[:, -1].max(initial=0))
+        self._table = np.full((num_sequences, max(most, 1)), -1, np.int32)
+        sequence, column = np.nonzero(self._own)
+        self._table[sequence, self._before[sequence, column]] = blocks[sequence, column] // cp_size
+
+    def _num_before(self, sequences: Ints, positions: Ints) -> Ints:
+        """Return how many keys of the rank are before these positions."""
+        columns, offsets = np.divmod(positions, self._block_size)
+        own = self._own[sequences, columns]
+        counts: Ints = self._before[sequences, columns] * self._block_size + own * offsets
+        return counts
+
+    def single(self, sequences: Ints, positions: Ints) -> RankKeys:
+        """Return the keys up to the positions, of queries each for itself."""
+        lens = self._num_before(sequences, positions + 1)
+        return _keys(self._table[sequences], lens, np.maximum(lens - 1, 0), None)
+
+    def runs(self, sequences: Ints, positions: Ints) -> RankKeys:
+        """Return the keys up to the positions, for queries of which those of a sequence are in order and
+        without gaps.
+
+        In a run the queries whose own keys are here come first, each of which sees one key more than the one
+        before. The others see all keys of the run.
+        """
+        own = self._own[sequences, positions // self._block_size]
+        begins = np.ones(len(own), bool)
+        begins[1:] = (own[1:] & ~own[:-1]) | (sequences[1:] != sequences[:-1])
+        (starts,) = np.nonzero(begins)
+        ends = np.append(starts[1:], len(own))
+        seen = self._num_before(sequences, positions + 1)
+        lens = seen[ends - 1]
+        first = np.where(own[starts], seen[starts] - 1, lens)
+        return _keys(self._table[sequences[starts]], lens, first, np.append(starts, len(own)))
+
+    def windows(self, sequences: Ints, positions: Ints, window: int) -> RankKeys:
+        """Return the keys in the window that ends at each position, of queries each for itself. A window
+        begins at other keys of the rank for each query, so that no run of them is regular."""
+        low = np.maximum(positions - window + 1, 0)
+        columns, offsets = np.divmod(low, self._block_size)
+        passed = self._before[sequences, columns]
+        lens = self._num_before(sequences, positions + 1) - passed * self._block_size
+        width = max(-(-int(lens.max(initial=0)) // self._block_size), 1)
+        at = np.minimum(passed[:, None] + np.arange(width), self._table.shape[1] - 1)
+        # The kernel hides keys up to ``first - window``, and there are at most ``window`` after them.
+        first = self._own[sequences, columns] * offsets + window - 1
+        return _keys(self._table[sequences[:, None], at], lens, first, None)
 
 
-def _first_block(micro_batch: BatchSlice, chunk: int, offset: int, block_size: int) -> int:
-    """Return the first block of the chunk's sequence that the micro-batch writes."""
-    first = next(run.first for run in micro_batch.runs if run.chunk == chunk)
-    return (offset + first) // block_size
+def _keys(table: Ints, lens: Ints, first: Ints, starts: Ints | None) -> RankKeys:
+    def on_host(values: Ints) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values, np.int32))
 
-
-def _keys(
-    inputs: StepInputs, chunks: list[int], tables: list[list[int]], lens: list[int], firsts: list[int]
-) -> ChunkKeys:
-    """tables: columns of the rows ``chunks`` of the batch's block table."""
-    assert inputs.chunk_table is not None
-    device = inputs.chunk_table.device
-    columns = torch.full((len(tables), max(map(len, tables))), -1)
-    for row, table in zip(columns, tables, strict=True):
-        row[: len(table)] = torch.tensor(table)
-    columns = columns.to(device)
-    blocks = inputs.chunk_table[torch.tensor(chunks, device=device)[:, None], columns.clamp(min=0)]
-    return ChunkKeys(
-        blocks.masked_fill(columns < 0, -1),
-        torch.tensor(lens, dtype=torch.int32, device=device),
-        torch.tensor(firsts, dtype=torch.int32, device=device),
-    )
+    num_queries = len(lens) if starts is None else int(starts[-1])
+    begins = None if starts is None else on_host(starts)
+    return RankKeys(on_host(table), on_host(lens), on_host(first), begins, num_queries)

@@ -34,13 +34,14 @@ async def serving(
     separate_pools: bool = False,
     **words: Any,
 ) -> AsyncIterator[Driver]:
-    """Words are ParallelOptions' or EngineOptions'. ``separate_pools``: see ``RankGroup``.
-    Afterwards no block may be held."""
+    """Words are ParallelOptions' or EngineOptions'. ``num_blocks``: of all cp ranks.
+    ``separate_pools``: see ``RankGroup``. Afterwards no block may be held."""
     parallel = ParallelOptions(**{k: words.pop(k) for k in list(words) if k in ParallelOptions.__slots__})
     words = {"block_size": 8, "pool_nbytes": 1 << 30, "parallel": parallel, **words}
     model = ModelOptions(device="cpu", dtype=dtype)
     probe = Engine(path, EngineOptions(**words), model)
-    words["pool_nbytes"] = num_blocks * sum(layout.block_nbytes for layout in probe.rank_layouts)
+    nbytes = num_blocks * sum(layout.block_nbytes for layout in probe.rank_layouts)
+    words["pool_nbytes"] = nbytes // parallel.cp
     engine = Engine(path, EngineOptions(**words), model, ranks=group, separate_pools=separate_pools)
     driver = Driver(engine)
     try:

@@ -51,7 +51,7 @@ class Exchanges:
         if plan.tp > 1:
             self.kinds += [self.all_reduce, self.all_gather, self.reduce_scatter, self.all_to_all]
         if plan.cp > 1:
-            self.kinds = [self.exchange_cp]
+            self.kinds = [self.gather_cp, self.scatter_cp]
         if plan.pp > 1:
             self.kinds.append(self.pass_on)
         self.num_counted = 0
@@ -89,15 +89,19 @@ class Exchanges:
         expected = sum(parts).split(counts)[self.place]  # type: ignore[union-attr]
         close(self.link.reduce_scatter(parts[self.place], counts), expected)
 
-    def exchange_cp(self, total: int) -> None:
+    def gather_cp(self, total: int) -> None:
         counts = self.counts(total)
         parts = [self.rows(n) for n in counts]
         given = parts[self.place].clone()
-        take = self.link.exchange_cp(given, counts)
-        given.zero_()
-        for share in self.draw.sample(range(self.num_ranks), self.num_ranks):
-            if share != self.place:
-                assert take(share).equal(parts[share])
+        for found, part in zip(self.link.gather_cp(given, counts), parts, strict=True):
+            assert found.equal(part)
+
+    def scatter_cp(self, total: int) -> None:
+        counts = self.counts(total)
+        wholes = [self.rows(total) for _ in counts]
+        given = wholes[self.place].clone()
+        for found, whole in zip(self.link.scatter_cp(given, counts), wholes, strict=True):
+            assert found.equal(whole.split(counts)[self.place])
 
     def all_to_all(self, total: int) -> None:
         counts = [self.counts(total) for _ in range(self.num_ranks)]

@@ -48,14 +48,21 @@ async def test_a_rank_that_refuses_the_files_ends_nothing(checkpoint: Reference,
         assert result.token_ids == checkpoint.greedy(prompt(20), NUM_TOKENS)
 
 
-async def test_ranks_reuse_blocks_in_step(checkpoint: Reference, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("plan", "num_blocks"),
+    [({"tp": 2}, 32), pytest.param({"cp": 2}, 44, marks=pytest.mark.slow)],  # cp ranks have an adapter each
+    ids=["tp2", "cp2"],
+)
+async def test_ranks_reuse_blocks_in_step(
+    checkpoint: Reference, tmp_path: Path, plan: dict[str, int], num_blocks: int
+) -> None:
     """Adapters and KV evict each other on all ranks."""
     models = [
         checkpoint,
         make_adapter(checkpoint, tmp_path / "a", seed=1, r=5),
         make_adapter(checkpoint, tmp_path / "b", seed=2, r=6),
     ]
-    async with ranks(2) as group, serving(checkpoint.path, group, tp=2, num_blocks=32) as driver:
+    async with ranks(2) as group, serving(checkpoint.path, group, num_blocks=num_blocks, **plan) as driver:
         for turn in range(9):
             model = models[turn % 3]
             ids = prompt(40 + turn, seed=turn)

@@ -124,6 +124,7 @@ LOSSES = [
             ({"tp": 2}, 1, KILL, "exchange"),
             ({"tp": 2}, 1, STOP, "steps"),
             ({"cp": 2, "tp": 2}, 2, STOP, "exchange"),
+            ({"cp": 4}, 3, KILL, "exchange"),
             ({"pp": 3}, 2, KILL, "steps"),
             ({"pp": 3}, 1, KILL, "exchange"),
             ({"pp": 3}, 1, STOP, "exchange"),

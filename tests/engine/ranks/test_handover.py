@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -62,9 +63,9 @@ class Side:
         peer = await self.exchange.connect(source.address)
         num_blocks = len(theirs.block_table)
         report = await self.exchange.read(peer, spans, 0, ours.block_table[:num_blocks], deadline_s=10)
-        # With copies of KV heads on several ranks, all of them.
-        copies = sum(layout.block_nbytes for layout in engine.rank_layouts) // engine.layout.block_nbytes
-        assert report.nbytes == num_blocks * engine.layout.block_nbytes * copies
+        # With copies of KV heads on several tp ranks, all of them.
+        nbytes = sum(layout.block_nbytes for layout in engine.rank_layouts) // engine.plan.cp
+        assert report.nbytes == num_blocks * nbytes
         return ours
 
     async def decode(self, sequence: Any, first: int) -> list[int]:
@@ -111,8 +112,8 @@ def prompt(seed: int, n: int = 43) -> list[int]:
     return np.random.default_rng(seed).integers(0, 160, n).tolist()
 
 
-async def continues_exactly(reference: Any, source: Side, target: Side, seed: int) -> None:
-    tokens = prompt(seed)
+async def continues_exactly(reference: Any, source: Side, target: Side, seed: int, n: int = 43) -> None:
+    tokens = prompt(seed, n)
     theirs, first = await source.prefill(tokens)
     ours = await target.read(source, theirs)
     got = await target.decode(ours, first)
@@ -180,26 +181,41 @@ async def test_every_family_is_continued_exactly(make_checkpoint, name, tp) -> N
         await continues_exactly(reference, target, source, 2)
 
 
-async def test_every_rank_that_shares_tokens_has_all_blocks(make_checkpoint) -> None:
-    """Whoever computed them: here, on ranks cut otherwise, or a peer whose blocks come from a store."""
+@pytest.mark.parametrize("separate_pools", [False, True], ids=["shared", "apart"])
+async def test_blocks_that_cp_ranks_split_go_to_other_plans_and_come_back(
+    make_checkpoint, separate_pools: bool
+) -> None:
+    """Each block is on one of them, whole or in parts on its tp ranks."""
     reference = make_checkpoint("qwen3", **SHAPE)
+    path = reference.path
     async with (
-        side(reference.path, "context", 1, 1, 2) as context,
-        side(reference.path, "tensor", 2, 1) as tensor,
+        side(path, "context", 1, 1, 2, separate_pools=separate_pools) as context,
+        side(path, "tensor", 2, 1) as tensor,
+        side(path, "alone", 1, 1) as alone,
     ):
-        for seed, (source, target) in enumerate(itertools.permutations((context, tensor))):
+        pairs = [pair for pair in itertools.permutations((context, tensor, alone), 2) if context in pair]
+        for seed, (source, target) in enumerate(pairs):
             await continues_exactly(reference, source, target, seed)
-        nbytes = context.memory.engine.layout.block_nbytes
-        theirs = context.memory.engine.ranks.pools[0].reshape(-1, nbytes)
-        ours = context.memory.engine.pool_tensor.numpy()
-        # Prompts shared out, decode steps each rank makes, blocks read from ranks cut otherwise.
-        assert ours.any(axis=1).sum() > 10
-        assert (ours == theirs[: len(ours)]).all()
-        block = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
-        checksum = xxhash.xxh3_64_intdigest(block.data)
-        assert context.memory.blocks.bytes.copy_in([block], [7], [checksum]) is None
-        assert (ours[7] == block).all()
-        assert (theirs[7] == block).all()
+
+        # What comes from outside the pool and leaves it again.
+        memory = context.memory
+        num_blocks, nbytes = memory.engine.pool.num_blocks, memory.engine.layout.block_nbytes
+        where = [7, 2, 3, num_blocks - 1]
+        blocks = list(np.random.default_rng(0).integers(0, 256, (len(where), nbytes), np.uint8))
+        sums = [xxhash.xxh3_64_intdigest(block.data) for block in blocks]
+        assert await asyncio.to_thread(memory.blocks.bytes.copy_in, blocks, where, sums) is None
+        assert await memory.blocks.hash(where) == sums
+        copies = [np.empty_like(block) for block in blocks]
+        assert await asyncio.to_thread(memory.blocks.bytes.copy_out, where, copies) == sums
+        assert all((copy == block).all() for copy, block in zip(copies, blocks, strict=True))
+        ours = memory.engine.pool_tensor.numpy()
+        assert len(ours) == num_blocks // 2
+        assert (ours[1] == blocks[1]).all()
+        if not separate_pools:
+            theirs = memory.engine.ranks.pools[0].reshape(-1, nbytes)
+            assert len(theirs) == num_blocks // 2
+            assert (theirs[3] == blocks[0]).all()
+            assert (theirs[-1] == blocks[3]).all()
 
 
 async def test_blocks_of_the_pool_and_of_host_memory_come_in_one_read(make_checkpoint) -> None:

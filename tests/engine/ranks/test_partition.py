@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import torch
@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.engine.model.inputs import StepInputs
-from moonpool.engine.ranks.partition.batch_slice import BatchSlice, chunk_offsets, micro_batches
-from moonpool.engine.ranks.partition.context_keys import chunk_keys
-from moonpool.engine.ranks.partition.context_parallel import split_tokens
+from moonpool.engine.ranks.partition.batch_slice import BatchSlice, micro_batches
+from moonpool.engine.ranks.partition.context_parallel import ContextStep
 
 BLOCK_SIZE = 4
 
@@ -76,6 +75,9 @@ BATCHES = st.builds(
 ).filter(lambda whole: len(whole.token_ids))
 
 
+WINDOWS = st.sampled_from([0, 1, 3, 4, 7, 30])
+
+
 @given(BATCHES, st.integers(1, 3), st.integers(1, 40))
 def test_micro_batches_of_a_pipeline(whole: StepInputs, num_stages: int, max_tokens: int) -> None:
     portions = micro_batches(whole, num_stages, max_tokens)
@@ -86,66 +88,81 @@ def test_micro_batches_of_a_pipeline(whole: StepInputs, num_stages: int, max_tok
         assert (np.diff(rows) == 1).all(), "a micro-batch reads what those before it wrote"
 
 
-@given(BATCHES, st.integers(2, 4), st.integers(1, 3), st.sampled_from([1, BLOCK_SIZE]))
+@given(BATCHES, st.integers(2, 4), st.integers(1, 3), st.integers(1, 9))
 def test_micro_batches_split_over_cp_ranks(
-    whole: StepInputs, cp_size: int, num_stages: int, block_size: int
+    whole: StepInputs, cp_size: int, num_stages: int, min_tokens: int
 ) -> None:
-    offsets = chunk_offsets(whole)
-    split = [
-        split_tokens(micro_batch, cp_size, offsets, block_size)
-        for micro_batch in micro_batches(whole, num_stages, 32)
-    ]
-    for slices in split:
-        sizes = [len(one) for one in slices]
-        assert min(sizes) > 0
-        assert max(sizes) - min(sizes) <= (2 if block_size == 1 else 4 * block_size)
-    # With too few tokens every slice has all of them.
-    distinct = [slices[:1] if slices[0] == slices[-1] else slices for slices in split]
-    check([one for slices in distinct for one in slices], whole)
-
-
-@given(st.integers(0, 500), st.integers(1, 50), st.integers(1, 5), st.sampled_from([1, BLOCK_SIZE]))
-def test_slices_of_a_prompt_attend_to_equally_many_keys(
-    cached: int, size: int, cp_size: int, block_size: int
-) -> None:
-    """Exactly so if its blocks can be divided evenly."""
-    cached *= block_size
-    whole = batch(0, [(cached, 2 * cp_size * size * block_size)])
-    (micro_batch,) = micro_batches(whole, 1, 0)
-    slices = split_tokens(micro_batch, cp_size, chunk_offsets(whole), block_size)
-    seen = [int((cached + one.rows(0) + 1).sum()) for one in slices]
-    assert len(set(seen)) == 1
-
-
-@settings(max_examples=30)
-@given(BATCHES, st.integers(2, 4), st.integers(1, 3))
-def test_keys_of_all_cp_ranks_are_those_a_token_attends_to(
-    whole: StepInputs, cp_size: int, num_stages: int
-) -> None:
-    """Each of them once, and none that is written later."""
-    offsets = chunk_offsets(whole)
+    """Evenly, or every rank has all tokens; and each token's KV is written by one rank."""
+    steps = [context_step(whole, rank, cp_size, min_tokens) for rank in range(cp_size)]
     for micro_batch in micro_batches(whole, num_stages, 32):
-        portions = split_tokens(micro_batch, cp_size, offsets, BLOCK_SIZE)
-        if portions[0] == portions[-1]:
-            continue
-        for cp_rank, portion in enumerate(portions):
-            part = portion.select(whole)
-            keys = chunk_keys(micro_batch, portions, cp_rank, whole, offsets, BLOCK_SIZE)
-            starts = [] if part.chunk_starts is None else part.chunk_starts.tolist()
-            for chunk, (start, end) in enumerate(pairwise(starts)):
-                for i, row in enumerate(range(start, end)):
-                    seen: list[int] = []
-                    for some in keys:
-                        if some is not None:
-                            count = min(int(some.lens[chunk]), int(some.first[chunk]) + i + 1)
-                            slots = some.table[chunk].repeat_interleave(BLOCK_SIZE) * BLOCK_SIZE
-                            slots += torch.arange(len(slots), dtype=torch.int32) % BLOCK_SIZE
-                            seen += slots[:count].tolist()
-                    position = int(part.positions[part.num_decodes + row])
-                    at = torch.arange(position + 1)
-                    expected = part.chunk_table[chunk][at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
-                    assert sorted(seen) == expected.tolist()
-                    # The newest is its own: keys of other cp ranks are all before it.
-                    own = keys[cp_rank]
-                    assert own is not None
-                    assert int(own.first[chunk]) + i < int(own.lens[chunk])
+        expected = micro_batch.select(whole)
+        parts = [step.inputs_for(micro_batch) for step in steps]
+        tokens = [part.token_ids.tolist() for part in parts]
+        if len(micro_batch) < max(min_tokens, cp_size):
+            assert tokens == [expected.token_ids.tolist()] * cp_size
+        else:
+            assert list(chain(*tokens)) == expected.token_ids.tolist()
+            sizes = [len(some) for some in tokens]
+            assert max(sizes) - min(sizes) <= 1
+            assert all(part.context.counts == tuple(sizes) for part in parts)
+        slots = torch.stack([part.context.slots for part in parts])
+        assert ((slots >= 0).sum(0) == 1).all()
+        blocks = slots // BLOCK_SIZE * cp_size + torch.arange(cp_size)[:, None]
+        found = torch.where(slots >= 0, blocks * BLOCK_SIZE + slots % BLOCK_SIZE, 0).sum(0)
+        assert found.tolist() == expected.slots.tolist()
+
+
+@settings(max_examples=50)
+@given(
+    BATCHES, st.integers(2, 4), st.integers(1, 3), st.sampled_from([0, 1, 3, 4, 7, 30]), st.integers(0, 99)
+)
+def test_keys_of_all_cp_ranks_are_those_a_token_attends_to(
+    whole: StepInputs, cp_size: int, num_stages: int, window: int, seed: int
+) -> None:
+    """Each of them once, none that is written later, and none before a window. Blocks are anywhere."""
+    elsewhere(whole, seed)
+    steps = [context_step(whole, rank, cp_size, 1, window) for rank in range(cp_size)]
+    for micro_batch in micro_batches(whole, num_stages, 32):
+        part = micro_batch.select(whole)
+        seen: list[list[int]] = [[] for _ in range(len(micro_batch))]
+        for rank, step in enumerate(steps):
+            query = 0
+            for keys in step.inputs_for(micro_batch).context.keys_of(window):
+                starts = range(keys.num_queries + 1) if keys.starts is None else keys.starts.tolist()
+                assert starts[-1] == keys.num_queries
+                for run, (start, end) in enumerate(pairwise(starts)):
+                    for at in range(int(keys.first[run]), int(keys.first[run]) + end - start):
+                        # As the kernels do: up to the query's position among the keys.
+                        first = max(0, at - window + 1) if window else 0
+                        for key in range(first, min(int(keys.lens[run]), at + 1)):
+                            block = int(keys.table[run, key // BLOCK_SIZE])
+                            assert block >= 0
+                            seen[query].append((block * cp_size + rank) * BLOCK_SIZE + key % BLOCK_SIZE)
+                        query += 1
+            assert query == len(micro_batch)
+        for query, position in enumerate(part.positions.tolist()):
+            at = torch.arange(max(0, position - window + 1) if window else 0, position + 1)
+            table = row_of(part, query)
+            assert sorted(seen[query]) == sorted(
+                (table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE).tolist()
+            )
+
+
+def context_step(whole: StepInputs, rank: int, cp_size: int, min_tokens: int, window: int = 0) -> ContextStep:
+    return ContextStep(whole, rank, cp_size, block_size=BLOCK_SIZE, min_tokens=min_tokens, windows=[window])
+
+
+def row_of(part: StepInputs, query: int) -> torch.Tensor:
+    """The block table of a query's sequence."""
+    if query < part.num_decodes:
+        return part.decode_table[query]
+    chunk = int((part.chunk_starts[1:] <= query - part.num_decodes).sum())
+    return part.chunk_table[chunk]
+
+
+def elsewhere(whole: StepInputs, seed: int) -> None:
+    """Give every sequence other blocks, in no order."""
+    tables = [whole.decode_table, *([] if whole.chunk_table is None else [whole.chunk_table])]
+    others = torch.randperm(sum(map(torch.numel, tables)), generator=torch.Generator().manual_seed(seed))
+    for table, blocks in zip(tables, others.split([table.numel() for table in tables]), strict=True):
+        table.copy_(blocks.view(table.shape))
