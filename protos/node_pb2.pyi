@@ -250,7 +250,7 @@ class Work(_message.Message):
     attempt: _builtins.int
     """0 at first, plus one for each new placement; it identifies late messages"""
     patience_s: _builtins.float
-    """requests that arrive within this time may run first"""
+    """requests that arrive within this time may run first; negative: it runs before earlier ones"""
     tenant: _builtins.str
     """the tenant that its cached blocks count for; "": none"""
     tenant_cached_nbytes: _builtins.int

@@ -42,8 +42,7 @@ class TraceRequest:
     """``block_ids``: one for each started block of the prompt; equal ids mean equal prefixes.
 
     ``slo``: None: the cluster's. ``origin``: the region that it comes from; ``regions``: those that it is
-    confined to, no others' blocks of the same ids included. ``adapter``: the LoRA adapter; empty: none. Ids of
-    others are other prefixes.
+    confined to, no others' blocks of the same ids included. ``adapter``: the LoRA adapter; empty: none.
     """
 
     arrival_s: float
