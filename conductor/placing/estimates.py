@@ -170,13 +170,10 @@ def estimate_decode(
     num_blocks = -(-num_tokens // block_size)
     needed = num_blocks + -(-request.expected_tokens // block_size)
     local_blocks = min(view.prefix_blocks.get(node.node_id, 0), num_blocks)
-    # The two connect while the prompt is computed.
     nbytes = (num_blocks - local_blocks) * view.block_nbytes
     here = prefill.node_id == node.node_id
     links = view.links
-    transfer_s = 0.0 if here else links.seconds(prefill.node_id, node.node_id, nbytes, now_s, connected=True)
-    if not here:
-        transfer_s += _adapter_s(request, node)
+    transfer_s = 0.0 if here else _hand_over_s(view, prefill, node, nbytes) + _adapter_s(request, node)
     profile, running = node.cost.profile, node.num_running
     factor = node.cost.decode_correction.factor(now_s)
     step_s = factor * profile.step_s(running + 1, node.num_context_tokens + num_tokens)
@@ -201,6 +198,24 @@ def estimate_decode(
         node.num_placed,
         0.0 if here else links.egress_s(prefill.node_id, node.node_id, nbytes),
     )
+
+
+def _hand_over_s(view: ClusterView, prefill: PrefillEstimate, node: NodeView, nbytes: int) -> float:
+    """Seconds from the first token until ``node`` has the prompt's ``nbytes``.
+
+    It reads each chunk while the next one is computed. Left are the last chunk, and what the link does not
+    carry in the time of the prefill, in which the two also connect.
+    """
+
+    def seconds(count: int) -> float:
+        return view.links.seconds(prefill.node_id, node.node_id, count, view.now_s, connected=True)
+
+    source = view.prefill.get(prefill.node_id)
+    chunk_tokens = source.chunk_tokens if source is not None else 0
+    last = -(-chunk_tokens // view.block_size) * view.block_nbytes
+    if not 0 < last < nbytes:
+        return seconds(nbytes)
+    return max(seconds(nbytes) - prefill.compute_s, seconds(last))
 
 
 def _steps_between_s(

@@ -59,6 +59,24 @@ def test_a_slow_link_makes_one_node_the_cheaper_one() -> None:
     assert paths == sorted(paths), paths  # "split" before "whole"
 
 
+@pytest.mark.parametrize(
+    ("nbytes_per_s", "chunk_tokens", "left_s"),
+    [
+        (1e8, 0, 63 * 65536 / 1e8),  # whether it sends chunks is not known
+        (1e8, 256, 16 * 65536 / 1e8),  # the last chunk
+        (1e7, 256, 63 * 65536 / 1e7 - COMPUTE_S),  # what the link did not carry until then
+        (1e8, 4096, 63 * 65536 / 1e8),  # a single chunk
+    ],
+)
+def test_a_hand_over_costs_what_the_prefill_does_not_hide(
+    nbytes_per_s: float, chunk_tokens: int, left_s: float
+) -> None:
+    view = cluster([node("p0", chunk_tokens=chunk_tokens)], [node("d0")])
+    decode = placed(REQUEST, with_link(view, nbytes_per_s)).decode
+    assert decode is not None
+    assert decode.transfer_s == pytest.approx(left_s, rel=0.1)
+
+
 def test_the_reason_names_both_costs() -> None:
     both = busy("b0", 3)
     placement = placed(REQUEST, with_link(cluster([node("p0"), both], [both]), 1e6))
