@@ -48,6 +48,6 @@ class MetricsPages:
         gets = (self._server.http.get("/metrics"), *(page.get("") for page in self._nodes))
         return [read_text(answer) for answer in await asyncio.gather(*gets)]
 
-    async def total(self, value: re.Pattern[str]) -> float:
-        """The sum of all samples whose value ``value`` finds. Raises as ``read``."""
-        return sum(float(found) for page in await self.read() for found in value.findall(page))
+    async def total(self, sample: re.Pattern[str]) -> float:
+        """The sum of the numbers that ``sample`` finds on all pages. Raises as ``read``."""
+        return sum(float(found) for page in await self.read() for found in sample.findall(page))
