@@ -24,12 +24,14 @@ from moonpool.conductor.planning.arbiter import Arbiter
 from moonpool.conductor.server import ApiServer
 from moonpool.conductor.text.chat_template import load_chat_template
 from moonpool.conductor.text.tokenizer import Tokenizer
+from moonpool.conductor.workers import group_of, run_workers, serve_worker_metrics
 from moonpool.kvstore.index.redis.node_record import STAGES
 from moonpool.runtime.config.agreement import agreement_of, own_version
 from moonpool.runtime.config.loading import shown_options
 from moonpool.runtime.config.models_file import served_models
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.network.http_listening import reachable
+from moonpool.runtime.replicas.identity import Replica
 from moonpool.runtime.reports.conditions import load_average
 from moonpool.runtime.reports.report import measure_environment
 from moonpool.runtime.service.lifecycle import ServiceContext, run_service
@@ -43,6 +45,9 @@ _PACKAGES = ("aiohttp", "grpcio", "protobuf", "redis", "hiredis", "orjson", "uvl
 
 async def main(config: Config, service: ServiceContext) -> None:
     """Serve until asked to stop, then drain (see ``ApiServer.drain``)."""
+    if config.conductor.workers > 1:
+        await run_workers(config, service)
+        return
     served = served_models(config)
     conductors: list[Conductor] = []
     for one in served.models:
@@ -63,19 +68,31 @@ async def main(config: Config, service: ServiceContext) -> None:
         clock=time.monotonic,
         on_decision=conductors[0].on_decision,
     )
-    server = ApiServer(first, Lanes(lanes, served.routes, canaries, arbiter))
+    all_lanes = Lanes(lanes, served.routes, canaries, arbiter)
+    worker = Replica.ours()
+    server = ApiServer(first, all_lanes, shares_port=worker is not None)
     # Listen first: a port in use is a common error, and nothing needs undoing then.
     await server.start()
     try:
         url = f"{server.scheme}://{reachable(config.conductor.host)}:{server.port}"
+        metrics_url = f"{url}/metrics"
+        if worker is not None:
+            first.workers_page = worker.metrics_url
+            metrics_url = serve_worker_metrics(
+                config, first.metrics.registry, lambda: first.metrics.see_cluster(all_lanes.counts())
+            )
         for one, conductor in zip(served.models, conductors, strict=True):
             conductor.describe(url=url, version=own_version(), options=agreement_of(one.config))
             conductor.describe(region=one.config.node.region, zone=one.config.node.zone)
+            if worker is not None:
+                conductor.describe(group=group_of(worker), worker_port=server.worker_port)
             await conductor.start()
         if canaries is not None:
             await canaries.start()
             arbiter.start()
-        service.ready(url=url, metrics_url=f"{url}/metrics", model=served.models[0].name)
+        service.ready(
+            url=url, metrics_url=metrics_url, model=served.models[0].name, conductor_id=conductors[0].id
+        )
         await service.draining.wait()
         await server.drain(config.node.drain_s, config.conductor.leave_s)
     finally:

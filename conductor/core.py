@@ -374,6 +374,29 @@ class Conductor:
         return self._deps.arbitration.peers.num_live
 
     @property
+    def num_successors(self) -> int:
+        """Other conductors that streams can go on at when this one drains: workers drain together."""
+        others, group = self._other_conductors.others, self._other_conductors.facts.get("group")
+        if group is None:
+            return self.num_others
+        live = self._deps.arbitration.peers.live
+        return sum(name in others and others[name].get("group") != group for name in live)
+
+    @property
+    def sibling_ports(self) -> list[int]:
+        """Where the other workers of the same parent take questions: see ``coordination.siblings``."""
+        others, group = self._other_conductors.others, self._other_conductors.facts.get("group")
+        return (
+            []
+            if group is None
+            else [int(facts["worker_port"]) for facts in others.values() if facts.get("group") == group]
+        )
+
+    @property
+    def id(self) -> str:
+        return self._deps.conductor_id
+
+    @property
     def slo(self) -> Slo:
         return self._deps.slo
 

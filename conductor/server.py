@@ -26,6 +26,7 @@ from moonpool.conductor.api.models.lanes import LANES, Lanes
 from moonpool.conductor.api.openapi import openapi
 from moonpool.conductor.canary import routes as canary
 from moonpool.conductor.cells.summary import cell
+from moonpool.conductor.coordination import siblings
 from moonpool.conductor.dashboard import routes as dashboard_routes
 from moonpool.conductor.dashboard.benchmark_results import BenchResults
 from moonpool.conductor.dashboard.routes import LiveFeed
@@ -158,9 +159,10 @@ async def _prepare(http: web.Request, response: web.StreamResponse) -> None:
 class ApiServer:
     """Serves the application from ``start`` to ``close``."""
 
-    def __init__(self, context: ApiContext, lanes: Lanes | None = None) -> None:
-        """``lanes``: all models; None: that of ``context`` alone."""
+    def __init__(self, context: ApiContext, lanes: Lanes | None = None, *, shares_port: bool = False) -> None:
+        """``lanes``: all models; None: that of ``context`` alone. ``shares_port``: with other workers."""
         self._context = context
+        self._shares_port = shares_port
         self._lanes = lanes or Lanes.alone(context)
         # Handlers are cancelled when their connection closes; ``drain`` waits for them.
         self._runner = BoundedRunner(
@@ -169,11 +171,17 @@ class ApiServer:
         self._site: web.TCPSite | None = None
         self.scheme = "http"
         self.port = 0
+        self.worker_port = 0  # where other workers ask; 0: there are none
 
     async def start(self) -> None:
         """Listen. Raises ``PortInUse``, ``ConfigError``; nothing is open then."""
-        self._site, self.scheme = await listen(self._runner, self._context.options)
+        self._site, self.scheme = await listen(
+            self._runner, self._context.options, shares_port=self._shares_port
+        )
         self.port = int(self._runner.addresses[0][1])
+        if self._shares_port:
+            await web.TCPSite(self._runner, siblings.HOST, 0).start()
+            self.worker_port = int(self._runner.addresses[-1][1])
 
     async def drain(self, within_s: float, leave_s: float = 0.0) -> bool:
         """Be not ready, serve ``leave_s`` longer, stop accepting requests and wait for running ones.
@@ -189,7 +197,7 @@ class ApiServer:
         if self._site is not None:
             await self._site.stop()
             self._site = None
-        if self._context.conductor.num_others:
+        if self._context.conductor.num_successors:
             self._lanes.hand_over()
         if await self._idle(within_s):
             return True

@@ -61,8 +61,8 @@ class AgentMemory:
     ) -> None:
         """readers: the agent's current control connections. on_closed: called with a closed region's id."""
         self.lifeline = Lifeline(incarnation)
-        # Serves small writes of peers on this host.
-        self.ledger = new_ledger() if "shm" in options.transports else None
+        # Serves small requests of peers.
+        self.ledger = new_ledger()
         self.regions = RegionTable(self.lifeline.open_ids, self._publish, self._closed)
         self._readers = readers
         self._on_closed = on_closed
@@ -174,8 +174,8 @@ class AgentMemory:
 
     def _publish(self, region: Region) -> None:
         self.lifeline.publish(region)
-        if self.ledger is not None and region.writable and region.device is None:
-            self.ledger.region(region.id, region.address, region.nbytes)
+        if self.ledger is not None and region.device is None:
+            self.ledger.region(region.id, region.address, region.nbytes, writable=region.writable)
 
     def _closed(self, region: Region) -> None:
         if self.ledger is not None:

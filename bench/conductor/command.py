@@ -9,14 +9,16 @@ import click
 from moonpool.bench.conductor.booking import booking_rows
 from moonpool.bench.conductor.dashboard import dashboard_rows
 from moonpool.bench.conductor.decisions import Settings, scale_rows
+from moonpool.bench.conductor.growth import growth_rows
 from moonpool.bench.conductor.matching import matching_rows
 from moonpool.bench.conductor.overhead import http_rows, sse_rows
+from moonpool.bench.conductor.workers import worker_rows
 from moonpool.bench.harness.command import Run, benchmark
 from moonpool.bench.harness.peers import python_of
 from moonpool.conductor.placing.policies import POLICIES
 from moonpool.runtime.reports.conditions import NONE, CacheState, Conditions
 
-_OWN = ("scale", "http", "booking", "sse", "dashboard")
+_OWN = ("scale", "http", "booking", "sse", "workers", "dashboard")
 
 
 @benchmark(
@@ -25,6 +27,8 @@ _OWN = ("scale", "http", "booking", "sse", "dashboard")
         "http": http_rows,
         "booking": booking_rows,
         "sse": sse_rows,
+        "workers": worker_rows,
+        "growth": growth_rows,
         "dashboard": dashboard_rows,
         "matching": matching_rows,
     },
@@ -39,6 +43,8 @@ _OWN = ("scale", "http", "booking", "sse", "dashboard")
 def conductor(run: Run, policy: str, decisions: int, requests: int, full: bool) -> Settings:
     """Measure decisions in clusters of many sizes, and the conductor's cost of a request.
 
+    growth: cost with more blocks, nodes and streams, and memory over 100,000 requests.
+
     dashboard: what a viewer costs, and a frame in Chromium, with 64 nodes and, --full, 1,024.
     matching: prefix matching alone, beside Dynamo's with --peer dynamo.
     """
@@ -47,7 +53,7 @@ def conductor(run: Run, policy: str, decisions: int, requests: int, full: bool) 
     if run.quick:
         decisions, requests = min(decisions, 300), min(requests, 64)
     run.conditions = Conditions(
-        [],  # nodes of http, booking, sse and dashboard only wait
+        [],  # nodes of http, booking, sse, workers and dashboard only wait
         CacheState(NONE, note="scale, matching: an index of as many blocks as the case says"),
         "scale: some requests; http, sse: two for each that runs at a time; booking: eight; else nothing",
         {"index and prompts": 0},

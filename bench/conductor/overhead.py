@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from statistics import median
 from time import perf_counter
@@ -23,7 +23,7 @@ _READY_S = 60.0
 CONCURRENCY = 32
 # The time of a prefill and of a decode on the nodes: 32 requests are then a load, not a flood.
 DELAY_S = 0.1
-_STREAM_TOKENS = 2000
+STREAM_TOKENS = 2000
 _PROMPT_TOKENS = 128
 _NAMESPACE = "bench"
 
@@ -43,24 +43,24 @@ async def http_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
 
 async def sse_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
     """Tokens per second over ``CONCURRENCY`` streams, with nodes that never make it wait."""
-    num_tokens = CONCURRENCY * _STREAM_TOKENS
+    num_tokens = CONCURRENCY * STREAM_TOKENS
     async with cluster(0.0) as (url, conductor), HttpClient(url) as client:
         await client.warm(CONCURRENCY)
         await ask(client, CONCURRENCY * 2, 64)
 
         async def stream() -> list[float]:
             cpu_s, began_s = conductor.cpu_s(), perf_counter()
-            await ask(client, CONCURRENCY, _STREAM_TOKENS)
+            await ask(client, CONCURRENCY, STREAM_TOKENS)
             return [num_tokens / (perf_counter() - began_s), (conductor.cpu_s() - cpu_s) / num_tokens]
 
         samples = (await turns({"stream": stream}, run.rounds, warm_up=0))["stream"]
-    case = f"SSE, {CONCURRENCY} streams of {_STREAM_TOKENS} tokens"
+    case = f"SSE, {CONCURRENCY} streams of {STREAM_TOKENS} tokens"
     yield Row(case, "tokens", median(samples[::2]), "tokens/s")
     yield Row(case, "conductor's CPU a token", 1e6 * median(samples[1::2]), "µs")
 
 
-async def ask(client: HttpClient, count: int, max_tokens: int) -> list[float]:
-    """``count`` streamed completions, ``CONCURRENCY`` at a time: seconds of each."""
+async def ask(client: HttpClient, count: int, max_tokens: int, at_once: int = CONCURRENCY) -> list[float]:
+    """``count`` streamed completions, ``at_once`` at a time: seconds of each."""
     numbers = iter(range(count))
     seconds: list[float] = []
 
@@ -75,7 +75,7 @@ async def ask(client: HttpClient, count: int, max_tokens: int) -> list[float]:
             seconds.append(exchange.done_s - exchange.sent_s)
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(min(CONCURRENCY, count)):
+        for _ in range(min(at_once, count)):
             group.create_task(worker())
     return seconds
 
@@ -89,12 +89,12 @@ async def cluster(delay_s: float, prefill: int = 1, decode: int = 2) -> AsyncIte
 
 @asynccontextmanager
 async def conductors(
-    count: int, delay_s: float, prefill: int = 1, decode: int = 2
+    count: int, delay_s: float, prefill: int = 1, decode: int = 2, *, sets: Sequence[str] = ()
 ) -> AsyncIterator[list[tuple[str, Child]]]:
-    """As ``cluster``, with several conductors over the same nodes."""
+    """As ``cluster``, with several conductors over the same nodes. ``sets``: options of them."""
     async with AsyncExitStack() as stack:
         redis_url = await stack.enter_async_context(redis())
-        sets = [f"index.redis_url={redis_url}", f"index.namespace={_NAMESPACE}"]
+        sets = [*sets, f"index.redis_url={redis_url}", f"index.namespace={_NAMESPACE}"]
         nodes = served(
             "nodes",
             "moonpool.bench.conductor.fake_nodes",
@@ -111,12 +111,15 @@ async def conductors(
             child = await stack.enter_async_context(daemon("moonpool.conductor", sets))
             url = str(child.ready["url"])
             async with HttpClient(url) as client, asyncio.timeout(_READY_S):
-                while not await _is_ready(client):  # noqa: ASYNC110 - another process decides
+                # Connections of their own, to all workers.
+                await client.warm(CONCURRENCY)
+                while not await _is_ready(client):  # noqa: ASYNC110 - other processes decide
                     await asyncio.sleep(0.05)
             running.append((url, child))
         yield running
 
 
 async def _is_ready(client: HttpClient) -> bool:
-    answer = b"".join(data for _, data in (await client.get("/readyz")).packets)
-    return answer.startswith(b"HTTP/1.1 200")
+    exchanges = await asyncio.gather(*(client.get("/readyz") for _ in range(CONCURRENCY)))
+    answers = (b"".join(data for _, data in one.packets) for one in exchanges)
+    return all(answer.startswith(b"HTTP/1.1 200") for answer in answers)

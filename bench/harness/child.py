@@ -39,10 +39,13 @@ class Child:
 
     def cpu_s(self) -> float:
         """Processor seconds of the process itself since its start."""
+        return cpu_s_of(self.pid)
+
+    def rss_nbytes(self) -> int:
+        """Memory of the process itself."""
         import psutil
 
-        times = psutil.Process(self.pid).cpu_times()
-        return float(times.user + times.system)
+        return int(psutil.Process(self.pid).memory_info().rss)
 
     async def call(self, method: str, **keywords: Any) -> Any:
         """Call a method of the child's object. Raises ``PeerFailed``."""
@@ -102,6 +105,14 @@ class Child:
         lines = self._log.read_text(errors="replace").strip().splitlines() or ["(empty)"]
         errors = [line for line in lines if "Error" in line]
         return f"its log ends with: {(errors or lines)[-1][:300]}"
+
+
+def cpu_s_of(pid: int) -> float:
+    """Processor seconds of a process since its start, without those of its children."""
+    import psutil
+
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
 
 
 @asynccontextmanager

@@ -95,7 +95,11 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         most(3.0, "growth", "cost at 4,096 nodes over 256"),
         most(5.0, r"HTTP, .*", "added latency"),
         most(0.3, r"two conductors, .*", "placement and booking"),
-        least(50_000.0, r"SSE, .*", "tokens"),
+        least(50_000.0, r"SSE, \d+ streams of .*", "tokens"),
+        least(0.8, "SSE, 2 workers beside 1", "tokens of each"),  # up to the cores, which a row names
+        most(1.25, "SSE, 2 workers beside 1", "workers' CPU a token"),
+        most(1.25, r"(decision|SSE): .*", r".* over .*"),
+        most(1.05, r"memory after .*", "growth"),
         most(2.0, r"dashboard, .*", r"(a viewer|each of \d+ viewers)'s? share of a core"),
         most(50.0, r"dashboard, .*", "main thread a frame"),
     ),

@@ -46,6 +46,7 @@ class ApiContext:
     gate: Gate = field(default_factory=Gate.open)
     grammars: Grammars | None = None  # None: answers cannot be made to match a structure
     streams: StreamRecords | None = None  # None: streams cannot be resumed
+    workers_page: str = ""  # metrics of all workers behind our port; empty: there are no others
     about: Mapping[str, Any] = field(default_factory=dict)  # from the conductor's start
     recent: RecentRequests = field(default_factory=RecentRequests)
     conversations: Conversations = field(default_factory=Conversations)

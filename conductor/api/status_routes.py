@@ -17,11 +17,13 @@ from moonpool.conductor.access.gate import PRINCIPAL
 from moonpool.conductor.api.context import CONTEXT
 from moonpool.conductor.api.errors import ApiError
 from moonpool.conductor.api.models.lanes import LANES, Lane
+from moonpool.conductor.coordination.siblings import ask_siblings
 from moonpool.conductor.observing.cluster_report import Served, cluster_report
 from moonpool.conductor.observing.timelines.chrome import chrome_trace
 from moonpool.conductor.observing.timelines.parts import explanation_of, parts_of, with_api
 from moonpool.conductor.observing.timelines.spans import spans_of
 from moonpool.protos import node_pb2
+from moonpool.runtime.replicas.metrics_page import GROUP_TIMEOUT_S, read_page
 
 MAX_LISTED = 200
 TIMELINE_FORMATS = ("json", "chrome")
@@ -72,9 +74,17 @@ async def readyz(http: web.Request) -> web.Response:
 async def metrics(http: web.Request) -> web.Response:
     """``GET /metrics``, rendered in a thread: a large page would block all streams for 10 ms.
 
-    As OpenMetrics, with the ids of requests as exemplars, for those that ask for it in ``Accept``.
+    As OpenMetrics, with the ids of requests as exemplars, for those that ask for it in ``Accept``. Of several
+    workers: all of them, with the label ``replica``, never as OpenMetrics.
     """
     context = http.app[CONTEXT]
+    if context.workers_page:
+        try:
+            merged = await asyncio.to_thread(read_page, context.workers_page, GROUP_TIMEOUT_S)
+        except OSError as error:
+            why = f"the page of all workers cannot be read: {error}"
+            raise ApiError(503, why, kind="service_unavailable_error", code="metrics_unavailable") from error
+        return web.Response(body=merged.encode(), headers={"Content-Type": CONTENT_TYPE_LATEST})
     context.metrics.see_cluster(http.app[LANES].counts())
     encode, content_type = generate_latest, CONTENT_TYPE_LATEST
     if "application/openmetrics-text" in http.headers.get("Accept", ""):
@@ -162,6 +172,8 @@ async def timeline(http: web.Request) -> web.Response:
         one.to_dict(principal.scope) for one in timelines if one is not None and principal.sees(one.tenant)
     ]
     if record is None and not found:
+        if (answer := await ask_siblings(http, context.conductor.sibling_ports)) is not None:
+            return answer
         raise ApiError(
             404,
             f"no request {asked[:128]!r} is known: ids are kept for a while after the answer",

@@ -126,6 +126,11 @@ class Peers(conductor_pb2_grpc.ConductorPeerServicer):
         """Other conductors with load that counts."""
         return sum(peer.live for peer in self._peers.values())
 
+    @property
+    def live(self) -> list[str]:
+        """The ids of those."""
+        return [name for name, peer in self._peers.items() if peer.live]
+
     def silent(self) -> Iterator[str]:
         """A sentence for each conductor that is in Redis and does not answer."""
         for name in sorted(self._announced):

@@ -79,7 +79,8 @@ class Children:
         self._file.write_text(to_toml(config), encoding="utf-8")
 
     def conductor(self, *options: str) -> Child:
-        return self._child("conductor", ("moonpool.conductor",), "node.port=0", *options)
+        listening = ("node.port=0", "node.metrics_port=0")
+        return self._child("conductor", ("moonpool.conductor",), *listening, *options)
 
     def first_nodes(self, *, on_demand: bool = False) -> list[Child]:
         """Those that ``cluster.*`` names. ``on_demand``: others start when they are asked for."""

@@ -9,6 +9,7 @@ _CONDUCTOR = [
     "moonpool.conductor.server",
     "moonpool.conductor.text.chat_template",
     "moonpool.conductor.text.tokenizer",
+    "moonpool.conductor.workers",
     "moonpool.runtime.config.models_file",
     "moonpool.runtime.machine.description",
     "moonpool.conductor.dashboard.benchmark_results",

@@ -7,7 +7,7 @@ import sys
 
 from moonpool.kvstore.index.redis.node_record import ROLES
 from moonpool.runtime.config.options import Config
-from moonpool.runtime.replicas.group import ReplicaGroup
+from moonpool.runtime.replicas.group import ReplicaGroup, replica_configs
 from moonpool.runtime.service.lifecycle import ServiceContext, run_service
 
 
@@ -15,7 +15,9 @@ async def main(config: Config, context: ServiceContext) -> None:
     role = context.arguments.role
     config = config.with_adapters(context.arguments.lora)
     if config.engine.parallel.dp > 1:
-        await ReplicaGroup(config, role, [sys.executable, "-m", "moonpool.node", "--role", role]).run(context)
+        command = [sys.executable, "-m", "moonpool.node", "--role", role]
+        drain_s = config.node.drain_s + config.store.flush_s
+        await ReplicaGroup(config, role, command, replica_configs(config), drain_s=drain_s).run(context)
         return
     # Imported here: the parent of replicas needs no torch.
     from moonpool.node.node import ComputeNode

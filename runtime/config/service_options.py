@@ -36,6 +36,13 @@ class NodeOptions(Section, name="node"):
 class ConductorOptions(Section, name="conductor"):
     host: str = option("127.0.0.1", "address", "address of the API")
     port: int = option(8000, "port", "port of the API; 0: a free one", least=0, most=65535)
+    workers: int = option(
+        1,
+        "processes",
+        "processes that serve the API at this port, each with a mirror of the index and limits of its own",
+        least=1,
+        most=64,
+    )
     cert: str = option(
         "",
         "path",

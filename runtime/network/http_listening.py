@@ -14,8 +14,10 @@ from moonpool.runtime.security.https import HttpsServer
 from moonpool.runtime.security.posture import check_listening
 
 
-async def listen(runner: BoundedRunner, options: ConductorOptions) -> tuple[web.TCPSite, str]:
-    """Set ``runner`` up and listen; returns the site and the URL's scheme.
+async def listen(
+    runner: BoundedRunner, options: ConductorOptions, *, shares_port: bool = False
+) -> tuple[web.TCPSite, str]:
+    """Set ``runner`` up and listen; returns the site and the URL's scheme. ``shares_port``: with other processes.
 
     Raises ``PortInUse``, ``ConfigError``; nothing is open then.
     """
@@ -28,6 +30,7 @@ async def listen(runner: BoundedRunner, options: ConductorOptions) -> tuple[web.
         options.host,
         options.port,
         backlog=1024,
+        reuse_port=shares_port,
         ssl_context=https.context if https is not None else None,
     )
     try:

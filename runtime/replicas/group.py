@@ -1,4 +1,4 @@
-"""A node of several replicas: one command and one name, with a supervised process for each replica."""
+"""A daemon of several replicas: one command and one name, with a supervised process for each replica."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from moonpool.runtime.config.loading import to_toml
-from moonpool.runtime.config.options import Config
+from moonpool.runtime.config.options import Config, NodeOptions
 from moonpool.runtime.errors import ChildFailed, ConfigError
 from moonpool.runtime.machine.gpus import replica_devices
 from moonpool.runtime.replicas.identity import Replica
@@ -31,18 +31,32 @@ _STOP_S = 3.0
 
 
 class ReplicaGroup:
-    """``engine.parallel.dp`` processes of one daemon, each with its own GPUs, pool, tiers and ports.
+    """Several processes of one daemon, each with its own options and ports.
 
     The group is ready when all are, drains them together, and ends them with this process. In between, each
-    is restarted on its own. Each has its own node id in the index; its record there names the group.
+    is restarted on its own. Replicas of a node have their own ids in the index; their records there name the
+    group.
     """
 
-    def __init__(self, config: Config, role: str, command: Sequence[str]) -> None:
-        """``command`` starts the daemon, without options. Raises ConfigError if GPUs or ports are too few."""
+    def __init__(
+        self,
+        config: Config,
+        role: str,
+        command: Sequence[str],
+        configs: Sequence[Config],
+        *,
+        drain_s: float,
+        common: Sequence[str] = (),
+    ) -> None:
+        """``command`` starts the daemon, without options. ``configs``: of each replica, see
+        ``replica_configs`` and ``worker_configs``. ``drain_s``: the longest that one takes to drain, by its
+        options. ``common``: names of facts of a ready line that are the same for all; ours has them too."""
         self.node_id = config.node.id or f"{role}-{config.node.host}-{os.getpid()}"
         self._config = config
         self._command = list(command)
-        self._configs = replica_configs(config)
+        self._configs = list(configs)
+        self._drain_s = drain_s
+        self._common = common
         self._drain = asyncio.Event()
         self._loaded = TotalProgress(None, len(self._configs))
         self._replicas: list[ReplicaProcess] = []
@@ -75,7 +89,9 @@ class ReplicaGroup:
             if ready.done():
                 join_s = time.monotonic() - began_s
                 log.info("%d replicas are ready after %.2f s", len(replicas), join_s)
+                first = replicas[0].facts
                 context.ready(
+                    **{name: first[name] for name in self._common if name in first},
                     node_id=self.node_id,
                     metrics_url=metrics.url,
                     join_s=round(join_s, 3),
@@ -98,7 +114,7 @@ class ReplicaGroup:
                 log.error("%s: the other replicas drain and the node ends", supervisor.exception())
         for one in self._replicas:
             one.drain()
-        limit_s = self._config.node.drain_s + self._config.store.flush_s + _GRACE_S
+        limit_s = self._drain_s + _GRACE_S
         await asyncio.wait(supervisors, timeout=limit_s)
         for one, supervisor in zip(self._replicas, supervisors, strict=True):
             if not supervisor.done():
@@ -135,13 +151,7 @@ class ReplicaGroup:
 
 def replica_configs(config: Config) -> list[Config]:
     """The configuration of each replica. Raises ConfigError if there are too few GPUs or ports."""
-    node, dp = config.node, config.engine.parallel.dp
-    if node.port and node.port + dp > 65536:
-        raise ConfigError(
-            f"node.port is {node.port}, but {dp} replicas need {dp} ports from there up to 65535; "
-            "set a lower node.port",
-            "node.port",
-        )
+    _check_ports(config.node, config.engine.parallel.dp)
     return [
         replace(
             config,
@@ -152,12 +162,7 @@ def replica_configs(config: Config) -> list[Config]:
                     config.engine.parallel, dp=1, listen=_next_port(config.engine.parallel.listen, number)
                 ),
             ),
-            node=replace(
-                node,
-                id=f"{node.id}.{number}" if node.id else "",
-                port=node.port + number if node.port else 0,
-                metrics_port=0,
-            ),
+            node=_numbered(config.node, number),
             # As in vLLM, each replica publishes events on its own port, counted from the configured one.
             events=replace(
                 config.events,
@@ -167,6 +172,33 @@ def replica_configs(config: Config) -> list[Config]:
         )
         for number, device in enumerate(replica_devices(config))
     ]
+
+
+def worker_configs(config: Config, port: int) -> list[Config]:
+    """The configuration of each of ``conductor.workers``, with ``port`` for the API. Raises ConfigError if
+    there are too few ports for their calls among each other."""
+    count = config.conductor.workers
+    _check_ports(config.node, count)
+    own = replace(config.conductor, port=port, workers=1)
+    return [replace(config, conductor=own, node=_numbered(config.node, n)) for n in range(count)]
+
+
+def _check_ports(node: NodeOptions, count: int) -> None:
+    if node.port and node.port + count > 65536:
+        raise ConfigError(
+            f"node.port is {node.port}, but {count} replicas need {count} ports from there up to 65535; "
+            "set a lower node.port",
+            "node.port",
+        )
+
+
+def _numbered(node: NodeOptions, number: int) -> NodeOptions:
+    return replace(
+        node,
+        id=f"{node.id}.{number}" if node.id else "",
+        port=node.port + number if node.port else 0,
+        metrics_port=0,
+    )
 
 
 def _endpoint(endpoint: str, number: int) -> str:

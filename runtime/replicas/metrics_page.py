@@ -19,6 +19,8 @@ from moonpool.runtime.security import process
 log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 2.0
+GROUP_TIMEOUT_S = 2 * _TIMEOUT_S
+"""For a reader of the page of the whole group, which reads the others."""
 
 
 class ReplicaMetrics(Collector):
@@ -34,10 +36,10 @@ class ReplicaMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Each replica's samples with its number as the label ``replica``, family by family."""
         serving = {one.number: str(one.facts["metrics_url"]) for one in self.replicas if one.facts}
-        yield GaugeMetricFamily("moonpool_replicas", "Replicas of this node", len(self.replicas))
         yield GaugeMetricFamily(
-            "moonpool_replicas_ready", "Replicas of this node that are ready", len(serving)
+            "moonpool_replicas", "Replicas of this node, or workers of this conductor", len(self.replicas)
         )
+        yield GaugeMetricFamily("moonpool_replicas_ready", "Those of them that are ready", len(serving))
         starts = CounterMetricFamily(
             "moonpool_replica_starts", "Times the replica was started", labels=["replica"]
         )
@@ -61,11 +63,16 @@ def merged(pages: dict[int, str]) -> Iterator[Metric]:
     yield from families.values()
 
 
+def read_page(url: str, timeout_s: float) -> str:
+    """A metrics page of a process of this cluster. Raises OSError."""
+    request = urllib.request.Request(url, headers=metrics_headers(process.current()))
+    with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+        return str(answer.read().decode())
+
+
 def _read(url: str) -> str:
     try:
-        request = urllib.request.Request(url, headers=metrics_headers(process.current()))
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-            return str(answer.read().decode())
+        return read_page(url, _TIMEOUT_S)
     except OSError as error:
         log.warning("metrics of the replica at %s are omitted: %s", url, error)
         return ""

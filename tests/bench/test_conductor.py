@@ -63,3 +63,16 @@ def test_a_real_conductor_is_measured(tmp_path: Path) -> None:
     assert (
         0 < found["placement and booking, the one that decides"] < found["placement and booking, the other"]
     )
+
+
+@pytest.mark.slow
+def test_workers_and_growth_are_measured(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    arguments = ["--part", "workers", "--part", "growth", "--quick", "--decisions", "20", "--json", str(file)]
+    result = CliRunner().invoke(conductor, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    rows = {(row.case, row.metric): row.value for row in read(file).rows}
+    assert 0 < rows["SSE, 2 workers beside 1", "tokens of each"] < 1.5
+    assert 0.4 < rows["SSE, 2 workers beside 1", "the busiest worker's part of the CPU"] <= 1
+    assert rows["SSE: streams", "CPU a token at 256 over 1"] > 0
+    assert rows["memory after 200 and 1,000 requests", "growth"] > 0.5

@@ -145,7 +145,8 @@ class ScriptedConductor:
         self.timelines: dict[str, RequestTimeline] = {}
         self.fleet = ScriptedFleet()
         self.adapters = ScriptedAdapters()
-        self.num_others = 0
+        self.num_successors = 0
+        self.sibling_ports: list[int] = []
         self.slo = Slo()
 
     def says(self, text: str, *after: Any) -> list[Any]:

@@ -14,7 +14,7 @@ import time
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.observing.metrics_server import serve_metrics
-from moonpool.runtime.replicas.group import ReplicaGroup
+from moonpool.runtime.replicas.group import ReplicaGroup, replica_configs
 from moonpool.runtime.replicas.identity import Replica
 from moonpool.runtime.service.lifecycle import ServiceContext, run_service
 
@@ -22,7 +22,8 @@ from moonpool.runtime.service.lifecycle import ServiceContext, run_service
 async def main(config: Config, context: ServiceContext) -> None:
     if config.engine.parallel.dp > 1:
         command = [sys.executable, "-m", "tests.runtime.replica_node"]
-        await ReplicaGroup(config, "test", command).run(context)
+        drain_s = config.node.drain_s + config.store.flush_s
+        await ReplicaGroup(config, "test", command, replica_configs(config), drain_s=drain_s).run(context)
         return
     replica = Replica.ours()
     assert replica is not None

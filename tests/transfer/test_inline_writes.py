@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moonpool.runtime.config.options import TransferOptions
 from moonpool.runtime.errors import MoonpoolError
 from moonpool.transfer import (
     ChecksumMismatch,
@@ -22,12 +23,13 @@ from moonpool.transfer import (
     checksum,
 )
 from moonpool.transfer.native.compiled_copy import compiled_copy
+from moonpool.transfer.native.ucx import load_ucx
 from moonpool.transfer.paths.base import NOT_WRITTEN
-from moonpool.transfer.paths.shm import ShmPath
 from moonpool.transfer.paths.tcp import stream, stream_path
+from moonpool.transfer.paths.tcp.stream_path import StreamPath
 from tests.transfer.conftest import RemotePeer, StartPeer
 from tests.transfer.peer_process import pattern
-from tests.transfer.test_inline_reads import MIB, NBYTES, start
+from tests.transfer.test_inline_reads import MIB, NBYTES
 from tests.transfer.test_metrics import sample
 
 pytestmark = pytest.mark.skipif(compiled_copy() is None, reason="there is no compiler")
@@ -38,6 +40,21 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with other work must not make a write that is done at once a batch."""
     monkeypatch.setattr(stream, "_NOW_S", 0.9)
     monkeypatch.setattr(stream_path, "_QUICK_S", 1.0)
+
+
+# The largest write that is done at once.
+MOST_NBYTES = {"shm": MIB, "tcp": stream.MAX_WRITE_NOW_NBYTES, "ucx": stream.MAX_WRITE_NOW_NBYTES}
+
+
+@pytest.fixture(params=sorted(MOST_NBYTES))
+def transport(request: pytest.FixtureRequest) -> str:
+    if request.param == "ucx" and load_ucx() is None:
+        pytest.skip("there is no libucp: pip install moonpool[ucx]")
+    return str(request.param)
+
+
+def start(agent_id: str, transport: str) -> Any:
+    return TransferAgent.start(TransferOptions(transports=(transport,)), agent_id=agent_id, epoch=1)
 
 
 class Writer:
@@ -69,37 +86,44 @@ class Writer:
         return (await self.theirs.do("checksum", region=self.remote, offset=0, nbytes=nbytes))["checksum"]  # type: ignore[no-any-return]
 
 
-async def test_small_writes_are_done_when_they_are_posted(start_peer: StartPeer) -> None:
-    theirs = start_peer("shm")
-    async with await start("here") as agent:
+async def test_small_writes_are_done_when_they_are_posted(start_peer: StartPeer, transport: str) -> None:
+    theirs = start_peer(transport)
+    async with await start("here", transport) as agent:
         writer = await Writer.of(agent, theirs)
-        for nbytes, count in ((1, 1), (4096, 1), (65536, 16), (4096, 256), (MIB, 1)):
+        most = MOST_NBYTES[transport]
+        for nbytes, count in ((1, 1), (4096, 1), (most // 16, 16), (most // 256, 256), (most, 1)):
             for verified in (False, True):
                 await theirs.do("poke", region=writer.remote, offset=0, value=77)
                 blocks = pattern(NBYTES, 9)[: nbytes * count].reshape(count, nbytes)[::-1]
                 sums = [checksum(np.ascontiguousarray(block)) for block in blocks]
-                before = sample("bytes_total", path="shm", direction="write")
+                before = sample("bytes_total", path=transport, direction="write")
                 batch = writer.write(nbytes, count, checksums=sums if verified else None)
                 assert batch.done()
                 report = await batch
-                assert (report.nbytes, report.transport) == (nbytes * count, "shm")
-                assert sample("bytes_total", path="shm", direction="write") == before + nbytes * count
+                assert (report.nbytes, report.transport) == (nbytes * count, transport)
+                assert sample("bytes_total", path=transport, direction="write") == before + nbytes * count
                 assert await writer.sum_there(nbytes * count) == checksum(np.ascontiguousarray(blocks))
 
 
-async def test_what_is_larger_or_unusual_is_a_batch(start_peer: StartPeer) -> None:
-    theirs = start_peer("shm")
-    async with await start("here") as agent:
+async def test_what_is_larger_or_unusual_is_a_batch(start_peer: StartPeer, transport: str) -> None:
+    theirs = start_peer(transport)
+    async with await start("here", transport) as agent:
         writer = await Writer.of(agent, theirs)
-        for nbytes, count, more in ((MIB + 1, 1, {}), (1024, 257, {}), (64, 1, {"notify": b"note"})):
+        for nbytes, count, more in (
+            (MOST_NBYTES[transport] + 1, 1, {}),
+            (64, 257, {}),
+            (64, 1, {"notify": b"note"}),
+        ):
             batch = writer.write(nbytes, count, **more)
             assert not batch.done()
             await batch
 
 
-async def test_they_are_refused_like_batches(start_peer: StartPeer, monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = start_peer("shm")
-    async with await start("here") as agent:
+async def test_they_are_refused_like_batches(
+    start_peer: StartPeer, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = start_peer(transport)
+    async with await start("here", transport) as agent:
         writer = await Writer.of(agent, theirs)
         read_only = (await theirs.do("register", nbytes=4096, seed=2, writable=False))["region"]
         ours, remote = writer.memory.id, writer.remote
@@ -124,7 +148,7 @@ async def test_they_are_refused_like_batches(start_peer: StartPeer, monkeypatch:
         found: list[list[tuple[type, str]]] = []
         for at_once in (True, False):
             if not at_once:
-                monkeypatch.setattr(ShmPath, "write_now", lambda *_: NOT_WRITTEN)
+                monkeypatch.setattr(StreamPath, "write_now", lambda *_: NOT_WRITTEN)
             errors = []
             for local, to, more in writes:
                 with pytest.raises((MoonpoolError, ValueError)) as caught:
@@ -136,28 +160,29 @@ async def test_they_are_refused_like_batches(start_peer: StartPeer, monkeypatch:
 
 
 async def test_a_write_to_a_stopped_peer_is_a_batch_and_its_bytes_are_not_taken_later(
-    start_peer: StartPeer, monkeypatch: pytest.MonkeyPatch
+    start_peer: StartPeer, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The peer finds the first request when it goes on. The batch is done only when that cannot copy."""
-    theirs = start_peer("shm")
-    async with await start("here") as agent:
+    theirs = start_peer(transport)
+    async with await start("here", transport) as agent:
         writer = await Writer.of(agent, theirs)
         monkeypatch.setattr(stream, "_NOW_S", 1e-4)
+        nbytes = MOST_NBYTES[transport] // 256
         for value in range(1, 6):
             writer.memory.array[:MIB] = value
             theirs.signal(signal.SIGSTOP)
-            batch = writer.write(4096, 256)
+            batch = writer.write(nbytes, 256)
             assert not batch.done()
             theirs.signal(signal.SIGCONT)
             await batch
             writer.memory.array[:MIB] = 0
-            assert await writer.sum_there(MIB) == checksum(np.full(MIB, value, np.uint8))
+            assert await writer.sum_there(256 * nbytes) == checksum(np.full(256 * nbytes, value, np.uint8))
         agent.regions.check_integrity()
 
 
-async def test_a_closed_region_is_not_written(start_peer: StartPeer) -> None:
-    theirs = start_peer("shm")
-    async with await start("here") as agent:
+async def test_a_closed_region_is_not_written(start_peer: StartPeer, transport: str) -> None:
+    theirs = start_peer(transport)
+    async with await start("here", transport) as agent:
         writer = await Writer.of(agent, theirs)
         # Blocks the event loop, so that it cannot be told.
         theirs._do({"do": "close_region", "region": writer.remote})
@@ -167,8 +192,8 @@ async def test_a_closed_region_is_not_written(start_peer: StartPeer) -> None:
             await batch
 
 
-async def test_a_revoked_grant_is_not_used_and_a_region_closed_here_not_read() -> None:
-    async with await start("here") as agent, await start("peer") as theirs:
+async def test_a_revoked_grant_is_not_used_and_a_region_closed_here_not_read(transport: str) -> None:
+    async with await start("here", transport) as agent, await start("peer", transport) as theirs:
         target, ours = theirs.allocate(NBYTES, "theirs"), agent.allocate(NBYTES, "ours")
         peer = await agent.connect(theirs.describe())
         grant = theirs.grant_writes([Span(target.id, 0, 4096)])

@@ -81,6 +81,10 @@ class ByteStream:
         self._sent_nbytes += 0 if came is None else len(request)
         return came
 
+    def note_sent(self, nbytes: int) -> None:
+        """Native code has sent ``nbytes`` here."""
+        self._sent_nbytes += nbytes
+
     def receive_into(self, address: U64, nbytes: U64, wanted: Callable[[], bool] = lambda: True) -> None:
         """Receive into runs of memory. Raises OSError also when not ``wanted()`` any more."""
         self._each(self._table(address, nbytes), self._receive_vectors, socket.MSG_WAITALL, wanted)
@@ -114,7 +118,9 @@ class ByteStream:
 
     @property
     def round_trip_s(self) -> float:
-        """Of a TCP connection, as the kernel has measured it."""
+        """Of a TCP connection, as the kernel has measured it; 0 on a Unix socket."""
+        if self.sock.family == socket.AF_UNIX:
+            return 0.0
         info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIP.size)
         return float(_ROUND_TRIP.unpack(info)[0]) / 1e6
 

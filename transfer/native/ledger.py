@@ -1,4 +1,4 @@
-"""What peers on this host may write, as native code knows it: small writes are served without the GIL."""
+"""What peers may read and write, as native code knows it: small requests are served without the GIL."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ class Ledger:
         self._grant, self._region = quick.moonpool_ledger_grant, quick.moonpool_ledger_region
         self._source, self._serve = quick.moonpool_ledger_source, waiting.moonpool_serve_now
         self._grant.argtypes = (pointer, u64, ctypes.c_int64, pointer, pointer, pointer, ctypes.c_int64)
-        self._region.argtypes = (pointer, u32, u64, u64)
+        self._region.argtypes = (pointer, u32, u64, u64, ctypes.c_int)
         self._source.argtypes = (pointer, u64, u32, ctypes.c_char_p)
         self._serve.argtypes = (pointer, ctypes.c_int, u64)
-        for function in (self._grant, self._region, self._source, self._serve):
+        for function in (self._grant, self._region, self._source):
             function.restype = None
+        self._serve.restype = u64
 
     def grant(self, grant_id: int, ranges: Mapping[int, tuple[U64, U64]], ends_at: float) -> None:
         """Let peers that name ``grant_id`` write ``ranges`` (begins and ends by region), until ``ends_at`` by
@@ -48,18 +49,19 @@ class Ledger:
         addresses = map(address_of, (begins, ends, regions))
         self._grant(self._ledger, grant_id, ends_ns, *addresses, len(begins))
 
-    def region(self, region_id: int, address: int, nbytes: int) -> None:
-        """A writable region of ours in host memory. ``nbytes`` 0: withdraw it."""
-        self._region(self._ledger, region_id, address, nbytes)
+    def region(self, region_id: int, address: int, nbytes: int, *, writable: bool = False) -> None:
+        """A region of ours in host memory. ``nbytes`` 0: withdraw it."""
+        self._region(self._ledger, region_id, address, nbytes, writable)
 
     def source(self, connection: int, region_id: int, source: bytes | None) -> None:
         """A region of the peer at the other end of a connection: ``MappedRegion.source``. None: withdraw it;
         of region 0: all of the connection. What it names must be kept until then."""
         self._source(self._ledger, connection, region_id, source)
 
-    def serve(self, fd: int, connection: int) -> None:
-        """Serve small writes of a connection that blocks, until something else can be read there."""
-        self._serve(self._ledger, fd, connection)
+    def serve(self, fd: int, connection: int) -> int:
+        """Serve small requests of a connection that blocks, until something else can be read there. Returns
+        the number of bytes sent."""
+        return int(self._serve(self._ledger, fd, connection))
 
 
 def new_ledger() -> Ledger | None:

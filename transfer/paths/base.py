@@ -66,11 +66,13 @@ class Path(ABC):
         """
         return 0
 
-    def write_now(self, local: Spans, remote: Spans, checksums: bytes, grant: int) -> WrittenNow:
+    def write_now(
+        self, region: Region, local: Spans, remote: Spans, checksums: bytes, grant: int
+    ) -> WrittenNow:
         """Write before this returns, if that takes no longer than posting a batch.
 
-        local: in one region of host memory; nothing else has been checked. checksums: uint64 [n], to verify
-        at the peer, or empty. If it returns 0 bytes, post a batch, which also finds what is wrong.
+        region: of all of ``local``, in host memory; nothing else has been checked. checksums: uint64 [n], to
+        verify at the peer, or empty. If it returns 0 bytes, post a batch, which also finds what is wrong.
         """
         return NOT_WRITTEN
 

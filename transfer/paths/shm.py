@@ -90,11 +90,13 @@ class ShmPath(Path):
         mapped = self._mapped.get(region_id) or self._find_mapped(region_id)
         return 0 if mapped is None else mapped.read(region, local, remote, checksums)
 
-    def write_now(self, local: Spans, remote: Spans, checksums: bytes, grant: int) -> WrittenNow:
+    def write_now(
+        self, region: Region, local: Spans, remote: Spans, checksums: bytes, grant: int
+    ) -> WrittenNow:
         info = self._region(remote.region.item(0))
         if self._streams is None or info is None or info.on_device:
             return NOT_WRITTEN
-        return self._streams.write_now(local, remote, checksums, grant)
+        return self._streams.write_now(region, local, remote, checksums, grant)
 
     def _find_mapped(self, region_id: int) -> MappedRegion | None:
         """The region, if an earlier batch has mapped it."""

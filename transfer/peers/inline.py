@@ -66,7 +66,7 @@ class InlineBatches:
                 check_disjoint(remote)
             except SpanError:
                 return None
-        written = path.write_now(local, remote, expected, grant)
+        written = path.write_now(region, local, remote, expected, grant)
         unfinished += written.unfinished
         return self._done("write", path, written.nbytes, len(local.region), began, deadline_s)
 

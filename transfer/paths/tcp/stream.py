@@ -49,6 +49,8 @@ _MAX_AHEAD_NBYTES = 16 << 10
 # The longest wait for a peer's reply on the caller's thread.
 _NOW_S = 2e-3
 MAX_READ_NOW_NBYTES = 64 << 10
+# A new connection's buffer takes so much at once.
+MAX_WRITE_NOW_NBYTES = 32 << 10
 _DONE = Reply(Status.OK, 0, 0).pack()
 
 
@@ -115,6 +117,15 @@ class Stream:
         if found is None:
             return WrittenNow(0, (self.number,) if self.interrupted else ())
         return WrittenNow(sum(remote.nbytes.tolist()) if found == checksums else 0)
+
+    def send_now(self, remote: Spans, payload: bytes, checksums: bytes, grant: int) -> WrittenNow:
+        """``Path.write_now``: send the bytes of ``remote``, joined. Cut as in ``pull_now``."""
+        found = self._ask(Op.WRITE, remote, payload, grant)
+        if found is not None and checksums:
+            found = self._ask(Op.CHECKSUM, remote, b"", 0)
+        if found is None and self.interrupted:
+            return WrittenNow(0, (self.number,))
+        return WrittenNow(len(payload) if found == checksums else 0)
 
     def read_now(self, remote: Spans) -> bytes | None:
         """The bytes of ``remote``, joined. None: it did not work at once."""

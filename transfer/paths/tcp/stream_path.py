@@ -26,7 +26,7 @@ from moonpool.transfer.memory.chunks import Chunking
 from moonpool.transfer.memory.region import Region
 from moonpool.transfer.memory.span import Spans, plain_columns
 from moonpool.transfer.paths.base import NOT_WRITTEN, Path, WrittenNow
-from moonpool.transfer.paths.tcp.stream import MAX_READ_NOW_NBYTES, Stream, Task
+from moonpool.transfer.paths.tcp.stream import MAX_READ_NOW_NBYTES, MAX_WRITE_NOW_NBYTES, Stream, Task
 
 # A chunk acquires the GIL twice on either side, so chunks are large. Verified chunks are small, so that they
 # are still in the cache then.
@@ -199,12 +199,26 @@ class StreamPath(Path):
                 return
         attempt.stop(PathFailed(self.name, "its connections broke"))
 
-    def write_now(self, local: Spans, remote: Spans, checksums: bytes, grant: int) -> WrittenNow:
-        stream = self._idle_stream() if self.write_op is Op.PULL else None
+    def write_now(
+        self, region: Region, local: Spans, remote: Spans, checksums: bytes, grant: int
+    ) -> WrittenNow:
+        stream = self._idle_stream()
         if stream is None:
             return NOT_WRITTEN
+        payload = b""
+        if self.write_op is not Op.PULL:
+            sizes = local.nbytes.tolist()
+            if not 0 < sum(sizes) <= MAX_WRITE_NOW_NBYTES or not _fits(region, local):
+                return NOT_WRITTEN
+            if stream.bytes.round_trip_s > _QUICK_S:
+                return NOT_WRITTEN
+            rows = zip(local.offset.tolist(), sizes, strict=True)
+            payload = b"".join(ctypes.string_at(region.address + offset, size) for offset, size in rows)
         began = time.perf_counter()
-        written = stream.pull_now(local, remote, checksums, grant)
+        if payload:
+            written = stream.send_now(remote, payload, checksums, grant)
+        else:
+            written = stream.pull_now(local, remote, checksums, grant)
         self._took(time.perf_counter() - began)
         return written
 

@@ -69,7 +69,7 @@ class StreamServer:
         ledger: Ledger | None = None,
     ) -> None:
         """``fetch`` reads spans of a client's regions, as a peer; from any thread. ``ledger``: serves small
-        writes; None: it cannot be compiled, or is not needed."""
+        requests; None: it cannot be compiled."""
         self.regions = regions
         self.grants = grants
         self.fetch = fetch
@@ -139,8 +139,7 @@ class ServerConnection:
         self.remote = remote
         self._server = server
         self._number = next(_NUMBERS)
-        ledger = server.ledger if type(stream) is ByteStream else None
-        self._ledger = ledger if stream.sock.family == socket.AF_UNIX else None
+        self._ledger = server.ledger if type(stream) is ByteStream else None
         self._memory: ProcessMemory | None = None
         # The client's regions that the ledger knows. It has their addresses.
         self._mapped: dict[int, MappedRegion] = {}
@@ -160,8 +159,8 @@ class ServerConnection:
     def run(self) -> None:
         try:
             while True:
-                if self._ledger is not None and self._mapped:
-                    self._ledger.serve(self.stream.sock.fileno(), self._number)
+                if self._ledger is not None:
+                    self.stream.note_sent(self._ledger.serve(self.stream.sock.fileno(), self._number))
                 self._answer(Request.unpack(self.stream.receive(REQUEST_NBYTES)))
                 self.stream.limit(0)
         except (OSError, WireError) as error:

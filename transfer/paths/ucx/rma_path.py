@@ -1,7 +1,7 @@
 """The path by UCX: one-sided reads.
 
 For a write the peer is asked, through a stream, to read from us. So nothing is ever written to memory that
-its owner has closed.
+its owner has closed. Written bytes that fit the message travel in it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from moonpool.transfer.copying.peer_memory import LIFELINE_ID
 from moonpool.transfer.errors import PathFailed
 from moonpool.transfer.memory.chunks import Chunking
 from moonpool.transfer.memory.region import Region
-from moonpool.transfer.memory.span import region_ids
-from moonpool.transfer.paths.base import Path, known_regions
+from moonpool.transfer.memory.span import Spans, region_ids
+from moonpool.transfer.paths.base import NOT_WRITTEN, Path, WrittenNow, known_regions
 from moonpool.transfer.paths.tcp.stream_path import StreamPath
 from moonpool.transfer.paths.ucx.endpoint import Endpoint
 from moonpool.transfer.paths.ucx.mapped_regions import unpack_worker_address
@@ -79,6 +79,13 @@ class UcxPath(Path):
                 await self._worker.run(self._learn, address, [(LIFELINE_ID, lifeline_key)], infos)
             except (ValueError, UcxError) as error:
                 raise PathFailed(self.name, str(error)) from error
+
+    def write_now(
+        self, region: Region, local: Spans, remote: Spans, checksums: bytes, grant: int
+    ) -> WrittenNow:
+        if self._writes is None:
+            return NOT_WRITTEN
+        return self._writes.write_now(region, local, remote, checksums, grant)
 
     def _ready(self, region_ids: Sequence[int]) -> bool:
         """Whether a read could start now. Saves a hop to the progress thread; the read checks again there."""
