@@ -109,7 +109,7 @@ class Engine:
         self._keep_ranks = ranks is not None
         self._listener = listener
         self._separate_pools = separate_pools
-        self.model_fingerprint = self.config.fingerprint()
+        self.model_fingerprint = setup.fingerprint()
         self.on_step: Callable[[list[StepEvent]], None] | None = None
         self._on_full: Callable[[Sequence, int], None] | None = None
         self._pool_memory = pool_memory
@@ -266,7 +266,13 @@ class Engine:
         row of each of its top_k experts. Dense layers are 0. Started. Ranks without shared memory count as
         of the last ``refresh_expert_load``."""
         assert self._loop is not None
-        return self._loop.runner.expert_load()
+        return self._loop.runner.expert_load()[:, :-1]
+
+    def num_dropped_choices(self) -> int:
+        """Return the choices of experts that were dropped since the start, for ``expert_capacity``: counted
+        as ``expert_load``."""
+        assert self._loop is not None
+        return int(self._loop.runner.expert_load()[:, -1:].sum())
 
     async def refresh_expert_load(self) -> None:
         """Fetch the expert load of ranks without shared memory. Started. Raises RankLost."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict, dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +90,15 @@ class EngineSetup:
     def placing(self, experts: ExpertPlacement | None) -> EngineSetup:
         """Return this setup with another placement of experts, which fits; None: the configured one."""
         return self if experts is None else replace(self, plan=replace(self.plan, experts=experts))
+
+    def fingerprint(self) -> bytes:
+        """Return 16 bytes that name the model and what else its KV depends on: only nodes with equal ones
+        share blocks. Raises CheckpointError."""
+        plain, capacity = self.config.fingerprint(), self.plan.expert_capacity
+        if not capacity:
+            return plain
+        variant = f":expert capacity {capacity:g}, {'reroute' if self.plan.reroutes else 'drop'}"
+        return blake2b(plain + variant.encode(), digest_size=16).digest()
 
     def layout(self, shard: Shard) -> KVLayout:
         """Return the layout of the shard's part of a KV block."""

@@ -42,11 +42,12 @@ _SMALL_MOE = {
     "moe_intermediate_size": 128,
     "norm_topk_prob": True,
 }
-# Weights of 0.36 GB, so that a CPU reads those of a stage for some milliseconds.
+# Weights of 0.76 GB, so that a CPU reads those of a stage for some milliseconds, and they outweigh a stage's
+# pool and buffers.
 _PIPELINE: dict[str, object] = {
     "hidden_size": 1024,
     "intermediate_size": 2816,
-    "num_hidden_layers": 16,
+    "num_hidden_layers": 32,
     "num_attention_heads": 16,
     "num_key_value_heads": 4,
     "vocab_size": 8192,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import tokenizers
 
 from moonpool.engine.batching.sampling import Sampling
-from moonpool.engine.batching.sequence import Sequence
+from moonpool.engine.batching.sequence import Sequence, TokenLogprobs
 from moonpool.engine.batching.step_plan import StepEvent
 from moonpool.engine.engine import Engine
 from moonpool.runtime.config.options import EngineOptions, ModelOptions
@@ -35,34 +37,43 @@ async def perplexity(options: EngineOptions, checkpoint: Path | None = None) -> 
     tokenizer = tokenizers.Tokenizer.from_file(str(model.directory / "tokenizer.json"))
     tokens = np.array(tokenizer.encode(TEXT.read_text()).ids, np.int32)
     engine = Engine(model.directory, options, model)
-    logprobs: list[float] = []
+    await engine.start()
+    try:
+        parts = [tokens[first : first + _PART] for first in range(0, len(tokens) - 1, _PART)]
+        logprobs = [token.logprob for token in await prompt_logprobs(engine, parts)]
+    finally:
+        await engine.close()
+    return math.exp(-sum(logprobs) / len(logprobs)), len(logprobs)
+
+
+async def prompt_logprobs(
+    engine: Engine, texts: Iterable[npt.NDArray[np.int32]], num_top: int = 0
+) -> list[TokenLogprobs]:
+    """Return what a started engine says of each token of the texts but their first ones, one text after the
+    other. ``num_top``: most likely tokens in each."""
+    found: list[TokenLogprobs] = []
     ended = asyncio.Event()
 
     def on_step(events: list[StepEvent]) -> None:
         for event in events:
-            logprobs.extend(token.logprob for token in event.prompt_logprobs or ())
+            found.extend(event.prompt_logprobs or ())
             if event.finish_reason:
                 ended.set()
 
     engine.on_step = on_step
-    await engine.start()
-    try:
-        for first in range(0, len(tokens) - 1, _PART):
-            part = tokens[first : first + _PART]
-            ended.clear()
-            engine.add(
-                Sequence(
-                    f"part-{first}",
-                    0,
-                    part,
-                    len(part),
-                    sampling=Sampling(max_tokens=1),
-                    root_key=b"",
-                    prompt_logprobs=True,
-                    arrived_s=float(first),
-                )
+    for number, text in enumerate(texts):
+        ended.clear()
+        engine.add(
+            Sequence(
+                f"text-{number}",
+                0,
+                text,
+                len(text),
+                sampling=Sampling(max_tokens=1, num_logprobs=num_top or -1),
+                root_key=b"",
+                prompt_logprobs=True,
+                arrived_s=float(number),
             )
-            await ended.wait()
-    finally:
-        await engine.close()
-    return math.exp(-sum(logprobs) / len(logprobs)), len(logprobs)
+        )
+        await ended.wait()
+    return found

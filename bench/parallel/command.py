@@ -11,6 +11,7 @@ import torch
 from moonpool.bench.harness.command import Run, benchmark
 from moonpool.bench.harness.models import model_at
 from moonpool.bench.parallel.bubble import NUM_STAGES, bubble_rows
+from moonpool.bench.parallel.capacity import EP, capacity_rows
 from moonpool.bench.parallel.context import context_rows
 from moonpool.bench.parallel.experts import expert_rows
 from moonpool.bench.parallel.handover import handover_rows, saving_rows
@@ -40,6 +41,7 @@ def _plan(text: str) -> ParallelPlan:
         "handover": handover_rows,
         "saving": saving_rows,
         "experts": expert_rows,
+        "capacity": capacity_rows,
         "bubble": bubble_rows,
         "worth": worth_rows,
         "cp": context_rows,
@@ -54,8 +56,8 @@ def _plan(text: str) -> ParallelPlan:
 @click.option(
     "--model",
     type=click.Path(path_type=Path),
-    help="Checkpoint directory; default: the shipped model, of worth one like Qwen3-0.6B. experts, bubble: "
-    "always made ones.",
+    help="Checkpoint directory; default: the shipped model, of worth one like Qwen3-0.6B. experts, capacity, "
+    "bubble: always made ones.",
 )
 @click.option(
     "--device",
@@ -78,7 +80,9 @@ def parallel(
     steps: a decode step and a long prompt of each plan, and its time in computing, exchanging and waiting.
     hosts: two stages on two machines (played by loopback). replicas: several at the same time.
     handover, saving: blocks from each plan to each, and to host memory. experts: distributed over ranks.
-    bubble: two stages with more and more micro-batches in flight, beside one process.
+    capacity: at most so many rows an expert: time saved, and how often the best token changes.
+    bubble: two stages with more and more micro-batches in flight, each stage's process with less memory than
+    the whole model takes, beside one process without a limit.
     worth: tp 2 and two replicas beside one rank, over HTTP, 1 to 100 requests at a time; and by simulation.
     cp: the largest prompt, the KV of a rank, and the time of a long prompt, with blocks split over 2 and 4.
     On GPUs exchanges are launched, not waited for: their time is that of the launch.
@@ -97,7 +101,7 @@ def parallel(
         run.parts = ["bubble"] * bubble + ["worth"] * worth + ["cp"] * cp
     left_out = {"hosts"} if device == "cuda" else set()
     left_out |= {"replicas"} if max_ranks < NUM_REPLICAS else set()
-    left_out |= {"bubble"} if max_ranks < NUM_STAGES else set()
+    left_out |= {"bubble", "capacity"} if max_ranks < max(NUM_STAGES, EP) else set()
     left_out |= set() if plans else {"handover", "saving"}
     run.parts = [part for part in run.parts if part not in left_out]
     directory = model or ModelOptions().directory

@@ -164,8 +164,7 @@ class ModelRunner:
         return StepOutput(token_ids, step.logprobs, step.prompt_logprobs)
 
     def expert_load(self) -> npt.NDArray[np.int64]:
-        """Return the rows computed by each expert of each layer, [num_layers, num_experts]. From any
-        thread."""
+        """Return the table of ``ExpertLoad``. From any thread."""
         return self.model.expert_load.cpu().numpy().copy()
 
     def forget_expert_load(self) -> None:

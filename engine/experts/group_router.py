@@ -22,6 +22,11 @@ class GroupRouter:
     correction: Tensor | None  # float32 [num_experts]: added to the scores for the choice
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores, ids = self.ranked(x, self.top_k)
+        return self.normalized(scores), ids
+
+    def ranked(self, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """See ``Router``. Fewer experts are returned where the best groups have not as many."""
         routing, logits = self.routing, self.gate(x).float()
         scores = logits.sigmoid() if routing.scoring == "sigmoid" else logits.softmax(-1)
         choice = scores if self.correction is None else scores + self.correction
@@ -30,9 +35,13 @@ class GroupRouter:
             best = groups.topk(2, dim=-1)[0].sum(-1) if self.correction is not None else groups.amax(-1)
             kept = torch.zeros_like(best, dtype=torch.bool)
             kept.scatter_(1, best.topk(routing.top_groups, dim=-1)[1], True)
+            count = min(count, routing.top_groups * groups.shape[2])
             choice = groups.masked_fill(~kept[..., None], float("-inf")).flatten(1)
-        ids = choice.topk(self.top_k, dim=-1)[1]
-        weights = scores.gather(1, ids)
+        ids = choice.topk(count, dim=-1)[1]
+        return scores.gather(1, ids), ids.int()
+
+    def normalized(self, scores: Tensor) -> Tensor:
+        """See ``Router``."""
         if self.renormalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return weights * routing.factor, ids.int()
+            scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        return scores * self.routing.factor

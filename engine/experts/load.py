@@ -11,7 +11,8 @@ from moonpool.engine.checkpoint.config import ModelConfig
 
 
 class ExpertLoad:
-    """A table per rank, written by that rank: int64 [num_layers, num_experts], rows since the start.
+    """A table per rank, written by that rank: int64 [num_layers, num_experts + 1], rows since the start, and
+    last the choices of experts that were dropped: see ``CapacityRouter``.
 
     A token is a row of each of its top_k experts. Dense layers are 0. On a GPU padding rows count, too.
     """
@@ -23,8 +24,8 @@ class ExpertLoad:
 
     @staticmethod
     def nbytes(config: ModelConfig, num_ranks: int) -> int:
-        num_layers, num_experts = _shape(config)
-        return 8 * num_ranks * num_layers * num_experts
+        num_layers, width = _shape(config)
+        return 8 * num_ranks * num_layers * width
 
 
 def new_table(config: ModelConfig, device: torch.device) -> Tensor:
@@ -33,4 +34,4 @@ def new_table(config: ModelConfig, device: torch.device) -> Tensor:
 
 
 def _shape(config: ModelConfig) -> tuple[int, int]:
-    return config.num_layers, config.moe.num_experts if config.moe else 0
+    return config.num_layers, config.moe.num_experts + 1 if config.moe else 0

@@ -28,6 +28,14 @@ class Router:
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return route_experts(self.gate(x), self.top_k, renormalize=self.renormalize)
 
+    def ranked(self, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Return scores float32 and ids of each token's ``count`` best experts, best first."""
+        return route_experts(self.gate(x), count, renormalize=False)
+
+    def normalized(self, scores: Tensor) -> Tensor:
+        """Return the weights of chosen experts. scores: of ``ranked``, 0 where none is chosen."""
+        return scores / scores.sum(-1, keepdim=True).clamp(min=1e-20) if self.renormalize else scores
+
 
 @dataclass(slots=True)
 class Experts:

@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from moonpool.engine.collectives.link import Link
+from moonpool.engine.experts.capacity import CapacityRouter
 from moonpool.engine.experts.group_router import GroupRouter
 from moonpool.engine.experts.mixture import Router, SharedExpert
 from moonpool.engine.sharding.parallel_plan import Shard
@@ -26,8 +28,8 @@ def min_exchange_tokens(num_ranks: int, top_k: int) -> int:
 
 
 class ExpertParallelMixture:
-    """Two forms with equal results except for the order of a sum. No expert has a row limit; no token is
-    dropped.
+    """Two forms with equal results except for the order of a sum. Without a ``CapacityRouter`` no expert has
+    a row limit; with it ``exchange`` counts the rows of each rank's own tokens for itself.
 
     A call computes this rank's experts for all tokens: x [n, hidden] → a summand. ``exchange`` sends each
     rank's own tokens to their experts and back. With copies of an expert, token i goes to copy i % copies on
@@ -36,7 +38,7 @@ class ExpertParallelMixture:
 
     def __init__(
         self,
-        router: Router | GroupRouter,
+        router: Router | GroupRouter | CapacityRouter,
         experts: Callable[[Tensor, Tensor], Tensor],
         shared_parts: Sequence[SharedExpert],
         load: Tensor,
@@ -45,7 +47,8 @@ class ExpertParallelMixture:
         link: Link | None,
     ) -> None:
         """experts: as ``Experts``, the shard's in order of their ids. shared_parts: the shared expert's
-        summands by tp rank, if it exists. load: int64 [num_experts], counts the rows of all tokens."""
+        summands by tp rank, if it exists. load: int64 [num_experts + 1], counts the rows of all tokens, and
+        the choices that were dropped."""
         self.router = router
         self._experts = experts
         self._shared_parts = shared_parts
@@ -56,6 +59,8 @@ class ExpertParallelMixture:
         holders, own = shard.expert_placement.layers[layer], shard.experts(layer)
         self._num_own = len(own)
         device = load.device
+        # The last one stands for dropped choices, which no rank computes.
+        holders = (*holders, (self._num_ranks,))
         self._num_copies = torch.tensor([len(ranks) for ranks in holders], device=device)
         most = int(self._num_copies.max())
         self._copies = torch.tensor(
@@ -92,22 +97,27 @@ class ExpertParallelMixture:
         self._count(all_ids)
         ranks = self._ranks(all_ids)
         first = sum(counts[: self._shard.tp_rank])
-        order, _ = group_by_expert(ranks[first : first + len(x)].int(), self._num_ranks)
+        order, offsets = group_by_expert(ranks[first : first + len(x)].int(), self._num_ranks + 1)
+        num_rows = int(offsets[self._num_ranks])
         sent, received = self._num_rows(ranks, counts)
-        rows = self._link.all_to_all(self._for_each(x[order // self.router.top_k], sent), sent, received)
+        own = x[order[:num_rows] // self.router.top_k]
+        rows = self._link.all_to_all(self._for_each(own, sent), sent, received)
         # They arrive in the order of all tokens.
         numbers = self._numbers[all_ids[ranks == self._shard.expert_rank].long()]
         here, offsets = group_by_expert(numbers[:, None], self._num_own)
         back = torch.empty_like(rows)
         back[here] = self._experts(rows[here], offsets)
         results = self._summed(self._link.all_to_all(back, received, sent), sent)
+        if num_rows < len(order):
+            results = pad(results, (0, 0, 0, len(order) - num_rows))
         out = combine_experts(results, order, weights)
         for part in self._shared_parts:
             out.add_(part(x))
         return out
 
     def _ranks(self, ids: Tensor) -> Tensor:
-        """ids: [n, top_k], from the step's first token → the rank that computes each, [n, top_k]."""
+        """ids: [n, top_k], from the step's first token → the rank that computes each, [n, top_k]; one beyond
+        the last for dropped choices."""
         wide = ids.long()
         tokens = torch.arange(len(ids), device=ids.device)[:, None]
         return self._copies[wide, tokens % self._num_copies[wide]]
@@ -124,8 +134,9 @@ class ExpertParallelMixture:
         """Return the rows to each tp rank, and from each."""
         tp_ranks = torch.arange(len(counts), device=ranks.device)
         source = torch.repeat_interleave(tp_ranks, torch.tensor(counts, device=ranks.device))
-        pairs = (source[:, None] * self._num_ranks + ranks).flatten()
-        table = torch.bincount(pairs, minlength=len(counts) * self._num_ranks).view(-1, self._num_ranks)
+        width = self._num_ranks + 1
+        pairs = (source[:, None] * width + ranks).flatten()
+        table = torch.bincount(pairs, minlength=len(counts) * width).view(-1, width)[:, : self._num_ranks]
         sent = table[self._shard.tp_rank].repeat_interleave(self._column_ranks)
         return sent.tolist(), table[:, self._shard.expert_rank].tolist()
 

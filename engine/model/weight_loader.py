@@ -13,6 +13,7 @@ from moonpool.engine.checkpoint.quantisation import AtLoad, derive_stored
 from moonpool.engine.checkpoint.weights import Checkpoint
 from moonpool.engine.collectives.link import Link
 from moonpool.engine.device.weight_copies import WeightCopies
+from moonpool.engine.experts.capacity import CapacityRouter
 from moonpool.engine.experts.group_router import GroupRouter
 from moonpool.engine.experts.mixture import Experts, MixtureOfExperts, Router, SharedExpert
 from moonpool.engine.experts.parallel_mixture import ExpertParallelMixture
@@ -69,7 +70,7 @@ class Loader:
         expert_load: Tensor,
         link: Link | None,
     ) -> None:
-        """``link``: for expert parallelism. ``expert_load``: int64 [num_layers, num_experts], counters of the
+        """``link``: for expert parallelism. ``expert_load``: see ``ExpertLoad``, counters of the
         mixtures. Raises CheckpointError or UnsupportedModel before any tensor is loaded."""
         derived = {} if config.derived is None else config.derived(config)
         if isinstance(config.weights, AtLoad):
@@ -186,9 +187,14 @@ class Loader:
         load = self._expert_load[i]
         if self._shard.ep == 1:
             shared = self._shared_expert(name) if moe.shared_inter else None
-            return MixtureOfExperts(router=router, experts=experts, shared=shared, load=load)
+            return MixtureOfExperts(router=router, experts=experts, shared=shared, load=load[:-1])
         parts = self._shared_parts(name) if moe.shared_inter else []
-        return ExpertParallelMixture(router, experts, parts, load, i, self._shard, self._link)
+        chooses: Router | GroupRouter | CapacityRouter = router
+        if self._shard.expert_capacity:
+            chooses = CapacityRouter(
+                router, moe.num_experts, self._shard.expert_capacity, reroutes=self._shard.reroutes
+            )
+        return ExpertParallelMixture(chooses, experts, parts, load, i, self._shard, self._link)
 
     def _router(self, name: str, moe: MoeConfig) -> Router | GroupRouter:
         gate = self._linear([name], bias=moe.bias)

@@ -236,6 +236,11 @@ def _expert_parallel_metrics(engine: Engine, load: npt.NDArray[np.int64]) -> Ite
         "Layers with experts that were moved to other ranks while the node served",
         value=float(engine.num_moved_layers),
     )
+    yield CounterMetricFamily(
+        "moonpool_expert_dropped",
+        "Choices of experts that were dropped: beyond engine.parallel.expert_capacity, no other had room",
+        value=float(engine.num_dropped_choices()),
+    )
     clock = engine.exchange_clock()
     assert clock is not None
     yield CounterMetricFamily(

@@ -30,6 +30,8 @@ class ParallelPlan:
     experts: ExpertPlacement | None = None  # None: evenly
     all_to_all_tokens: int = 0  # see ParallelOptions
     pp_layers: tuple[int, ...] = ()  # of each stage; empty: nearly equal
+    expert_capacity: float = 0.0  # see ParallelOptions
+    reroutes: bool = True  # choices beyond it; else they are dropped
 
     @classmethod
     def from_options(
@@ -56,7 +58,8 @@ class ParallelPlan:
         """Return the plan without checks, for ``experts`` that were read before."""
         sizes = options.tp, options.pp, options.ep, options.dp, options.cp
         layers = tuple(map(int, options.pp_layers.split("+"))) if options.pp_layers else ()
-        return cls(*sizes, experts, options.all_to_all_tokens, layers)
+        capacity, reroutes = options.expert_capacity, options.expert_overflow == "reroute"
+        return cls(*sizes, experts, options.all_to_all_tokens, layers, capacity, reroutes)
 
     def __str__(self) -> str:
         words = f"tp {self.tp} × pp {self.pp}"
@@ -93,6 +96,8 @@ class ParallelPlan:
             # In an all-to-all a rank computes the whole shared expert for its own tokens.
             shared_inter=run_of(shared, 1, 0) if self.ep > 1 else run_of(shared, self.tp, tp_rank),
             vocab=run_of(config.vocab_size, self.tp, tp_rank),
+            expert_capacity=self.expert_capacity,
+            reroutes=self.reroutes,
         )
 
     def stage_layers(self, config: ModelConfig) -> tuple[int, ...]:
@@ -153,6 +158,12 @@ class ParallelPlan:
                 f"valid are {', '.join(map(str, valid))}",
                 name,
             )
+        if self.expert_capacity and self.ep == 1:
+            raise ConfigError(
+                f"engine.parallel.expert_capacity is {self.expert_capacity:g}: without expert parallelism "
+                "(engine.parallel.ep) no rank waits for another's experts; valid is 0",
+                "engine.parallel.expert_capacity",
+            )
         if self.experts is not None:
             self.experts.check(config.num_layers, num_experts, self.ep)
 
@@ -175,6 +186,8 @@ class Shard:
     expert_inter: range  # columns of each of its experts
     shared_inter: range  # of the shared expert
     vocab: range
+    expert_capacity: float  # as of the plan
+    reroutes: bool
 
     @property
     def stage(self) -> int:

@@ -75,6 +75,21 @@ class ParallelOptions(Section, name="engine.parallel"):
         "tokens to all ranks; 0: by a measured rule",
         least=0,
     )
+    expert_capacity: float = option(
+        0.0,
+        "times",
+        "expert parallel: most rows of an expert in a step over the mean of all experts (8 rows are always "
+        "allowed), so that ranks wait less for the busiest one; a request's tokens then depend on others in "
+        "its steps, and quality is lost; 0: no limit, else at least 1",
+        least=0,
+    )
+    expert_overflow: str = option(
+        "reroute",
+        "name",
+        "what becomes of rows beyond expert_capacity: reroute (to the token's next best expert with room), "
+        "drop",
+        choices=("reroute", "drop"),
+    )
     dp: int = option(
         1,
         "replicas",
@@ -151,6 +166,12 @@ class ParallelOptions(Section, name="engine.parallel"):
             f"one of {', '.join(map(str, valid))}, so that each machine has as many of the {self.pp} stages "
             "(engine.parallel.pp)",
             self.hosts,
+        )
+        require(
+            not 0 < self.expert_capacity < 1,
+            "engine.parallel.expert_capacity",
+            "0 or at least 1: below it experts that are chosen equally often have too little room",
+            self.expert_capacity,
         )
         counts = self.pp_layers.split("+") if self.pp_layers else ["1"] * self.pp
         require(

@@ -17,9 +17,9 @@ from moonpool.runtime.security.posture import check_listening
 async def listen(
     runner: BoundedRunner, options: ConductorOptions, *, shares_port: bool = False
 ) -> tuple[web.TCPSite, str]:
-    """Set ``runner`` up and listen; returns the site and the URL's scheme. ``shares_port``: with other processes.
+    """Set ``runner`` up and listen; returns the site and the URL's scheme.
 
-    Raises ``PortInUse``, ``ConfigError``; nothing is open then.
+    ``shares_port``: with other processes. Raises ``PortInUse``, ``ConfigError``; nothing is open then.
     """
     security = process.current()
     check_listening(security, options.host, "conductor.host")

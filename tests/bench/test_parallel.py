@@ -13,7 +13,8 @@ import pytest
 from click.testing import CliRunner
 
 from moonpool.bench.engine.model_shapes import MIXTURE
-from moonpool.bench.parallel import experts, handover
+from moonpool.bench.harness.memory_group import NoMemoryGroups, memory_group
+from moonpool.bench.parallel import capacity, experts, handover
 from moonpool.bench.parallel.bubble import ROWS
 from moonpool.bench.parallel.command import parallel
 from moonpool.bench.parallel.handover import Pools, StridedCopy
@@ -99,18 +100,28 @@ def test_what_a_second_rank_is_worth(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_bubble_of_two_stages(tmp_path: Path) -> None:
-    plot_path = tmp_path / "plot.svg"
+def test_two_stages_serve_a_model_that_one_of_them_has_no_memory_for(tmp_path: Path) -> None:
+    """Under real limits: the kernel kills one process with the whole model."""
+    try:
+        with memory_group(1 << 30):
+            pass
+    except NoMemoryGroups as error:
+        pytest.skip(f"limits need control groups of memory: {error}")
+    plot_path, (few, *_) = tmp_path / "plot.svg", ROWS
     rows = measured(tmp_path, "--bubble", "--plot", str(plot_path))
-    assert {case.partition(", decode")[0] for case, _ in rows} == {
-        *("one process", "pp 2, 1 micro-batches", "pp 2, 2 micro-batches")
-    }
+    ((killed,),) = [[row] for (_, metric), row in rows.items() if metric.startswith("killed by the kernel")]
+    assert killed["value"] == 1
+    both = rows[f"two processes, decode, {few} sequences each, context 64", "decode throughput"]
+    assert both["peer"] == f"one process, {few} sequences"
     for count in (1, 2):
-        case = f"pp 2, {count} micro-batches, decode, {count * ROWS} sequences, context 64"
+        for stage in (0, 1):
+            memory = rows[f"pp 2, {count} micro-batches", f"memory of stage {stage}"]
+            assert 0.4 < memory["ratio"] < 1, "half of the weights, in the stage's own process"
+        case = f"pp 2, {count} micro-batches, decode, {count * few} sequences, context 64"
         assert 0 < rows[case, "bubble"]["value"] < 1
         assert rows[case, "bubble"].get("limit_value") == (0.1 if count == 2 else None)
         assert rows[case, "decode throughput"]["peer"] == "one process"
-        assert rows[case, "decode throughput, a stage's"]["peer"] == f"one process, {ROWS} sequences"
+        assert rows[case, "decode throughput, a stage's"]["peer"] == f"one process, {few} sequences"
     assert "micro-batches of the pipeline" in plot_path.read_text()
 
 
@@ -179,6 +190,18 @@ def test_experts_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert ("ep 2, all ranks see all tokens, prompt of 300", "all-to-alls") not in rows
     skew = rows[f"ep 2, all-to-all, {experts.COPIES} copies a layer, prompt of 300", "busiest rank over mean"]
     assert skew["value"] >= 1 <= skew["peer_value"]
+
+
+@pytest.mark.slow
+def test_limits_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity, "_PROMPT", 300)
+    rows = {name: row["value"] for name, row in measured(tmp_path, "--part", "capacity").items()}
+    name = "ep 2, at most 1 × the mean, {}"
+    assert rows["ep 2, no limit", "dropped"] == 0 <= rows[name.format("reroute"), "dropped"] < 0.01
+    assert 0.05 < rows[name.format("drop"), "dropped"] < 0.9
+    skews = [rows[of, "busiest rank over mean"] for of in ("ep 2, no limit", name.format("reroute"))]
+    assert skews[0] > skews[1] >= 1
+    assert 0 < rows[name.format("reroute"), "best token as without a limit"] < 1
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.core import REGISTRY
 
-from moonpool.bench.parallel.bubble import bubble
+from moonpool.bench.parallel.stages import bubble
 from moonpool.engine.batching.sequence import Sequence, State
 from moonpool.engine.errors import RankLost
 from moonpool.engine.model.transformer import Model

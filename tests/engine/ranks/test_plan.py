@@ -37,6 +37,7 @@ def config(make_checkpoint) -> ModelConfig:
         ({"ep": 2}, r"engine\.parallel\.ep is 2: llama has no experts; valid is 1"),
         ({"pp": 2, "pp_layers": "3+1"}, r"pp_layers is 3\+1: these are 4 layers, the model has 3"),
         ({"dp": 2}, r"engine\.parallel\.dp is 2: .*; valid is 1"),
+        ({"expert_capacity": 1.5}, r"expert_capacity is 1\.5: without expert parallelism .*; valid is 0"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -56,6 +57,7 @@ def test_an_impossible_plan_says_what_would_be_valid(config, words, sentence) ->
         ({"pp": 2, "hosts": 2}, r"listen must be an address of this machine and a port .* got ''"),
         ({"pp": 2, "pp_layers": "3"}, r"pp_layers must be empty or 2 numbers above 0, .* got '3'"),
         ({"pp": 2, "pp_layers": "3+0"}, r"pp_layers must be empty or 2 numbers above 0, .* got '3\+0'"),
+        ({"expert_capacity": 0.5}, r"expert_capacity must be 0 or at least 1: .* got 0\.5"),
         ({"pp": 2, "hosts": 2, "listen": "10.0.0.1"}, r"listen must be an address .* got '10\.0\.0\.1'"),
     ],
 )
