@@ -145,7 +145,7 @@ class ScriptedConductor:
         self.timelines: dict[str, RequestTimeline] = {}
         self.fleet = ScriptedFleet()
         self.adapters = ScriptedAdapters()
-        self.num_successors = 0
+        self.num_others = self.num_successors = 0
         self.sibling_ports: list[int] = []
         self.slo = Slo()
 
