@@ -76,11 +76,17 @@ async def serve(
         ConfigError: other machines reach ``host``, and no caller would be authenticated.
     """
     security = security or process.current()
+    check_listening(security, host, "node.host")
     boundary = _Boundary(security)
     server = grpc.aio.server(interceptors=[boundary], options=SERVER_OPTIONS)
     for add, servicer in servicers:
         add(servicer, server)
-    bound_port = bind(server, security, host, port, "node.host", "node.port")
+    try:
+        bound_port = bind(server, security, host, port, "node.port")
+    except PortInUse:
+        # One that is collected without it waits for ever.
+        await server.stop(None)
+        raise
     await server.start()
     return Server(
         server, _direct(servicers, f"{host}:{bound_port}", boundary) if direct else None
@@ -92,17 +98,15 @@ def bind(
     security: process.Security,
     host: str,
     port: int,
-    host_option: str,
-    port_option: str,
+    option: str,
 ) -> int:
-    """Let a server listen there; return its port (0: any). Raises as ``serve``."""
-    check_listening(security, host.strip("[]"), host_option)
+    """Let a server listen there; return its port (0: any). Raises PortInUse, with the ``option`` to change."""
     try:
         if (tls := security.tls) is None:
             return int(server.add_insecure_port(f"{host}:{port}"))
         return int(server.add_secure_port(f"{host}:{port}", security.server_credentials(tls)))
     except RuntimeError as error:
-        raise PortInUse(host, port, port_option) from error
+        raise PortInUse(host, port, option) from error
 
 
 def _direct(servicers: Sequence[Servicer], address: str, boundary: _Boundary) -> DirectServer | None:

@@ -11,6 +11,7 @@ import grpc
 from moonpool.runtime.rpc.bounds import CHANNEL_OPTIONS, SERVER_OPTIONS, metadata_value
 from moonpool.runtime.rpc.server import bind, count_refused
 from moonpool.runtime.security import process
+from moonpool.runtime.security.posture import check_listening
 from moonpool.runtime.security.roles import SERVER_NAME, NotPermitted, Unauthenticated
 
 
@@ -31,10 +32,12 @@ def serve_threaded(
 
     Raises PortInUse, or ConfigError: other machines reach ``host``, and no caller would be authenticated.
     """
+    security = process.current()
+    check_listening(security, host.strip("[]"), option)
     pool = ThreadPoolExecutor(max_calls, thread_name_prefix="calls")
     server = grpc.server(pool, options=SERVER_OPTIONS, maximum_concurrent_rpcs=max_calls)
     add(servicer, server)
-    bound_port = bind(server, process.current(), host, port, option, option)
+    bound_port = bind(server, security, host, port, option)
     server.start()
     return server, bound_port
 

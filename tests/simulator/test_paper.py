@@ -112,9 +112,13 @@ def test_paged_memory_wastes_less_than_regions() -> None:
 
 
 @pytest.mark.slow
-def test_where_prefills_must_not_be_wasted_rejections_have_the_papers_order() -> None:
+def test_where_prefills_must_not_be_wasted_a_rejection_at_arrival_is_better_than_one_later() -> None:
     rows = overload.generated(lambda line: None)
-    assert [row.value for row in rows if row.metric.startswith("ever ")] == [1.0, 1.0]
+    rejected = [row.value for row in rows if row.metric == "rejected"]
+    within = [row.value for row in rows if row.metric == "served within the SLOs"]
+    # Baseline, early, predicted.
+    assert rejected[0] > max(rejected[1:])
+    assert within[0] < min(within[1:])
 
 
 def test_a_machine_that_is_alone_is_as_fast_as_itself() -> None:
