@@ -100,7 +100,7 @@ def bind(
     port: int,
     option: str,
 ) -> int:
-    """Let a server listen there; return its port (0: any). Raises PortInUse, with the ``option`` to change."""
+    """Let a server listen there; return its port (0: any). Raises PortInUse, naming ``option``."""
     try:
         if (tls := security.tls) is None:
             return int(server.add_insecure_port(f"{host}:{port}"))
