@@ -16,6 +16,7 @@ import pytest_asyncio
 
 from moonpool.client import Client, Reply
 from moonpool.conductor.workers import reserved_port
+from moonpool.kvstore.index.redis.client import connect
 from moonpool.local.cluster import LocalCluster
 from moonpool.runtime.errors import PortInUse
 from tests.cluster.conftest import eventually, small_config
@@ -108,10 +109,12 @@ async def test_a_killed_worker_takes_no_stream_along_and_is_back(
     cluster: LocalCluster, workers: Workers
 ) -> None:
     expected = Reply()
-    async with Client(cluster.url) as client:
+    redis = connect(cluster.config.index.redis_url)
+    async with Client(cluster.url) as client, redis:
         async for _ in client.complete(PROMPT, expected, **GREEDY):
             pass
         replies = [Reply() for _ in range(8)]
+        before = {key async for key in redis.scan_iter(match="*:stream:*")}
 
         async def read(reply: Reply) -> None:
             async with Client(cluster.url) as own:
@@ -124,7 +127,10 @@ async def test_a_killed_worker_takes_no_stream_along_and_is_back(
             running = [
                 (await cluster_of(one, cluster.url))["num_requests"] for one in workers.sessions.values()
             ]
-            return all(running) and all(len(reply.pieces_s) >= 5 for reply in replies)
+            # A stream of which nothing is written in Redis yet cannot be resumed.
+            written = {key async for key in redis.scan_iter(match="*:stream:*")} - before
+            begun = len(written) == len(replies) and all(len(reply.pieces_s) >= 5 for reply in replies)
+            return begun and all(running)
 
         await eventually(both_stream)
         doomed, pid = next(iter(pids_of(cluster).items()))
