@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -148,10 +149,12 @@ async def test_a_drained_cell_gets_nothing_new_and_is_used_again(front: Front) -
     await cluster.restart("both-0")
     await front.until_usable(*REGIONS)
 
-    async def at_home() -> bool:
-        return (await front.ask(PROMPT * 8)).cell == home
+    numbers = count()
 
-    # The weights of cells follow their loads slowly.
+    async def at_home() -> bool:
+        # Another prompt each time: one that is asked often is hot, and divided among cells.
+        return (await front.ask(f"{next(numbers)} {PROMPT * 8}")).cell == home
+
     await eventually(at_home)
 
 
