@@ -198,7 +198,7 @@ async def test_a_node_with_a_rank_that_stays_slow_hands_its_requests_on(tmp_path
         conductor=replace(config.conductor, policy="round-robin"),
     )
     prompts = [f"{number}. And it came to pass in those days " * 4 for number in range(3)]
-    greedy = {**GREEDY, "max_tokens": 1600}
+    greedy = {**GREEDY, "max_tokens": 900}
     async with (
         HastyCluster(config, directory=tmp_path, restart=True) as cluster,
         Client(cluster.url) as client,
