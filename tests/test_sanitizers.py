@@ -45,13 +45,18 @@ def sanitized() -> dict[str, str]:
         found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
         assert Path(found).is_absolute(), f"{compiler.path} has no {name}"
         libraries.append(found)
-    return os.environ | {
+    environment = os.environ | {
         "CXXFLAGS": _FLAGS,
         "LD_PRELOAD": " ".join(libraries),
         # Python keeps memory until it ends, which is no leak.
         "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1:abort_on_error=1",
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
     }
+    # Minutes where another test keeps the cores busy. The fork server of the tests would compile them as it
+    # imports a node, and say nothing of a process that was killed until it is done.
+    build = [sys.executable, "-m", "moonpool.kernels.cpu.build"]
+    subprocess.run(build, cwd=ROOT, env=environment, check=True)
+    return environment
 
 
 @pytest.mark.slow
