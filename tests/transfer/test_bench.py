@@ -16,7 +16,10 @@ from moonpool.bench.transfer import session
 from moonpool.bench.transfer import shapes as shape
 from moonpool.bench.transfer.command import transfer
 from moonpool.bench.transfer.peers.perftest import bandwidth_of
+from moonpool.bench.transfer.target_child import Target
+from moonpool.runtime.config.options import TransferOptions
 from moonpool.runtime.reports import report
+from moonpool.transfer import TransferAgent, TransferError
 from moonpool.transfer.native.cuda import load_cuda
 from tests.transfer.device import use_stand_in
 
@@ -137,6 +140,17 @@ def test_blocks_of_parallel_batches_are_disjoint() -> None:
         offsets = [offset for part in spans for offset in part.offset.tolist()]
         assert len(set(offsets)) == one.batch * one.parallel
         assert sum(part.total_nbytes for part in spans) == one.nbytes
+
+
+async def test_a_target_that_cannot_return_notes_says_so_at_once() -> None:
+    """It would never return one otherwise, and whoever measures notes would wait for it for ever."""
+    gone = await TransferAgent.start(TransferOptions(transports=("tcp",)), agent_id="gone", epoch=1)
+    await gone.close()
+    target = Target("tcp", 1 << 20, streams=1, slice_nbytes=1 << 20, busy=False)
+    await target.start()
+    with pytest.raises(TransferError, match="gone"):
+        await target.echo_to(gone.describe().pack().decode())
+    await target.close()
 
 
 # ---------------------------------------------------------------------- peers
