@@ -198,10 +198,16 @@ class RankDiverged(RankLost):
 
 
 class JoinRefused(EngineError):
-    """A rank of another machine is not taken: another version, another number of ranks, or joined already."""
+    """A rank of another machine is not taken now: it has joined already. It asks again."""
 
     code = "FAILED_PRECONDITION"
     failure = FailureClass.GROUP
+
+
+class RankUnfit(JoinRefused):
+    """A rank of another machine is never taken: another version, or another number of ranks. It ends."""
+
+    code = "INVALID_ARGUMENT"
 
 
 class NodeDraining(MoonpoolError):

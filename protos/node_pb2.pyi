@@ -513,20 +513,17 @@ Global___SwitchRequest: _TypeAlias = SwitchRequest  # noqa: Y015
 class SwitchReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    FORMER_ROLE_FIELD_NUMBER: _builtins.int
     NUM_LEFT_FIELD_NUMBER: _builtins.int
-    former_role: _builtins.str
     num_left: _builtins.int
     """requests in a stage that the role no longer has: they go on"""
     def __init__(
         self,
         *,
-        former_role: _builtins.str = ...,
         num_left: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["former_role", b"former_role", "num_left", b"num_left"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_left", b"num_left"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from functools import partial
 from statistics import median
@@ -77,12 +77,10 @@ async def _frame_rows(run: Run, case: str, url: str) -> list[Row]:
     except BrowserMissing as error:
         run.say(f"frames are left out: {error}")
         return []
-    return list(_rows_of(case, times))
-
-
-def _rows_of(case: str, times: dict[str, list[float]]) -> Iterator[Row]:
-    for view, seconds in times.items():
-        yield spread(f"{case}, {view}", "main thread a frame", seconds, "ms", 1e3)
+    return [
+        spread(f"{case}, {view}", "main thread a frame", seconds, "ms", 1e3)
+        for view, seconds in times.items()
+    ]
 
 
 async def _watch(url: str, seconds: float, most: int = 1 << 30) -> list[str]:

@@ -6,11 +6,11 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 
 from moonpool.bench.conductor.decisions import Settings
 from moonpool.bench.conductor.overhead import CONCURRENCY, STREAM_TOKENS, ask, conductors
-from moonpool.bench.harness.child import Child, cpu_s_of
+from moonpool.bench.harness.child import Child, cpu_s_of, cpu_s_of_children
 from moonpool.bench.harness.command import Run
 from moonpool.bench.harness.turns import turns
 from moonpool.bench.serve.client.http_client import HttpClient
@@ -69,8 +69,4 @@ def _workers_cpu_s(child: Child) -> list[float]:
 
 
 def _all_cpu_s() -> float:
-    """Processor seconds of this process and of all that it has started."""
-    import psutil
-
-    me = psutil.Process()
-    return sum(cpu_s_of(process.pid) for process in (me, *me.children(recursive=True)))
+    return process_time() + cpu_s_of_children()

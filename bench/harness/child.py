@@ -115,6 +115,13 @@ def cpu_s_of(pid: int) -> float:
     return float(times.user + times.system)
 
 
+def cpu_s_of_children() -> float:
+    """Processor seconds of all processes that this one has started, and of theirs."""
+    import psutil
+
+    return sum(cpu_s_of(child.pid) for child in psutil.Process().children(recursive=True))
+
+
 @asynccontextmanager
 async def started(
     name: str,

@@ -9,6 +9,8 @@ from itertools import pairwise
 from statistics import median
 from typing import TypedDict, TypeVar
 
+import numpy as np
+
 from moonpool.runtime.reports.report import Row, versus
 
 K = TypeVar("K", bound=Hashable)
@@ -70,12 +72,7 @@ async def repeat(call: Call, seconds: float) -> list[float]:
 
 def quantile(values: Sequence[float], fraction: float) -> float:
     """Linear between the two nearest. ``values`` must not be empty."""
-    ordered = sorted(values)
-    position = (len(ordered) - 1) * fraction
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    # Rounding must not carry it beyond the higher one.
-    return min(ordered[high], ordered[low] + (ordered[high] - ordered[low]) * (position - low))
+    return float(np.quantile(values, fraction))
 
 
 class Percentiles(TypedDict):

@@ -3,79 +3,46 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from pathlib import Path
 
-from moonpool.bench.engine.driver import Session
-from moonpool.bench.harness.child import Child, served
+from moonpool.bench.harness.child import Child
 from moonpool.bench.harness.command import Run
 from moonpool.bench.harness.turns import compared, turns
-from moonpool.bench.parallel.steps import BATCH, CONTEXT, Settings, running
-from moonpool.runtime.config.options import ParallelOptions
+from moonpool.bench.parallel.stages import stages
+from moonpool.bench.parallel.steps import BATCH, CONTEXT, Settings
 from moonpool.runtime.reports.report import Row
 
 NUM_REPLICAS = 2
 _WARM_UP_STEPS = 10
-_PROMPTS = 3
 
 
-class Replica:
-    """An engine in a child process. Its methods return tokens per second."""
+async def _decode(replica: Child, num_steps: int) -> float:
+    found = await replica.call("decode", batch=BATCH, context=CONTEXT, num_steps=num_steps)
+    return float(found["rate"])
 
-    def __init__(self, model: str, device: str) -> None:
-        self._stack = AsyncExitStack()
-        self._running = running(Path(model), device, ParallelOptions())
-        self._session: Session
 
-    async def start(self) -> None:
-        self._session = await self._stack.enter_async_context(self._running)
-        await self._session.decode(BATCH, CONTEXT, _WARM_UP_STEPS)
-
-    async def decode(self, num_steps: int) -> float:
-        return BATCH / (await self._session.decode(BATCH, CONTEXT, num_steps)).step_s
-
-    async def prompts(self, num_tokens: int) -> float:
-        began_s = time.perf_counter()
-        for _ in range(_PROMPTS):
-            await self._session.first_token_s(num_tokens)
-        return _PROMPTS * num_tokens / (time.perf_counter() - began_s)
-
-    async def close(self) -> None:
-        await self._stack.aclose()
+async def _prompts(replica: Child, num_tokens: int) -> float:
+    return float(await replica.call("prompts", num_tokens=num_tokens))
 
 
 async def replica_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
     """Tokens per second of all replicas at once, and of one of them, in turn."""
-    # Idle OpenMP threads that spin would take the cores from the other replicas.
-    environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     async with AsyncExitStack() as stack:
-        replicas = [
-            await stack.enter_async_context(
-                served(
-                    f"replica {r}",
-                    "moonpool.bench.parallel.replicas",
-                    "Replica",
-                    environment=environment,
-                    model=str(settings.model),
-                    device="cpu" if settings.device == "cpu" else f"cuda:{r}",
-                )
-            )
-            for r in range(NUM_REPLICAS)
+        replicas = []
+        for number in range(NUM_REPLICAS):
+            device = "cpu" if settings.device == "cpu" else f"cuda:{number}"
+            opened = stages(f"replica {number}", settings.model, device)
+            replicas.append((await stack.enter_async_context(opened))[0])
+        await asyncio.gather(*(_decode(replica, _WARM_UP_STEPS) for replica in replicas))
+        measures: list[tuple[Callable[[Child, int], Awaitable[float]], str, int]] = [
+            (_decode, f"decode, batch {BATCH} each, context {CONTEXT}", 2 * settings.num_steps),
+            (_prompts, f"prompts of {settings.prompt_tokens}", settings.prompt_tokens),
         ]
-        for method, what, count in (
-            (
-                "decode",
-                f"decode, batch {BATCH} each, context {CONTEXT}",
-                {"num_steps": 2 * settings.num_steps},
-            ),
-            ("prompts", f"prompts of {settings.prompt_tokens}", {"num_tokens": settings.prompt_tokens}),
-        ):
+        for measure, what, size in measures:
 
-            async def rate(of: Sequence[Child], method: str = method, count: dict[str, int] = count) -> float:
-                rates = await asyncio.gather(*(replica.call(method, **count) for replica in of))
-                return float(sum(rates))
+            async def rate(of: Sequence[Child]) -> float:
+                return sum(await asyncio.gather(*(measure(replica, size) for replica in of)))  # noqa: B023
 
             contestants = {"all": lambda: rate(replicas), "one replica": lambda: rate(replicas[:1])}
             rates = await turns(contestants, run.rounds, warm_up=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from moonpool.runtime.config.options import ParallelOptions
 
 # The last steps, in which sequences end.
 _TAIL_STEPS = 4
+_PROMPTS = 3
 
 
 class Stages:
@@ -65,6 +67,13 @@ class Stages:
             computed_s = zip(*(step.compute_s for step in times), strict=True)
             found |= {"bubble": bubble(times), "compute_s": list(map(statistics.median, computed_s))}
         return found
+
+    async def prompts(self, num_tokens: int) -> float:
+        """Return tokens/s of prompts, one after the other."""
+        began_s = time.perf_counter()
+        for _ in range(_PROMPTS):
+            await self._session.first_token_s(num_tokens)
+        return _PROMPTS * num_tokens / (time.perf_counter() - began_s)
 
     async def close(self) -> None:
         await self._stack.aclose()

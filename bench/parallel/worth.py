@@ -11,6 +11,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+from moonpool.bench.harness.child import cpu_s_of_children
 from moonpool.bench.harness.command import Run
 from moonpool.bench.harness.models import model_at
 from moonpool.bench.harness.services import local_cluster
@@ -66,22 +67,14 @@ class _Turns:
 
 async def _turn(server: Server, work: Workload, found: _Turns) -> float:
     """Raises ``RequestFailed``."""
-    before_s = _cpu_s()
+    before_s = cpu_s_of_children()  # of all clusters, of which one has requests
     outcome = await load.run(server, work)
     if errors := load.failures(outcome.answers):
         raise RequestFailed(f"{server.name}: {', '.join(errors)}")
-    found.cores.append((_cpu_s() - before_s) / (outcome.seconds * usable_cores()))
+    found.cores.append((cpu_s_of_children() - before_s) / (outcome.seconds * usable_cores()))
     found.rates.append(output_rate(outcome))
     found.answers += outcome.answers
     return found.rates[-1]
-
-
-def _cpu_s() -> float:
-    """Processor seconds of all clusters, of which one has requests. Ranks are processes of their node."""
-    import psutil  # of the extra bench
-
-    times = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
-    return float(sum(each.user + each.system for each in times))
 
 
 async def worth_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:

@@ -19,7 +19,6 @@ from moonpool.conductor.observing.slo import Slo
 from moonpool.runtime.config.engine_options import CPU_LIMITS
 from moonpool.runtime.config.loading import load_config
 from moonpool.runtime.reports.report import Row, versus
-from moonpool.simulator.inputs.hardware import Hardware
 from moonpool.simulator.inputs.scenario import Scenario
 from moonpool.simulator.inputs.trace import TraceRequest
 from moonpool.simulator.inputs.workload import Workload
@@ -137,7 +136,10 @@ async def _compare(settings: Settings, shape: Shape, say: Callable[[str], None])
             chunk_tokens=options.max_batch_tokens,
             max_batch_size=options.max_batch_size,
         )
-        scenario = _scenario(shape, hardware, config.conductor.policy, block_tokens)
+        policy = config.conductor.policy
+        scenario = Scenario(
+            hardware, *shape, policy=policy, slo=SLO, block_tokens=block_tokens, knows_lengths=True
+        )
         for name, workload in settings.workloads(shape, block_tokens).items():
             requests = settings.requests(workload)
             say(f"{shape}, {name}: {len(requests)} requests in {requests[-1].arrival_s:.0f} s")
@@ -146,10 +148,6 @@ async def _compare(settings: Settings, shape: Shape, say: Callable[[str], None])
             case = f"{shape}, {name}: {len(requests)} requests, {rate:.1f} a second"
             rows += compared(case, real, Simulation(scenario, real.requests).run())
     return rows
-
-
-def _scenario(shape: Shape, hardware: Hardware, policy: str, block_tokens: int) -> Scenario:
-    return Scenario(hardware, *shape, policy=policy, slo=SLO, block_tokens=block_tokens, knows_lengths=True)
 
 
 def compared(case: str, real: Replayed, simulated: Outcome) -> list[Row]:

@@ -15,6 +15,7 @@ import numpy as np
 
 from moonpool.bench.harness.child import Child, served
 from moonpool.bench.harness.command import Run
+from moonpool.bench.harness.peers import PeerFailed
 from moonpool.bench.harness.turns import Call, compared, repeat, spread, turns
 from moonpool.bench.transfer.device_memory import DeviceBuffer
 from moonpool.bench.transfer.limits import DeviceCopy, MemoryCopy
@@ -28,14 +29,13 @@ from moonpool.transfer import AgentDescriptor, Peer, Region, TransferAgent
 from moonpool.transfer.native.cuda import load_cuda
 
 TURN_S = 0.1
-_NOTES = 400
+_NOTES, _NOTES_S = 400, 60.0
 _IDLE_S = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     shapes: Sequence[Shape]
-    checksums: Sequence[bool]
     tcp: TcpOptions
     busy: bool
     pool_nbytes: int
@@ -95,7 +95,8 @@ class _Pair:
                     busy=settings.busy,
                 )
             )
-            await target.call("echo_to", descriptor=agent.describe().pack().decode())
+            if self._transport != "local":
+                await target.call("echo_to", descriptor=agent.describe().pack().decode())
             # Each agent has a pool of its own: a peer does not map memory that another agent registered.
             pool, other = [
                 of.allocate(settings.pool_nbytes, "pool") if device is None else of.register(device)
@@ -121,10 +122,9 @@ class _Pair:
             if self._transport != "local":
                 running = contestants(self._run.peers, self._over_tcp, pool.nbytes, self._run.say)
                 peers = await stack.enter_async_context(running)
-            ours = [side for side, on in ((trusted, False), (verified, True)) if on in settings.checksums]
             for shape in settings.shapes:
                 self._run.say(f"{self._transport}/{shape.name}")
-                for row in await self._shape_rows(shape, limit, ours, peers):
+                for row in await self._shape_rows(shape, limit, [trusted, verified], peers):
                     yield row
             if self._transport != "local":
                 yield await self._note_row(agent, verified.peer)
@@ -204,7 +204,11 @@ class _Pair:
             await anext(notes)
             return (time.perf_counter() - began_s) / 2
 
-        found = await turns({"note": note}, _NOTES, warm_up=_NOTES // 10)
+        try:
+            async with asyncio.timeout(_NOTES_S):
+                found = await turns({"note": note}, _NOTES, warm_up=_NOTES // 10)
+        except TimeoutError:
+            raise PeerFailed(f"the target did not return {_NOTES} notes within {_NOTES_S:g} s") from None
         return spread(f"{self._transport}/note/64B", "latency", found["note"], "µs", 1e6)
 
     async def _idle_row(self, target: Child) -> Row:

@@ -16,7 +16,7 @@ from moonpool.bench.transfer.raw_sockets import serve_raw
 from moonpool.runtime.config.options import SecurityOptions, TcpOptions, TransferOptions
 from moonpool.runtime.security import process
 from moonpool.runtime.security.roles import NODE, Caller
-from moonpool.transfer import AgentDescriptor, TransferAgent
+from moonpool.transfer import AgentDescriptor, Peer, TransferAgent
 from moonpool.transfer.native.cuda import load_cuda
 
 new_event_loop = uvloop.new_event_loop
@@ -66,12 +66,13 @@ class Target:
             "raw_port": listening.getsockname()[1],
         }
 
-    def echo_to(self, descriptor: str) -> None:
-        """Return every notification to this agent, from now on."""
-        self._echo = asyncio.create_task(self._return(AgentDescriptor.unpack(descriptor.encode())))
+    async def echo_to(self, descriptor: str) -> None:
+        """Connect to this agent, and return every notification to it from then on."""
+        # Before the answer: the other side then allocates its pools, during which it takes no connection.
+        peer = await self._agent.connect(AgentDescriptor.unpack(descriptor.encode()))
+        self._echo = asyncio.create_task(self._return(peer))
 
-    async def _return(self, to: AgentDescriptor) -> None:
-        peer = await self._agent.connect(to)
+    async def _return(self, peer: Peer) -> None:
         async for note in self._agent.notifications():
             peer.notify(note.payload)
 

@@ -297,7 +297,7 @@ class GenerationExchange:
                     slo_tbt_s=slo_tbt_s,
                     batch=_is_batch(body, self._client),
                     follows=bool(runs),
-                    prompt_logprobs=_wants_prompt_logprobs(body),
+                    prompt_logprobs=isinstance(body, CompletionBody) and body.echo and body.num_logprobs >= 0,
                     adapter=self._adapter,
                     cache_hint=body.cache_hint.hint if body.cache_hint else None,
                     origin=self._http.headers.get(REGION_HEADER) or self._client.home_region,
@@ -432,7 +432,3 @@ def _is_batch(body: GenerationBody, client: Tenant) -> bool:
     if body.service_tier == "auto":
         return client.service_class == BATCH
     return body.service_tier == "flex"
-
-
-def _wants_prompt_logprobs(body: GenerationBody) -> bool:
-    return isinstance(body, CompletionBody) and body.echo and body.num_logprobs >= 0

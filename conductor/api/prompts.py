@@ -107,7 +107,7 @@ def _split(prompt: Any) -> list[tuple[str | list[Any], str]]:
         raise _wrong_type("prompt", prompt)
     if not prompt:
         raise _empty("prompt")
-    if _is_number(prompt[0]):
+    if isinstance(prompt[0], int | float):
         return [(prompt, "prompt")]
     if len(prompt) > MAX_PROMPTS:
         raise bad_request(f"prompt: at most {MAX_PROMPTS} prompts, got {len(prompt)}", "prompt")
@@ -137,10 +137,6 @@ def _token_prompt(token_ids: Sequence[Any], param: str, model: ServedModel) -> P
             f"{param}: token id {wrong} is outside the model's vocabulary, 0 to {model.vocab_size - 1}", param
         )
     return Prompt(np.array(token_ids, dtype=np.int32), None, param)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
 
 
 def _empty(param: str) -> ApiError:

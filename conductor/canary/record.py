@@ -129,7 +129,7 @@ class CanaryRecords:
 
     async def put(self, canary: Canary) -> bool:
         """Write it in the place of what the last ``read`` found. False: another one was written since."""
-        data = self._seals.seal(_KIND, self._place(canary.name), orjson.dumps(canary.to_dict()))
+        data = self._seals.seal(_KIND, f"{self._key}:{canary.name}".encode(), orjson.dumps(canary.to_dict()))
         before = self._read[canary.name][0] if canary.name in self._read else b""
         if not await self._index.run("canary", _SWAP, [self._key], [canary.name, before, data]):
             return False
@@ -158,9 +158,6 @@ class CanaryRecords:
 
     def _counts(self, counts_id: str) -> str:
         return f"{{{self._index.namespace}}}:canary:{counts_id}"
-
-    def _place(self, name: str) -> bytes:
-        return f"{self._key}:{name}".encode()
 
     def _opened(self, place: str, data: bytes, read: Callable[[dict[str, Any]], _T]) -> _T | None:
         try:

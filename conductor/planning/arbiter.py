@@ -70,8 +70,7 @@ class Arbiter:
 
     async def close(self) -> None:
         """Idempotent."""
-        task, self._task = self._task, None
-        await cancel_and_wait(task)
+        await cancel_and_wait(self._task)
 
     async def _run(self) -> None:
         while True:

@@ -59,8 +59,9 @@ class OnDemand:
         self._idle_s = idle_s
         self._activity = activity
         self._clock = clock
-        self._is_on = min_warm == 0 and admin.provider is not None
-        self.asleep = self._is_on
+        # Whether a request that finds no node has one started.
+        self.starts_nodes = min_warm == 0 and admin.provider is not None
+        self.asleep = self.starts_nodes
         self._supply = Supply()
         self._asked = asyncio.Event()
         self._is_wanted = False  # requests wait
@@ -71,25 +72,19 @@ class OnDemand:
         self._joined: set[str] = set()
         self._task: asyncio.Task[None] | None = None
 
-    @property
-    def starts_nodes(self) -> bool:
-        """Whether a request that finds no node has one started."""
-        return self._is_on
-
     def start(self) -> None:
-        if self._is_on:
+        if self.starts_nodes:
             self._task = restarted(self._run, "nodes on demand")
 
     async def close(self) -> None:
         """Idempotent; nodes stay."""
-        task, self._task = self._task, None
-        await cancel_and_wait(task)
+        await cancel_and_wait(self._task)
 
     def ask(self) -> Prospect:
         """A request has no node to go to."""
         if self._admin.provider is None:
             return Prospect(NODE_WAIT_S, "this conductor has no provider that starts nodes (fleet.provider)")
-        if not self._is_on:
+        if not self.starts_nodes:
             return Prospect(NODE_WAIT_S, "no request starts a node (planner.min_warm is 1)")
         now_s = self._clock()
         if not self._is_wanted:

@@ -89,8 +89,7 @@ class Replicator:
 
     async def close(self) -> None:
         """Idempotent. Existing copies stay until nodes evict them."""
-        task, self._task = self._task, None
-        await cancel_and_wait(task)
+        await cancel_and_wait(self._task)
 
     def note(
         self,
@@ -177,7 +176,12 @@ class Replicator:
         by_target: dict[str, list[Copy]] = {}
         for copy in [*copies, *stored]:
             by_target.setdefault(copy.target, []).append(copy)
-        made = await asyncio.gather(*(self._copy_in_order(scope, some) for some in by_target.values()))
+
+        async def in_order(copies: Sequence[Copy]) -> list[Copy]:
+            # Later copies to a target may need blocks of earlier ones.
+            return [copy for copy in copies if await self._copy(scope, copy)]
+
+        made = await asyncio.gather(*map(in_order, by_target.values()))
         # Copies on store nodes need no release: the nodes evict unused blocks.
         for copy in itertools.chain.from_iterable(made):
             if copy in copies:
@@ -263,10 +267,6 @@ class Replicator:
         while True:
             await asyncio.sleep(_PERIOD_S)
             await self.round()
-
-    async def _copy_in_order(self, scope: _Scope, copies: Sequence[Copy]) -> list[Copy]:
-        """Make copies to one target: later ones may need blocks of earlier ones. Returns the made ones."""
-        return [copy for copy in copies if await self._copy(scope, copy)]
 
     async def _copy(self, scope: _Scope, copy: Copy) -> bool:
         """Returns whether anything was copied."""

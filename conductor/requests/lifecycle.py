@@ -291,7 +291,8 @@ class RequestRun:
                 waits_for = outcome.role
                 self._recorder.waits(waits_for)
             await self._deps.registry.change(min(_LOOK_AGAIN_S, prospect.wait_s - waited_s))
-        if absent is not None and self._deps.on_demand.starts_nodes and self._expired:
+        expired = isinstance(self._ending, DeadlineExceeded)
+        if absent is not None and self._deps.on_demand.starts_nodes and expired:
             raise absent from self._ending
         raise self._ending
 
@@ -405,10 +406,6 @@ class RequestRun:
         if failure.cause == "refused" or self._num_without_decode > self._deps.max_attempts:
             num_pauses = max(self._num_failures, self._num_without_decode) - 1
             await asyncio.sleep(min(_REFUSED_PAUSE_S * num_pauses, _LONGEST_PAUSE_S))
-
-    @property
-    def _expired(self) -> bool:
-        return isinstance(self._ending, DeadlineExceeded)
 
     def _set_timer(self) -> None:
         """Expire at the deadline as it is now."""

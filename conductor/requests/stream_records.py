@@ -129,8 +129,7 @@ class StreamRecords:
 
     async def close(self) -> None:
         """Idempotent. What was not written is lost."""
-        task, self._task = self._task, None
-        await cancel_and_wait(task)
+        await cancel_and_wait(self._task)
 
     def begin(self, head: StreamHead) -> StreamRecord:
         """Record a new stream, from its beginning. ``end`` it."""

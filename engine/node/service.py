@@ -150,9 +150,7 @@ class RoleService(_Service, node_pb2_grpc.RolesServicer):
     """``protos.Roles``, on the node's loop."""
 
     async def Switch(self, request: node_pb2.SwitchRequest, context: RpcContext) -> node_pb2.SwitchReply:
-        former = self._node.role
-        num_left = await self._node.switch(request.role, request.limit_s)
-        return node_pb2.SwitchReply(former_role=former, num_left=num_left)
+        return node_pb2.SwitchReply(num_left=await self._node.switch(request.role, request.limit_s))
 
 
 class ExpertService(_Service, node_pb2_grpc.ExpertsServicer):

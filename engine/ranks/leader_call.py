@@ -38,6 +38,12 @@ _MAX_PAUSE_S = 3.0
 # For the last reports to reach the leader.
 _END_S = 2.0
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+# The leader will not take this process later either: ``RankUnfit``, and callers that it does not trust.
+_FOR_GOOD = (
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+)
 
 
 class LeaderCall:
@@ -79,7 +85,8 @@ class LeaderCall:
 
     def join(self) -> None:
         """Wait until the leader has taken this rank: without a time limit, because it may start later, and
-        does again after a loss. Raises SystemExit when the launcher has ended."""
+        does again after a loss. Raises SystemExit when the launcher has ended, and ConfigError with the
+        leader's reason when it refuses this rank for good."""
         launcher, pause_s = os.getppid(), _FIRST_PAUSE_S
         while not self._try_to_join():
             if os.getppid() != launcher:
@@ -101,6 +108,8 @@ class LeaderCall:
         except (grpc.RpcError, OSError, StopIteration) as error:
             reports.put(None)
             channel.close()
+            if isinstance(error, grpc.Call) and error.code() in _FOR_GOOD:
+                raise ConfigError(f"the leader at {self.leader} refuses it: {_details(error)}") from None
             self._log_once(f"no leader at {self.leader} yet: {_details(error)}")
             return False
         self._commands, self._reports, self._node_id = commands, reports, taken.node_id

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moonpool.engine.collectives.board import SharedBoard, StepWord
-from moonpool.engine.errors import JoinRefused, RankLost
+from moonpool.engine.errors import JoinRefused, RankLost, RankUnfit
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.config.agreement import own_version
@@ -130,10 +130,10 @@ class RankListener(node_pb2_grpc.RanksServicer):
         try:
             far = self._take(first.join, _address_of(context.peer()))
         except JoinRefused as error:
-            if str(error) not in self._refused:  # it tries again
+            if str(error) not in self._refused:  # it, or its launcher, tries again
                 self._refused.add(str(error))
                 log.warning("%s", error)
-            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+            context.abort(grpc.StatusCode[error.code], str(error))
         Thread(target=far.receive, args=(request_iterator,), name="rank in", daemon=True).start()
         yield node_pb2.RankCommand(node_id=self._name)
         yield from far.commands()
@@ -147,12 +147,12 @@ class RankListener(node_pb2_grpc.RanksServicer):
         found = join.world_size, join.local_world_size
         wanted = options.world_size - options.ranks_per_host, options.ranks_per_host
         if join.version != own_version():
-            raise JoinRefused(
+            raise RankUnfit(
                 f"{what}: it has Moonpool {join.version}, the node {own_version()}: install the same version "
                 "on both"
             )
         if found != wanted or join.rank >= wanted[0]:
-            raise JoinRefused(
+            raise RankUnfit(
                 f"{what}: its launcher started {found[0]} ranks, {found[1]} a machine, and the node needs "
                 f"{wanted[0]} on {options.hosts - 1} other machines, {wanted[1]} on each (engine.parallel)"
             )

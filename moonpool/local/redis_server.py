@@ -62,11 +62,7 @@ class RedisServer:
         if len(os.fsencode(self.socket)) > _MAX_SOCKET_PATH:
             raise ValueError(f"{self.socket} is too long for a Unix socket; use a shorter directory")
         self.url = f"unix://{self.socket}"
-        self._child = Child("redis", self._command(), directory / "redis.log")
-
-    @property
-    def child(self) -> Child:
-        return self._child
+        self.child = Child("redis", self._command(), directory / "redis.log")
 
     async def start(self) -> None:
         """Start or restart it; returns when it answers.
@@ -75,19 +71,19 @@ class RedisServer:
             ChildFailed: it ended, or did not answer within ``READY_TIMEOUT_S``. It is stopped.
         """
         self.socket.unlink(missing_ok=True)
-        await self._child.start()
+        await self.child.start()
         deadline = asyncio.get_running_loop().time() + READY_TIMEOUT_S
         while not await self._answers():
-            if self._child.returncode is not None:
-                raise self._child.failure(f"ended with code {self._child.returncode}")
+            if self.child.returncode is not None:
+                raise self.child.failure(f"ended with code {self.child.returncode}")
             if asyncio.get_running_loop().time() > deadline:
                 await self.stop()
-                raise self._child.failure(f"did not answer within {READY_TIMEOUT_S:.0f} s")
+                raise self.child.failure(f"did not answer within {READY_TIMEOUT_S:.0f} s")
             await asyncio.sleep(0.005)
 
     async def stop(self) -> None:
         """Stop it; kill it after ``STOP_TIMEOUT_S``. Idempotent."""
-        await self._child.stop(STOP_TIMEOUT_S)
+        await self.child.stop(STOP_TIMEOUT_S)
 
     async def __aenter__(self) -> Self:
         await self.start()

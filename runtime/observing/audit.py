@@ -111,16 +111,13 @@ class AuditLog:
 
     def _line(self, event: str, **fields: Any) -> dict[str, Any]:
         about = fields.pop("request_id", "") or request_id.get()
-        line = {"time": _now(), "process": self._process, "event": event, **fields, "request_id": about}
+        now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        line = {"time": now, "process": self._process, "event": event, **fields, "request_id": about}
         return {
             name: value[:_MAX_CHARS] if isinstance(value, str) else value
             for name, value in line.items()
             if value != ""
         }
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _host(origin: str) -> str:

@@ -172,13 +172,9 @@ def _prefill_stages(
                 yield stage, first
             if first.wait.p99_s <= _SHORT_WAIT * compute_s:
                 return
-        elif _never(kind, traffic.prompt_tokens):
+        elif traffic.prompt_tokens > kind.lane.pool_tokens:
             return
         count += 1
-
-
-def _never(kind: Kind, num_tokens: int) -> bool:
-    return num_tokens > kind.lane.pool_tokens
 
 
 def _with_decode(

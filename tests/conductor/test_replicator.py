@@ -142,7 +142,7 @@ async def test_it_runs_by_itself_and_ends_with_the_conductor(redis: RedisProcess
         replicator = cluster.conductor._deps.replicator
         await cluster.generate(request("first"))
         assert replicator._task is not None and not replicator._task.done()
-    assert replicator._task is None
+    assert replicator._task.done()
 
 
 async def test_a_node_that_is_to_end_hands_on_what_it_alone_has(redis: RedisProcess) -> None:

@@ -15,8 +15,10 @@ from moonpool.bench.harness.sizes import size_name, size_of
 from moonpool.bench.transfer import session
 from moonpool.bench.transfer import shapes as shape
 from moonpool.bench.transfer.command import transfer
-from moonpool.bench.transfer.peers.perftest import bandwidth_of
+from moonpool.bench.transfer.target_child import Target
+from moonpool.runtime.config.options import TransferOptions
 from moonpool.runtime.reports import report
+from moonpool.transfer import TransferAgent, TransferError
 from moonpool.transfer.native.cuda import load_cuda
 from tests.transfer.device import use_stand_in
 
@@ -139,10 +141,21 @@ def test_blocks_of_parallel_batches_are_disjoint() -> None:
         assert sum(part.total_nbytes for part in spans) == one.nbytes
 
 
+async def test_a_target_that_cannot_return_notes_says_so_at_once() -> None:
+    """It would never return one otherwise, and whoever measures notes would wait for it for ever."""
+    gone = await TransferAgent.start(TransferOptions(transports=("tcp",)), agent_id="gone", epoch=1)
+    await gone.close()
+    target = Target("tcp", 1 << 20, streams=1, slice_nbytes=1 << 20, busy=False)
+    await target.start()
+    with pytest.raises(TransferError, match="gone"):
+        await target.echo_to(gone.describe().pack().decode())
+    await target.close()
+
+
 # ---------------------------------------------------------------------- peers
 
 
-@pytest.mark.parametrize("peer", ["mooncake", "nixl", "ucx_perftest"])
+@pytest.mark.parametrize("peer", ["mooncake", "nixl"])
 def test_an_absent_peer_is_a_sentence_with_the_command(
     peer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,8 +219,3 @@ def test_a_peer_moves_the_same_blocks_in_turn(tmp_path: Path, monkeypatch: pytes
     # What goes wrong there is said here.
     with pytest.raises(PeerFailed, match="the transfer failed"):
         CliRunner().invoke(transfer, [*arguments, "write"], catch_exceptions=False)
-
-
-def test_the_output_of_ucx_perftest_is_read() -> None:
-    output = "iterations,50.0_percentile_lat,avg_lat,overall_lat,avg_bw,overall_bw,avg_mr,overall_mr\n"
-    assert bandwidth_of(output + "2000,17.7,18.6,18.6,53000.00,2000.00,53636,53636\n") == 2000 * 2**20

@@ -212,6 +212,10 @@ REFUSALS = {
 }
 
 
+# The rank ends with the reason. Otherwise it asks again.
+FOR_GOOD = ("version", "key", "ranks")
+
+
 @pytest.mark.parametrize("what", REFUSALS)
 async def test_a_wrong_rank_is_refused_by_name_on_both_sides(
     what: str, encrypted: SecurityOptions, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -224,16 +228,26 @@ async def test_a_wrong_rank_is_refused_by_name_on_both_sides(
         variables = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1"} if what == "ranks" else {}
         first = call_to(listener)
         assert what != "twice" or await tries(first, PLAIN)
-        assert not await tries(call_to(listener, **variables), security)
+        call, reason = call_to(listener, **variables), ""
+        if what in FOR_GOOD:
+            use(security)
+            with pytest.raises(ConfigError, match=r"the leader at .* refuses it: ") as caught:
+                await asyncio.wait_for(asyncio.to_thread(call.join), 30)
+            reason = str(caught.value)
+        else:
+            assert not await tries(call, security)
         listener_says = [
             r.getMessage() for r in caplog.records if "rank_listener" in r.name or "server" in r.name
         ]
         rank_says = [r.getMessage() for r in caplog.records if "leader_call" in r.name]
-        assert any("no leader at" in line for line in rank_says)
+        assert reason or any("no leader at" in line for line in rank_says)
         if what != "tls":  # gRPC's own handshake fails
             assert any(re.search(REFUSALS[what], line) for line in listener_says)
-        if what not in ("tls", "key"):
-            assert any(re.search(REFUSALS[what], line) for line in rank_says)
+        if what != "tls":
+            assert any(
+                re.search(REFUSALS[what].removeprefix("refused a call of .*"), line)
+                for line in [reason, *rank_says]
+            )
         assert PLAIN.cluster_key not in caplog.text
 
 
@@ -242,7 +256,8 @@ async def test_a_rank_needs_a_certificate_of_a_node(tmp_path: Path, caplog: pyte
     with_certificates(tmp_path)
     certificates.issue(tmp_path, Caller("client", "reader"), days=1)
     async with listening(security_options(tmp_path)) as listener:
-        assert not await tries(call_to(listener), security_options(tmp_path, name="client-reader"))
+        with pytest.raises(ConfigError, match="Ranks/Join is not for the role client"):
+            await tries(call_to(listener), security_options(tmp_path, name="client-reader"))
         assert "Ranks/Join is not for the role client" in caplog.text
         assert await tries(call_to(listener), security_options(tmp_path))
 
