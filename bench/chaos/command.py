@@ -44,7 +44,6 @@ _SETS = (
 _DISK_NBYTES = 2 << 30
 _HUNG_AFTER_S = 120.0
 _SETTLED_WITHIN_S = 60.0
-_STREAMS = 8  # requests at a time
 _PAUSE_S = (0.0, 2.0)  # between two faults
 
 
@@ -52,6 +51,7 @@ _PAUSE_S = (0.0, 2.0)  # between two faults
 class Settings:
     seconds: float
     seed: int
+    streams: int
     url: str
     api_key: str
     commands: Mapping[str, str]
@@ -81,12 +81,12 @@ async def chaos_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
         await load.learn()
         counts, after, until = Counts(), Counts(), asyncio.Event()
         async with asyncio.TaskGroup() as group:
-            group.create_task(load.run(_STREAMS, until, random.Random(settings.seed), counts))
+            group.create_task(load.run(settings.streams, until, random.Random(settings.seed), counts))
             await _inject(run, scene, settings.seconds, rng)
             until.set()
         not_ready, num_left, settled_s = await _settle(http)
         await load.run_once(after)
-    case = f"seed {settings.seed}, {settings.seconds:g} s, {_STREAMS} streams"
+    case = f"seed {settings.seed}, {settings.seconds:g} s, {settings.streams} streams"
     for name in scene.faults:
         yield Row(case, f"fault: {name}", float(scene.injected[name]), "times")
     yield Row(case, "same texts", float(counts.same), "texts")
@@ -168,6 +168,7 @@ async def _settle(http: HttpClient) -> tuple[int, int, float]:
 @benchmark({"chaos": chaos_rows}, packages=("torch", "aiohttp", "grpcio", "redis", "uvloop"), rounds=None)
 @click.option("--seconds", default=120.0, show_default=True, type=click.FloatRange(1), help="Of faults.")
 @click.option("--seed", default=0, show_default=True, help="Of prompts, faults and their order.")
+@click.option("--streams", default=8, show_default=True, type=click.IntRange(1), help="Requests at a time.")
 @click.option("--url", default="", help="A test cluster of yours; without it a local one is started.")
 @click.option(
     "--api-key", envvar=["MOONPOOL_API_KEY", "OPENAI_API_KEY"], default="", help="Sent as a bearer token."
@@ -206,6 +207,7 @@ def chaos(run: Run, **given: Any) -> Settings:
     return Settings(
         given["seconds"],
         given["seed"],
+        given["streams"],
         given["url"],
         given["api_key"],
         {name: command for name, _, command in pairs},

@@ -78,6 +78,10 @@ class Population:
         rest = self._rng.randbytes(CHAIN_BLOCKS * 16 - cut)
         return Request(unpack(known[:cut] + rest), CHAIN_BLOCKS * BLOCK_SIZE + 5)
 
+    def match(self, keys: Sequence[BlockKey]) -> dict[str, int]:
+        """The blocks of the chain's prefix on each node."""
+        return self._map.longest_prefix(keys)
+
     def decide(self, request: Request, now_s: float) -> Placement:
         """Place a request as a conductor does: look its blocks up, choose, update the loads."""
         self._turn += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -11,7 +11,9 @@ import click
 
 from moonpool.bench.elastic.comparison import Case, Comparison
 from moonpool.bench.elastic.fleets import Planned, Simulator, Task
+from moonpool.bench.elastic.live import LiveLoad, live_rows
 from moonpool.bench.harness.command import Run, benchmark
+from moonpool.bench.harness.models import models_of
 from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.planning.plan import Bounds
 from moonpool.runtime.reports.conditions import CacheState, Conditions, ModelFacts
@@ -21,14 +23,18 @@ from moonpool.simulator.inputs.azure_trace import load_azure_trace, times
 from moonpool.simulator.inputs.hardware import A800, LLAMA3_70B, tensor_parallel
 from moonpool.simulator.inputs.trace import TraceRequest
 
-_QUICK_REQUESTS = 600
+_QUICK_REQUESTS, _QUICK_S = 600, 10.0
 
 
 @dataclass(frozen=True)
 class Settings:
+    """``trace``: as it is; ``requests``: so many times, for the simulator."""
+
+    trace: list[TraceRequest]
     requests: list[TraceRequest]
     cases: list[Case]
     most: dict[str, Bounds]
+    live: LiveLoad
 
 
 def _simulated(run: Run, settings: Settings) -> Iterator[Row]:
@@ -38,7 +44,17 @@ def _simulated(run: Run, settings: Settings) -> Iterator[Row]:
     run.curves += comparison.curves()
 
 
-@benchmark({"simulated": _simulated}, packages=("numpy",), rounds=None)
+async def _live(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    async for row in live_rows(run, settings.trace, settings.live):
+        yield row
+
+
+@benchmark(
+    {"simulated": _simulated, "live": _live},
+    packages=("numpy", "torch", "aiohttp", "grpcio", "redis"),
+    rounds=None,
+    default=("simulated",),
+)
 @click.option(
     "--trace",
     type=click.Path(path_type=Path),
@@ -74,6 +90,7 @@ def _simulated(run: Run, settings: Settings) -> Iterator[Row]:
 @click.option("--slo-tbt", default=0.1, show_default=True, metavar="SECONDS")
 @click.option("--prefill", default="4:62", show_default=True, metavar="LEAST:MOST", help="Prefill nodes.")
 @click.option("--decode", default="1:16", show_default=True, metavar="LEAST:MOST", help="Decode nodes.")
+@click.option("--spare", default=0, show_default=True, help="planner.spare; fixed fleets have none either.")
 @click.option(
     "--target",
     "targets",
@@ -94,6 +111,9 @@ def _simulated(run: Run, settings: Settings) -> Iterator[Row]:
     type=float,
     help="planner.hold_s.",
 )
+@click.option(
+    "--migrate", default="drain,queue", show_default=True, metavar="NAMES", help="conductor.migrate, of all."
+)
 def elastic(
     run: Run,
     *,
@@ -105,37 +125,46 @@ def elastic(
     slo_tbt: float,
     prefill: str,
     decode: str,
+    spare: int,
     targets: tuple[float, ...],
     holds: tuple[float, ...],
+    migrate: str,
 ) -> Settings:
     """Compare a planned number of nodes with fixed ones, on a trace.
 
-    Planned fleets in virtual time, each with a fixed one of as many node-hours and the smallest one that
-    keeps the SLOs as often. The planner, placement and estimates are the conductor's own code.
+    simulated: planned fleets in virtual time, each with a fixed one of as many node-hours and the smallest
+    one that keeps the SLOs as often. live: the busiest three minutes on clusters on this machine, with a
+    quarter of the tokens. The planner, placement and estimates are the conductor's own code.
     """
     requests = load_azure_trace(trace)
     if run.quick:
         requests = requests[:_QUICK_REQUESTS]
     nodes = arguments.hardware(hardware, {}) if hardware else tensor_parallel(A800, LLAMA3_70B, 4)
-    run.machine = f"simulated {nodes.name}, {copies} times the trace"
-    bounds = {"prefill": _bounds("prefill", prefill), "decode": _bounds("decode", decode)}
+    if "simulated" in run.parts:
+        run.machine = f"simulated {nodes.name}, {copies} times the trace"
+    bounds = {"prefill": _bounds("prefill", prefill, spare), "decode": _bounds("decode", decode, spare)}
+    causes = tuple(filter(None, migrate.split(",")))
     least = bounds["prefill"].least, bounds["decode"].least
     cases = [
-        Case(Task(nodes, Slo(ttft_s, slo_tbt), *least, migrate=("drain", "queue"), planned=planned), planned)
+        Case(Task(nodes, Slo(ttft_s, slo_tbt), *least, migrate=causes, planned=planned), planned)
         for ttft_s, target, hold_s in product(ttfts, targets, holds)
         for planned in [Planned(bounds, target, hold_s, join_s)]
     ]
+    live = LiveLoad(window_s=_QUICK_S) if run.quick else LiveLoad()
     run.conditions = Conditions(
-        [ModelFacts.simulated(nodes.name)],
+        [
+            *([ModelFacts.simulated(nodes.name)] if "simulated" in run.parts else []),
+            *(models_of(()) if "live" in run.parts else []),
+        ],
         CacheState.holding(0, 0, "every fleet starts without blocks"),
         "nothing: the whole trace counts",
-        {},
+        {"prompts of live": 0},
     )
-    return Settings(times(requests, copies), cases, bounds)
+    return Settings(requests, times(requests, copies), cases, bounds, live)
 
 
-def _bounds(role: str, text: str) -> Bounds:
+def _bounds(role: str, text: str, spare: int) -> Bounds:
     least, colon, most = text.partition(":")
     if not (colon and least.isdigit() and most.isdigit() and 1 <= int(least) <= int(most)):
         raise click.BadParameter(f"{text!r} is not like 2:16", param_hint=f"--{role}")
-    return Bounds(int(least), int(most), 0)
+    return Bounds(int(least), int(most), spare)

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import click
 
+from moonpool.bench.eviction.ablations import ablations
 from moonpool.bench.eviction.policies import CONTENDERS
 from moonpool.bench.eviction.replay import GENERATED, Request, optimum, replay
+from moonpool.bench.eviction.ssd_writes import RULES, replay_writes
 from moonpool.bench.harness.command import Run, benchmark
 from moonpool.runtime.reports.conditions import CacheState, Conditions
 from moonpool.runtime.reports.report import Curve, Row, versus
@@ -26,6 +28,8 @@ class Settings:
     requests: Sequence[Request]
     policies: Sequence[str]
     capacities: Sequence[int]
+    ablates: bool = False
+    ssd_blocks: int = 0
 
 
 def eviction_rows(run: Run, settings: Settings) -> Iterator[Row]:
@@ -41,10 +45,27 @@ def eviction_rows(run: Run, settings: Settings) -> Iterator[Row]:
             row, lru = Row(case, f"{name} hit rate", rate, "of blocks"), rates.get("lru")
             yield versus(row, "lru", lru) if lru and name not in ("lru", _OPTIMUM) else row
             lines.setdefault(name, []).append((capacity, rate))
+        for name, rate in ablations(settings.requests, capacity) if settings.ablates else ():
+            yield Row(case, f"{name}: hit rate", rate, "of blocks")
+        if settings.ssd_blocks:
+            yield from _write_rows(case, settings, capacity)
         for name, result in results.items():
             yield Row(case, f"{name} time", result.seconds / result.num_blocks * 1e6, "µs/block")
     for name, points in lines.items():
         run.curves.append(Curve("hit rate", name, "capacity, blocks", "hit rate of blocks", points))
+
+
+def _write_rows(case: str, settings: Settings, capacity: int) -> Iterator[Row]:
+    """What is written to SSD below ``capacity`` blocks of host memory, by write policy and eviction."""
+    base = 0
+    for rule in RULES:
+        for policy in ("lru", "prefix"):
+            found = replay_writes(settings.requests, rule, policy, capacity, settings.ssd_blocks)
+            name = f"{rule}, {policy} on SSD"
+            yield Row(case, f"{name}: hit rate", found.hit_rate, "of blocks")
+            base = base or found.num_writes
+            row = Row(case, f"{name}: writes", found.num_writes, "blocks")
+            yield versus(row, "write-through, lru", base)
 
 
 @benchmark({"eviction": eviction_rows}, packages=())
@@ -54,6 +75,10 @@ def eviction_rows(run: Run, settings: Settings) -> Iterator[Row]:
 )
 @click.option("--policies", default=",".join(CONTENDERS), show_default=True, metavar="NAMES")
 @click.option("--blocks", default=_CAPACITIES, show_default=True, metavar="COUNTS", help="Capacities.")
+@click.option("--ablations", "ablates", is_flag=True, help="Also prefix with more knowledge than it has.")
+@click.option(
+    "--ssd", "ssd_blocks", default=0, metavar="BLOCKS", help="Also what is written to an SSD below them."
+)
 @click.option("--block-tokens", default=512, show_default=True, help="Tokens of an id of the trace.")
 @click.option("--seed", default=1, show_default=True, help="With --generate.")
 def eviction(
@@ -62,6 +87,8 @@ def eviction(
     generate: str | None,
     policies: str,
     blocks: str,
+    ablates: bool,
+    ssd_blocks: int,
     block_tokens: int,
     seed: int,
 ) -> Settings:
@@ -87,4 +114,4 @@ def eviction(
         {} if generate is None else {"requests": seed},
     )
     some = requests[: _QUICK_REQUESTS if run.quick else None]
-    return Settings(some, names, capacities)
+    return Settings(some, names, capacities, ablates, ssd_blocks)

@@ -11,6 +11,7 @@ from itertools import accumulate
 from time import process_time
 
 from moonpool.bench.eviction.policies import CONTENDERS
+from moonpool.kvstore.eviction import EvictionPolicy
 from moonpool.kvstore.eviction.chain_cache import ChainCache
 
 Request = Sequence[int]  # the ids of its blocks, in order; equal ids mean equal prefixes
@@ -30,7 +31,12 @@ class Replay:
 def replay(requests: Sequence[Request], policy: str, capacity: int) -> Replay:
     """Serve the requests in order from a cache of ``capacity`` blocks: a block is a hit when it is there at
     its turn; missing ones are added in order, as far as the policy takes them."""
-    cache: ChainCache[int] = ChainCache(capacity, CONTENDERS[policy](capacity))
+    return replay_with(requests, CONTENDERS[policy](capacity), capacity)
+
+
+def replay_with(requests: Sequence[Request], policy: EvictionPolicy, capacity: int) -> Replay:
+    """As ``replay``, with a policy that has seen no request."""
+    cache: ChainCache[int] = ChainCache(capacity, policy)
     num_hits = 0
     started_s = process_time()
     for blocks in requests:

@@ -33,6 +33,7 @@ class Environment:
 
 
 ENVIRONMENTS = {
+    "dynamo": Environment(("ai-dynamo-runtime==1.6.1",)),
     "lmcache": Environment(("lmcache==0.5.6", "torch==2.13.0+cpu")),
     # Built from the sources in llama-cpp-python.
     "llama-cpp": Environment(("gguf==0.19.0", "cmake", "ninja"), "make llama-cpp"),

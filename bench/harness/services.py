@@ -27,14 +27,17 @@ async def redis(url: str = "") -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def local_cluster(sets: Sequence[str], *, node_module: str = NODE_MODULE) -> AsyncIterator[str]:
+async def local_cluster(
+    sets: Sequence[str], *, supervised: bool = False, node_module: str = NODE_MODULE
+) -> AsyncIterator[str]:
     """The URL of the API of a cluster on this machine, with options as ``key=value``.
 
-    The conductor listens on a free port, unless one is set: the default may be in use. ``node_module``: that
-    nodes run.
+    The conductor listens on a free port, unless one is set: the default may be in use. ``supervised``: it may
+    start and stop nodes. ``node_module``: that nodes run.
     """
     config = load_config(None, ("conductor.port=0", *sets))
-    async with LocalCluster(config, node_module=node_module) as running:
+    running = LocalCluster(config, restart=supervised, supervises=supervised, node_module=node_module)
+    async with running:
         yield running.url
 
 

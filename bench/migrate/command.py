@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
-from moonpool.bench.harness.command import Rows, Run, benchmark
+from moonpool.bench.harness.command import Run, benchmark
 from moonpool.bench.harness.models import models_of
 from moonpool.bench.migrate.downtime import OUTPUT_TOKENS, downtime_rows
 from moonpool.bench.migrate.simulated import HARDWARE, simulated_rows
 from moonpool.bench.migrate.tail_latency import tail_rows
 from moonpool.runtime.config.loading import load_config
 from moonpool.runtime.reports.conditions import CacheState, Conditions, ModelFacts
+from moonpool.runtime.reports.report import Row
 
 _CONTEXTS = (512, 2048, 8192)
 
@@ -29,18 +30,35 @@ class Settings:
     sets: tuple[str, ...]
 
 
-_PARTS: dict[str, Callable[[Run, Settings], Rows]] = {
-    "downtime": lambda run, given: downtime_rows(run, given.contexts, given.moves, given.sets),
-    "tail": lambda run, given: tail_rows(run, given.sets, given.tbt_s),
-    "simulated": lambda run, _: simulated_rows(run),
-}
+async def _downtime(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    async for row in downtime_rows(run, settings.contexts, settings.moves, settings.sets):
+        yield row
+
+
+async def _tail(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    async for row in tail_rows(run, settings.sets, settings.tbt_s):
+        yield row
+
+
+def _simulated(run: Run, _: Settings) -> Iterator[Row]:
+    yield from simulated_rows(run)
 
 
 @benchmark(
-    _PARTS,
+    {"downtime": _downtime, "tail": _tail, "simulated": _simulated},
     packages=("torch", "aiohttp", "grpcio", "redis", "uvloop"),
     rounds=3,
     default=("downtime",),
+)
+@click.option(
+    "--context",
+    "contexts",
+    multiple=True,
+    type=click.IntRange(min=1),
+    default=_CONTEXTS,
+    show_default=True,
+    metavar="TOKENS",
+    help="downtime: tokens of the prompt. Repeatable.",
 )
 @click.option(
     "--moves",
@@ -57,15 +75,17 @@ _PARTS: dict[str, Callable[[Run, Settings], Rows]] = {
     help="tail: target of the time between two tokens; without it no node is too slow.",
 )
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Option of the local cluster.")
-def migrate(run: Run, *, moves: int, tbt_s: float, sets: tuple[str, ...]) -> Settings:
+def migrate(
+    run: Run, *, contexts: tuple[int, ...], moves: int, tbt_s: float, sets: tuple[str, ...]
+) -> Settings:
     """Measure moves of running requests between decode nodes, as their clients see them.
 
     tail: a load on two clusters, in turns: one where requests move for all reasons, one where they stay.
     simulated: the same comparison in virtual time, on large nodes.
     downtime: a model of too few positions for the longest context gets more. Its weights stay as they are.
     """
-    contexts = _CONTEXTS[: 1 if run.quick else None]
-    moves = min(moves, 3) if run.quick else moves
+    if run.quick:
+        contexts, moves = contexts[:1], min(moves, 3)
     directory = load_config(None, sets).model.directory
     folder = run.stack.enter_context(tempfile.TemporaryDirectory(prefix="model-"))
     directory = with_positions(directory, max(contexts) + OUTPUT_TOKENS, Path(folder))

@@ -30,7 +30,6 @@ _LINKS = (
     "eu:ap rtt_ms=180 gbit_s=10 price_gb=0.08",
 )
 _BLOCK_TOKENS = 512
-_NODE_PRICE = 0.0044  # of a second of a node: model.price
 _QUICK_DAY_S = 60.0
 
 
@@ -53,9 +52,9 @@ def _simulated(run: Run, settings: Settings) -> Iterator[Row]:
             case = f"{routing}, {count} nodes a region"
             run.say(case)
             outcome = Simulation(_scenario(settings, routing, count), requests).run()
-            yield from _rows(case, outcome)
+            yield from _rows(case, outcome, settings.scenario.node_price)
             kept.setdefault(routing, []).append((count, outcome.effective_ratio))
-            paid.setdefault(routing, []).append((count, _cost(outcome)))
+            paid.setdefault(routing, []).append((count, _cost(outcome, settings.scenario.node_price)))
             if not fewest and outcome.effective_ratio >= settings.target:
                 fewest = count
                 yield Row(routing, f"fewest nodes a region for {settings.target:.0%}", count, "nodes")
@@ -71,18 +70,18 @@ def _scenario(settings: Settings, routing: str, count: int) -> Scenario:
     return replace(settings.scenario, num_both=count * len(REGIONS), chooser=chooser)
 
 
-def _rows(case: str, outcome: Outcome) -> Iterator[Row]:
+def _rows(case: str, outcome: Outcome, node_price: float) -> Iterator[Row]:
     ttfts = [one.ttft_s for one in outcome.completed]
     found = percentiles(ttfts)
     yield Row(case, "requests within the SLOs", outcome.effective_ratio, "fraction")
     yield Row(case, "TTFT, the way to the user included", found["p50"], "s", **found)
     yield Row(case, "prompt tokens from caches", outcome.hit_ratio, "fraction")
-    yield Row(case, "cost of 1,000 requests", _cost(outcome), "money")
+    yield Row(case, "cost of 1,000 requests", _cost(outcome, node_price), "money")
     yield Row(case, "of that, bytes between regions", 1e3 * outcome.egress / len(outcome.served), "money")
 
 
-def _cost(outcome: Outcome) -> float:
-    return 1e3 * (outcome.node_s * _NODE_PRICE + outcome.egress) / len(outcome.served)
+def _cost(outcome: Outcome, node_price: float) -> float:
+    return 1e3 * (outcome.node_s * node_price + outcome.egress) / len(outcome.served)
 
 
 _CELLS = ("cells", "decision", "memory", "http")
@@ -101,10 +100,13 @@ _CELLS = ("cells", "decision", "memory", "http")
     default=("simulated",),
 )
 @click.option("--cells", is_flag=True, help=f"Cells and their router instead: {', '.join(_CELLS)}.")
+@click.option("--sample", default=1000, show_default=True, help="One conversation in so many is simulated.")
 @click.option("--hardware", default="8xa800-llama3-70b", show_default=True, metavar="NAME|FILE")
 @click.option("--nodes", default="1,2,3", show_default=True, metavar="COUNTS", help="A region's, each tried.")
 @click.option("--day", "day_s", default=1800.0, show_default=True, metavar="SECONDS", help="Length of a day.")
 @click.option("--rate", default=0.5, show_default=True, help="Sessions a second of a region, on average.")
+@click.option("--swing", default=0.8, show_default=True, type=click.FloatRange(0, 1), help="Of the rate.")
+@click.option("--node-price", default=0.0044, show_default=True, help="Of a second of a node: model.price.")
 @click.option(
     "--link",
     "links",
@@ -122,10 +124,13 @@ def regions(
     run: Run,
     *,
     cells: bool,
+    sample: int,
     hardware: str,
     nodes: str,
     day_s: float,
     rate: float,
+    swing: float,
+    node_price: float,
     links: tuple[str, ...],
     ttft_s: float,
     tbt_s: float,
@@ -149,9 +154,9 @@ def regions(
     if run.quick:
         day_s, counts = _QUICK_DAY_S, counts[:1]
     found: Hardware = arguments.hardware(hardware, {})
-    many = CellSettings(seed=seed)
+    many = CellSettings(sample=sample, seed=seed)
     if run.quick:
-        many = CellSettings(num_cells=10, rate=1e5, warm_s=10.0, measured_s=20.0, after_s=20.0)
+        many = CellSettings(num_cells=10, rate=1e5, sample=sample, warm_s=10.0, measured_s=20.0, after_s=20.0)
     in_time = set(run.parts) <= {"simulated"}
     if in_time:
         run.machine = f"simulated {found.name}"
@@ -170,8 +175,8 @@ def regions(
         block_tokens=_BLOCK_TOKENS,
         regions=REGIONS,
         region_links=links,
-        node_price=_NODE_PRICE,
+        node_price=node_price,
         seed=seed,
     )
     workload = Workload(block_tokens=_BLOCK_TOKENS, seed=seed)
-    return Settings(Days(REGIONS, day_s, rate), workload, scenario, sorted(counts), target, many)
+    return Settings(Days(REGIONS, day_s, rate, swing), workload, scenario, sorted(counts), target, many)

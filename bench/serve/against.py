@@ -1,4 +1,4 @@
-"""Two clusters with different options at once, under the same load in turn."""
+"""Two clusters at once under the same load, in turn: with other options, or with more nodes."""
 
 from __future__ import annotations
 
@@ -30,9 +30,30 @@ async def against_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
 
     Medians side by side, and the ratios of each round's two turns.
     """
+    samples = await _in_turn(run, settings, settings.sets, settings.against_sets)
+    for row in side_rows(f"A/B, {' '.join(settings.against_sets)}, {_load_of(settings)}", *samples):
+        yield row
+
+
+async def node_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    """Two nodes (B) against one (A), each with one core, under the same load."""
+    one = ("cluster.prefill=0", "cluster.decode=0", "cluster.both=1", "engine.threads=1", *settings.sets)
+    a, b = await _in_turn(run, settings, one, ("cluster.both=2",))
+    case = f"two nodes against one, {_load_of(settings)}"
+    for row in side_rows(case, a, b):
+        yield row
+    rates = zip(a[:: len(_AGAINST)], b[:: len(_AGAINST)], strict=True)
+    efficiency = [two / one / 2 for one, two in rates]
+    yield spread(case, "scaling efficiency", efficiency, "of one node's")
+
+
+async def _in_turn(
+    run: Run, settings: Settings, sets: Sequence[str], more: Sequence[str]
+) -> tuple[list[float], list[float]]:
+    """The figures of ``_AGAINST`` of each turn: of a cluster with ``sets``, and of one with ``more`` too."""
     async with AsyncExitStack() as stack:
         sides = []
-        for name, options in (("A", settings.sets), ("B", [*settings.sets, *settings.against_sets])):
+        for name, options in (("A", sets), ("B", [*sets, *more])):
             server = await stack.enter_async_context(cluster_server(name, options))
             pages = await MetricsPages.of(server)
             assert pages is not None, "its nodes are on this machine"
@@ -49,10 +70,12 @@ async def against_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
             for side in sides
         }
         samples = await turns(calls, run.rounds, rotate=1, before=new_prompts)
+    return samples["A"], samples["B"]
+
+
+def _load_of(settings: Settings) -> str:
     work = settings.workload
-    load_name = f"{work.concurrency} concurrent, {work.prompt_tokens} + {work.output_tokens} tokens"
-    for row in side_rows(f"A/B, {' '.join(settings.against_sets)}, {load_name}", samples["A"], samples["B"]):
-        yield row
+    return f"{work.concurrency} concurrent, {work.prompt_tokens} + {work.output_tokens} tokens"
 
 
 def side_rows(case: str, a: Sequence[float], b: Sequence[float]) -> list[Row]:

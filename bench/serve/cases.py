@@ -18,7 +18,8 @@ from moonpool.bench.harness.floor import Floor, measure_device
 from moonpool.bench.harness.perimeter import CERTIFICATES, KEY, NEITHER, cluster_sets, security_of
 from moonpool.bench.harness.services import local_cluster
 from moonpool.bench.harness.turns import Call, spread, turns
-from moonpool.bench.serve.agents import Waits
+from moonpool.bench.serve.adapters import adapter_rows
+from moonpool.bench.serve.agents import Waits, agent_rows
 from moonpool.bench.serve.client import load
 from moonpool.bench.serve.client.answer import read_json
 from moonpool.bench.serve.client.cluster import MetricsPages, cluster_server
@@ -26,6 +27,7 @@ from moonpool.bench.serve.client.evidence import learn
 from moonpool.bench.serve.client.http_client import HttpClient
 from moonpool.bench.serve.client.server import RequestFailed, Server, new_request_id
 from moonpool.bench.serve.client.workload import Prompts, Workload
+from moonpool.bench.serve.colocated import colocated_rows
 from moonpool.bench.serve.figures import Slo, load_rows, prediction_rows
 from moonpool.bench.serve.first_requests import first_request_rows
 from moonpool.bench.serve.load_sweep import sweep_rows
@@ -34,6 +36,8 @@ from moonpool.bench.serve.path_cost import PathCost, model_time, path_cost, to_l
 from moonpool.bench.serve.peers.contestants import DTYPES, Contestant, ServerContestant, transformers_peer
 from moonpool.bench.serve.peers.llama_cpp import llama_server
 from moonpool.bench.serve.peers.vllm import vllm_server
+from moonpool.bench.serve.speculation import method_rows
+from moonpool.bench.serve.tiers import tier_rows
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.device.selection import choose_device
 from moonpool.runtime.machine.processor import usable_cores
@@ -329,3 +333,28 @@ async def load_sweep(run: Run, settings: Settings) -> AsyncIterator[Row]:
     """Latency against load, to the knee."""
     async for row in sweep_rows(run, await settings.server(run), settings.workload, settings.slo):
         yield row
+
+
+def speculation_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    """Speculative decoding by each method, against plain decoding on the same nodes; and vLLM's."""
+    return method_rows(run, settings.sets, settings.model_dir, settings.peer_threads)
+
+
+def colocated(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    """A prefill and a decode node against two nodes that do both."""
+    return colocated_rows(run, settings.sets, settings.seed, settings.slo.tpot_s, settings.block_size)
+
+
+def adapters(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    """Many LoRA adapters against one merged model."""
+    return adapter_rows(run, settings.model_dir, settings.sets, settings.seed, settings.peer_threads)
+
+
+def agents(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    """Agents that wait for tools, with hints about their KV and without."""
+    return agent_rows(run, settings.sets, settings.seed, settings.waits)
+
+
+def tiers(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    """A cascade from the small model to the large one, by threshold."""
+    return tier_rows(run, settings.sets, settings.model_dir, settings.seed)

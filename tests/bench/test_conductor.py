@@ -32,12 +32,23 @@ def test_the_same_seed_decides_alike() -> None:
 
 def test_costs_are_drawn(tmp_path: Path) -> None:
     picture, file = tmp_path / "plot.png", tmp_path / "report.json"
-    options = ["--part", "scale", "--quick", "--decisions", "20", "--plot", str(picture)]
+    options = [
+        "--part",
+        "scale",
+        "--part",
+        "matching",
+        "--quick",
+        "--decisions",
+        "20",
+        "--plot",
+        str(picture),
+    ]
     result = CliRunner().invoke(conductor, [*options, "--json", str(file)], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     report = read(file)
     assert {curve.name for curve in report.curves} == {"10,000 blocks, p50", "10,000 blocks, p99"}
     assert all(len(curve.points) == 2 for curve in report.curves)
+    assert "a lookup" in {row.metric for row in report.rows}
     assert picture.stat().st_size > 1000
 
 

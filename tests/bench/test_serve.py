@@ -263,6 +263,18 @@ async def test_the_path_is_measured_by_stage_and_from_the_first_request_on(tmp_p
 
 
 @pytest.mark.slow
+async def test_two_nodes_are_measured_against_one(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    arguments = ["serve", "--case", "nodes", "--quick", "--rounds", "1", "--json", str(file)]
+    result = await asyncio.to_thread(CliRunner().invoke, bench, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    content = json.loads(file.read_text())
+    report.validate(content)
+    found = {row["metric"]: row["value"] for row in content["rows"]}
+    assert found["scaling efficiency"] == pytest.approx(found["output throughput, B over A"] / 2)
+
+
+@pytest.mark.slow
 async def test_cascades_are_measured(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     arguments = ["serve", "--case", "tiers", "--quick", "--json", str(file)]

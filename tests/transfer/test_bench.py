@@ -15,6 +15,7 @@ from moonpool.bench.harness.sizes import size_name, size_of
 from moonpool.bench.transfer import session
 from moonpool.bench.transfer import shapes as shape
 from moonpool.bench.transfer.command import transfer
+from moonpool.bench.transfer.peers.perftest import bandwidth_of
 from moonpool.bench.transfer.target_child import Target
 from moonpool.runtime.config.options import TransferOptions
 from moonpool.runtime.reports import report
@@ -155,7 +156,7 @@ async def test_a_target_that_cannot_return_notes_says_so_at_once() -> None:
 # ---------------------------------------------------------------------- peers
 
 
-@pytest.mark.parametrize("peer", ["mooncake", "nixl"])
+@pytest.mark.parametrize("peer", ["mooncake", "nixl", "ucx_perftest"])
 def test_an_absent_peer_is_a_sentence_with_the_command(
     peer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,3 +220,8 @@ def test_a_peer_moves_the_same_blocks_in_turn(tmp_path: Path, monkeypatch: pytes
     # What goes wrong there is said here.
     with pytest.raises(PeerFailed, match="the transfer failed"):
         CliRunner().invoke(transfer, [*arguments, "write"], catch_exceptions=False)
+
+
+def test_the_output_of_ucx_perftest_is_read() -> None:
+    output = "iterations,50.0_percentile_lat,avg_lat,overall_lat,avg_bw,overall_bw,avg_mr,overall_mr\n"
+    assert bandwidth_of(output + "2000,17.7,18.6,18.6,53000.00,2000.00,53636,53636\n") == 2000 * 2**20

@@ -10,9 +10,14 @@ from typing import Protocol
 
 from moonpool.bench.harness.child import Child, peer
 from moonpool.bench.harness.peers import python_of
+from moonpool.bench.transfer.peers.perftest import PerfTest
 from moonpool.bench.transfer.shapes import Shape
 
-PEERS: dict[str, Callable[[], object]] = {name: partial(python_of, name) for name in ("mooncake", "nixl")}
+PEERS: dict[str, Callable[[], object]] = {
+    "mooncake": partial(python_of, "mooncake"),
+    "nixl": partial(python_of, "nixl"),
+    "ucx_perftest": partial(PerfTest.found, {}),
+}
 _ENGINE = Path(__file__).with_name("engine_child.py")
 # (label, peer, over TCP, variants of the target and of the client). Without RDMA Mooncake has only TCP.
 # NIXL's fastest client has no progress thread; without one its target never answers the first request.
@@ -99,4 +104,6 @@ async def contestants(
             with target.turn():
                 await client.call("connect", facts=target.ready["facts"])
             found.append(EnginePair(label, client, target, pool_nbytes))
+        if "ucx_perftest" in peers:
+            found.append(PerfTest.found({"UCX_TLS": "tcp,self" if over_tcp else "posix,cma,self"}))
         yield found
