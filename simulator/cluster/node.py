@@ -75,7 +75,7 @@ class Node:
         )
         self.view = NodeView(
             node_id,
-            costs.node(hardware.profile),
+            costs.node(hardware.profile, clock.now_s),
             num_blocks=self.memory.pool.capacity,
             chunk_tokens=hardware.chunk_tokens,
         )
