@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
+from moonpool.conductor.costs.correction import Correction, Usual
 from moonpool.conductor.costs.links import LinkModel
 from moonpool.conductor.costs.output_lengths import OutputLengths
 from moonpool.conductor.costs.regions import RegionLinks
@@ -21,13 +22,9 @@ from moonpool.runtime.cost_profile import CostProfile
 _UNKNOWN_HOST_NBYTES_PER_S = 5e9
 _UNKNOWN_SSD_NBYTES_PER_S = 1.5e9
 
-# A correction is the mean of about the last eight measurements, within a factor of eight. Half of it is
-# forgotten after a minute without measurements, so that a bad moment shuts no node out.
-_MEMORY = 8
-_BOUND = 8.0
-_HALF_LIFE_S = 60.0
-# This many measurements weigh as much as the correction of the other nodes.
-_DOUBT = 2.0
+# The work by which profiles are compared: tokens of a prompt; sequences of a batch with their tokens.
+_USUAL_PROMPT = 1024
+_USUAL_BATCH = (8, 8 * 1024)
 
 _LOADS = ("host_load_nbytes_per_s", "ssd_load_nbytes_per_s")
 
@@ -59,54 +56,6 @@ class Profile(CostProfile[float]):
 UNKNOWN = Profile(2e-3, 2e-5, 0.0, 1e-3, 2e-4, 0.0)
 
 
-class Correction:
-    """A factor on a profile that follows measurements. Without recent ones it returns to ``wider``, or to 1.
-
-    ``wider``: the correction of all nodes of the role.
-    """
-
-    __slots__ = ("_at_s", "_count", "_factor", "_log", "_since_s", "_wider")
-
-    def __init__(self, wider: Correction | None = None) -> None:
-        self._wider = wider
-        self._log = 0.0  # the logarithm: twice as slow and twice as fast weigh the same
-        self._count = 0.0  # of measurements, fading
-        self._since_s = 0.0
-        self._at_s = -math.inf  # when ``_factor`` was computed: one decision reads it several times
-        self._factor = 1.0
-
-    def observe(self, predicted_s: float, actual_s: float, now_s: float) -> None:
-        """``predicted_s``: by the profile, uncorrected."""
-        if predicted_s <= 0 or actual_s <= 0:
-            return
-        if self._wider is not None:
-            self._wider.observe(predicted_s, actual_s, now_s)
-        target = math.log(min(max(actual_s / predicted_s, 1 / _BOUND), _BOUND))
-        count = self._faded(now_s)
-        self._log += (target - self._log) / (count + 1)
-        self._count = min(count + 1, _MEMORY - 1)
-        self._since_s = now_s
-        self._at_s = -math.inf
-
-    def factor(self, now_s: float) -> float:
-        wider = self._wider
-        if not self._count:
-            return 1.0 if wider is None else wider.factor(now_s)
-        # The factor of a node also depends on later measurements of others: it is not cached.
-        if wider is None and now_s == self._at_s:
-            return self._factor
-        count = self._faded(now_s)
-        lean = math.log(wider.factor(now_s)) if wider is not None else 0.0
-        self._factor = math.exp(lean + (self._log - lean) * count / (count + _DOUBT))
-        self._at_s = now_s
-        return self._factor
-
-    def _faded(self, now_s: float) -> float:
-        if not self._count:
-            return 0.0
-        return self._count * math.exp2(-max(now_s - self._since_s, 0.0) / _HALF_LIFE_S)
-
-
 class NodeCost:
     """The profile of one node and its two corrections."""
 
@@ -115,10 +64,16 @@ class NodeCost:
     def __init__(
         self, profile: Profile, prefill: Correction | None = None, decode: Correction | None = None
     ) -> None:
-        """``prefill`` and ``decode``: corrections of all nodes of the role."""
+        """``prefill`` and ``decode``: its corrections. None: it differs from no other node."""
         self.profile = profile
-        self.prefill_correction = Correction(prefill)
-        self.decode_correction = Correction(decode)
+        self.prefill_correction = prefill or Correction()
+        self.decode_correction = decode or Correction()
+
+    def measured(self, profile: Profile, now_s: float) -> None:
+        """The node has measured itself as ``profile``."""
+        self.profile = profile
+        self.prefill_correction.measured(profile.prefill_s(_USUAL_PROMPT, 0), now_s)
+        self.decode_correction.measured(profile.step_s(*_USUAL_BATCH), now_s)
 
     @property
     def knows_prefills(self) -> bool:
@@ -180,6 +135,7 @@ class CostModel:
         self.links = LinkModel(regions=regions)
         self.prefill_correction = Correction()
         self.decode_correction = Correction()
+        self._usual_prefill, self._usual_step = Usual(), Usual()
         self.errors = {name: PredictionErrors() for name in ("ttft", "prefill", "step", "transfer")}
         self._histograms = {name: core_metrics.prediction_error.labels(name) for name in self.errors}
         for name, errors in self.errors.items():
@@ -188,9 +144,15 @@ class CostModel:
                 gauge.set_function(partial(_percent, errors, q))
         self.output_lengths = OutputLengths()
 
-    def node(self, profile: Profile) -> NodeCost:
+    def node(self, profile: Profile, now_s: float = 0.0) -> NodeCost:
         """The cost of a new node, corrected as the others are."""
-        return NodeCost(profile, self.prefill_correction, self.decode_correction)
+        cost = NodeCost(
+            profile,
+            Correction(self.prefill_correction, self._usual_prefill),
+            Correction(self.decode_correction, self._usual_step),
+        )
+        cost.measured(profile, now_s)
+        return cost
 
     def observe_ttft(self, predicted_s: float, actual_s: float) -> None:
         """From admission to the first token."""

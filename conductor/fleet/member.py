@@ -57,7 +57,7 @@ class Member:
         self.breaker = CircuitBreaker(record.node_id, clock, lambda: on_change(self))
         self.engine = engine
         if learned is None:
-            cost = cost_model.node(Profile.from_record(record.profile))
+            cost = cost_model.node(Profile.from_record(record.profile), clock())
         else:
             cost = learned.new()
         self.view = NodeView(record.node_id, cost, serves_whole=engine is not None and record.role == "both")
@@ -181,7 +181,7 @@ class Member:
         self.view.region = record.region
         self._cost_model.links.place(record.node_id, record.region)
         if record.profile != self.record.profile:
-            self.view.cost.profile = Profile.from_record(record.profile)
+            self.view.cost.measured(Profile.from_record(record.profile), self._clock())
         for other_id, nbytes_per_s in record.links.items():
             self._cost_model.links.measured(other_id, self.node_id, nbytes_per_s)
         self.clock_offset.observe(record.unix_s, self._unix_clock())

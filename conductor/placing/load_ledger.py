@@ -69,6 +69,7 @@ class LoadLedger:
         queue, now_s = self.view.queue, self._clock()
         self._alone = None if len(queue) or self._decoding else key
         order_s, ready_s = now_s + patience_s, now_s + starts_in_s
+        self.view.cost.prefill_correction.used(now_s)
         if not self.view.cost.knows_prefills:
             ready_s = math.inf  # whatever it takes, it is not overdue
         queue.add(key, order_s=order_s, compute_s=compute_s, now_s=now_s, ready_s=ready_s)
@@ -112,7 +113,9 @@ class LoadLedger:
         """A request with ``num_tokens`` was placed, to produce ``expected_tokens`` more: ``num_blocks``
         of KV in the end. The times are predictions, but for its SLO, ``tbt_s``.
         """
-        starts_s = self._clock() + starts_in_s
+        now_s = self._clock()
+        starts_s = now_s + starts_in_s
+        self.view.cost.decode_correction.used(now_s)
         average_tokens = num_tokens + expected_tokens // 2
         ends_s = starts_s + lasts_s
         self.schedule.add(key, starts_s=starts_s, ends_s=ends_s, num_tokens=average_tokens, tbt_s=tbt_s)

@@ -73,11 +73,11 @@ class ConductorOptions(Section, name="conductor"):
     slo_ttft_s: float = option(0.0, "seconds", "SLO of the time to first token; 0: none", least=0)
     slo_tbt_s: float = option(0.0, "seconds", "SLO of the time between two tokens; 0: none", least=0)
     rejection: str = option(
-        "baseline",
+        "early",
         "name",
-        "which requests to reject when an SLO would be violated: none, baseline (at each stage; serves the "
-        "most within the SLOs), early (both stages at arrival) or predicted (decode load as predicted for "
-        "the end of the prefill)",
+        "which requests to reject when an SLO would be violated: none, baseline (at each stage), early (both "
+        "stages at arrival; on most loads the most within the SLOs) or predicted (decode load as predicted "
+        "for the end of the prefill)",
         choices=("none", "baseline", "early", "predicted"),
     )
     tenants_path: str = option(

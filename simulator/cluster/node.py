@@ -75,7 +75,7 @@ class Node:
         )
         self.view = NodeView(
             node_id,
-            costs.node(hardware.profile),
+            costs.node(hardware.profile, clock.now_s),
             num_blocks=self.memory.pool.capacity,
             chunk_tokens=hardware.chunk_tokens,
         )
@@ -140,8 +140,9 @@ class Node:
         del self._queued[job]
         self.memory.use(job.keys)
         job.computing_s = self._clock.now_s
-        prefill.num_cached, prefill.factor = hits * size, self._reality.work_factor()
+        prefill.num_cached = hits * size
         prefill.num_tokens = job.num_tokens - prefill.num_cached
+        prefill.factor = self._reality.work_factor("prefill", prefill.num_tokens, prefill.num_cached)
         self._count(job, hits)
         return True
 
@@ -269,8 +270,8 @@ class Node:
             now_s = self._clock.now_s
             self._costs.observe_steps(self.view.cost, plain_s=plain_s, actual_s=actual_s, now_s=now_s)
 
-    def work_factor(self) -> float:
-        return self._reality.work_factor()
+    def work_factor(self, num_sequences: int, context_tokens: int) -> float:
+        return self._reality.work_factor("decode", num_sequences, context_tokens)
 
     def reserve_for(self, job: Job) -> PinnedBlocks | None:
         """Blocks for a job that another node decodes, and all its output; None: there is no room."""

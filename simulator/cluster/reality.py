@@ -5,13 +5,22 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 from statistics import NormalDist, fmean
 from typing import Any
+
+import numpy as np
 
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.index.block_map import BlockMap
 from moonpool.simulator.cluster.clock import Clock
 from moonpool.simulator.inputs.errors import Errors
+
+# Beyond these sizes a profile is extrapolated: uncached and cached tokens of a prefill; sequences and tokens
+# of a batch.
+_MEASURED = {"prefill": (1024, 1024), "decode": (8, 8 * 1024)}
+# Factors of four beyond.
+_BEYOND = 16
 
 
 class Reality:
@@ -23,6 +32,11 @@ class Reality:
         self._rng = random.Random(f"reality {seed}")
         self._num_nodes = num_nodes
         self._nodes: dict[str, list[float]] = {}  # factors of nodes to come, by stage
+        walk = random.Random(f"sizes {seed}")
+        self._sizes = {
+            stage: [_walk(walk, errors.size) if errors.size else [] for _ in sizes]
+            for stage, sizes in _MEASURED.items()
+        }
 
     def node_factor(self, stage: str) -> float:
         """Real over believed seconds of a new node's prefills, or of its decode steps.
@@ -40,9 +54,19 @@ class Reality:
             self._rng.shuffle(coming)
         return coming.pop()
 
-    def work_factor(self) -> float:
-        """Real over expected seconds of one prefill, or of one run of decode steps."""
-        return self._factor(self._errors.work)
+    def work_factor(self, stage: str, *sizes: int) -> float:
+        """Real over expected seconds of one prefill, or of one run of decode steps.
+
+        ``sizes``: uncached and cached tokens, or sequences and tokens of the batch. What is due to them is
+        the same on all nodes, and stays.
+        """
+        factor = self._factor(self._errors.work)
+        if not self._errors.size:
+            return factor
+        beyond = 0.0
+        for curve, size, known in zip(self._sizes[stage], sizes, _MEASURED[stage], strict=True):
+            beyond += float(np.interp(math.log(max(size / known, 1.0), 4), range(_BEYOND + 1), curve))
+        return factor * math.exp(beyond)
 
     def link_factor(self) -> float:
         """Real over believed bandwidth of a new node's link."""
@@ -55,6 +79,11 @@ class Reality:
     def _factor(self, spread: float) -> float:
         # The mean is 1: on average, what is believed is true.
         return self._rng.lognormvariate(-(spread**2) / 2, spread) if spread else 1.0
+
+
+def _walk(rng: random.Random, spread: float) -> list[float]:
+    """A curve that leaves 0 at random."""
+    return list(accumulate((rng.gauss(0.0, spread) for _ in range(_BEYOND)), initial=0.0))
 
 
 class NodeIndex:

@@ -140,7 +140,7 @@ class StepEngine:
         gap_s = slope_s = decode_s = 0.0
         count, factor = 1 << 62, 1.0
         if size:
-            factor = self._owner.work_factor()
+            factor = self._owner.work_factor(size, self._context)
             decode_s = gap_s = factor * profile.step_s(size, self._context)
             slope_s = factor * size * profile.decode_context_s
             count = self._ends[0][0] - self._num_steps

@@ -66,8 +66,8 @@ class Owner(Protocol):
         """Decode steps without a prompt have ended; ``expected_s``: by the profile of this node."""
         ...
 
-    def work_factor(self) -> float:
-        """Of the next run of decode steps: real over expected seconds."""
+    def work_factor(self, num_sequences: int, context_tokens: int) -> float:
+        """Of the next run of decode steps, with such a batch: real over expected seconds."""
         ...
 
     def decoded(self, decode: Decode, gaps_s: npt.NDArray[np.float64]) -> None:

@@ -14,6 +14,8 @@ class Errors:
 
     node: float = 0.0  # of the costs of each node, as long as it lives
     work: float = 0.0  # of the seconds of each prefill, and of each run of decode steps
+    # Of steps and prefills, for each factor of four in their sizes beyond what a node measures at its start.
+    size: float = 0.0
     link: float = 0.0  # of the bandwidth of each node's link, as long as it lives
     index_s: float = 0.0  # not a deviation: mean seconds until a change of the index is seen
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import astuple, replace
 
 import pytest
 from prometheus_client import REGISTRY
@@ -10,6 +11,8 @@ from prometheus_client import REGISTRY
 from moonpool.conductor.costs.links import LinkModel
 from moonpool.conductor.costs.model import UNKNOWN, CostModel, NodeCost, PredictionErrors, Profile
 from moonpool.conductor.fleet.timing import StepWindow
+from moonpool.conductor.placing.load_ledger import LoadLedger
+from tests.conductor.views import REQUEST, cluster, node, placed
 
 PROFILE = Profile(1e-3, 1e-5, 1e-9, 1e-3, 1e-4, 1e-8)
 
@@ -59,6 +62,49 @@ def test_a_node_that_was_not_measured_is_taken_to_be_as_far_off_as_the_others() 
     for _ in range(8):
         model.observe_steps(idle, plain_s=plain_s, actual_s=plain_s, now_s=0.0)
     assert idle.step_s(1, 10, now_s=0.0) < 1.2 * plain_s
+
+
+@pytest.mark.parametrize("times", [0.2, 1.0], ids=["it was busy", "it is slow"])
+def test_a_node_that_measured_itself_as_slow_gets_a_request_again(times: float) -> None:
+    """One request in five minutes; more only if that one is served as fast as others."""
+    model, now_s, chosen = CostModel(), 0.0, list[str]()
+    slow = Profile(*(5 * value for value in astuple(PROFILE)))
+    views = {name: node(name, cost=model.node(own)) for name, own in (("p0", PROFILE), ("p1", slow))}
+    ledgers = {name: LoadLedger(view, lambda: now_s, lambda _: None) for name, view in views.items()}
+    for second in range(0, 1000, 2):
+        now_s = float(second)
+        view = replace(cluster(list(views.values()), [node("d0")]), now_s=now_s)
+        prefill = placed(REQUEST, view).prefill
+        chosen.append(prefill.node_id)
+        ledgers[prefill.node_id].begin_prefill(second, prefill.compute_s, 0.0)
+        cost = views[prefill.node_id].cost
+        actual_s = cost.profile.prefill_s(REQUEST.num_tokens, 0) * (times if prefill.node_id == "p1" else 1.0)
+        now_s += actual_s
+        ledgers[prefill.node_id].end_prefill(second)
+        model.observe_prefill(
+            cost, uncached_tokens=REQUEST.num_tokens, cached_tokens=0, actual_s=actual_s, now_s=now_s
+        )
+    assert chosen.index("p1") == pytest.approx(141, abs=10), (
+        "after five minutes, of which the last tenth is eager"
+    )
+    later = chosen[chosen.index("p1") :]
+    assert later.count("p1") > 150 if times < 1 else later.count("p1") in (2, 3, 4)
+
+
+def test_a_request_on_trust_is_alone_until_it_has_been_measured() -> None:
+    model = CostModel()
+    model.node(PROFILE)
+    cost = model.node(Profile(*(5 * value for value in astuple(PROFILE))))
+    fast_s, slow_s = PROFILE.step_s(8, 8192), cost.profile.step_s(8, 8192)
+    assert cost.step_s(8, 8192, 0.0) == slow_s
+    assert cost.step_s(8, 8192, 60.0) == slow_s
+    assert cost.step_s(8, 8192, 180.0) == pytest.approx(slow_s * 5.5**-0.5, rel=0.01)
+    assert fast_s * 0.85 < cost.step_s(8, 8192, 1e6) < fast_s
+    cost.decode_correction.used(1e6)
+    assert cost.step_s(8, 8192, 1e6) == slow_s
+    # A new profile is a new beginning.
+    cost.measured(PROFILE, 1e6)
+    assert cost.step_s(8, 8192, 2e6) == fast_s
 
 
 def test_steps_are_timed_in_clumps_and_never_across_a_pause() -> None:

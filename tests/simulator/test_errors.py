@@ -29,7 +29,7 @@ def apart(count: int, input_tokens: int = 1000, output_tokens: int = 40) -> list
 
 
 @given(
-    st.builds(Errors, *[st.floats(0, 1)] * 3, st.floats(0, 20)),
+    st.builds(Errors, *[st.floats(0, 1)] * 4, st.floats(0, 20)),
     st.integers(0, 1 << 16),
     st.sampled_from(["goodput", "kv-aware", "random"]),
 )
@@ -60,6 +60,19 @@ def test_errors_of_nodes_leave_what_a_cluster_can_do(spread: float, count: int, 
     factors = [reality.node_factor("prefill") for _ in range(count)]
     assert math.fsum(1 / factor for factor in factors) == pytest.approx(count)
     assert spread < 0.01 or count == 1 or max(factors) > min(factors)
+
+
+@given(st.floats(0.05, 1), st.integers(0, 1 << 16), st.integers(1, 20), st.integers(1, 1 << 22))
+def test_errors_of_sizes_begin_where_nodes_stop_measuring(
+    spread: float, seed: int, num_sequences: int, num_tokens: int
+) -> None:
+    nodes = {"prefill": 1, "decode": 1}
+    reality, again = (Reality(Errors(size=spread), seed, nodes) for _ in range(2))
+    batch = "decode", num_sequences, num_tokens
+    assert reality.work_factor(*batch) == again.work_factor(*batch), "nothing but the sizes counts"
+    assert reality.work_factor("decode", min(num_sequences, 8), min(num_tokens, 8192)) == 1.0
+    grown = reality.work_factor("decode", 128, 1 << 23)
+    assert grown != 1.0 and Reality(Errors(), seed, nodes).work_factor("decode", 128, 1 << 23) == 1.0
 
 
 def test_without_errors_nothing_is_learned() -> None:
