@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moonpool.kernels.cpu.cpu_features import has_amx
 from moonpool.kernels.cpu.library import LINEAR_PAIRS, Function, Library, load
+from moonpool.kernels.cpu.memory import weight_memory
 from moonpool.kernels.dispatch import grouped_matmul
 
 # A call of more multiply-adds than this (about 50 µs) releases the GIL.
@@ -27,7 +28,8 @@ class PackedWeights:
         self._num_matrices, self._out_features, self._in_features = weights.shape
         self._library = library
         size = library.gil_held["packed_size"][self.dtype](self._in_features, self._out_features)
-        self._data = torch.empty((self._num_matrices, size), dtype=self.dtype)
+        memory = weight_memory(self._num_matrices * size * self.dtype.itemsize)
+        self._data = memory.view(self.dtype).view(self._num_matrices, size)
         self.address = self._data.data_ptr()
         self.nbytes = self._data.nbytes
         for weight, packed in zip(weights, self._data, strict=True):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moonpool.kernels import dispatch
 from moonpool.kernels.cpu.library import DTYPE_NAMES, Library, load
+from moonpool.kernels.cpu.memory import weight_memory
 from moonpool.kernels.packed import MAX_GIL_HELD_PRODUCTS, PackedLinear
 from moonpool.kernels.reference.quantised import GROUP_UNIT, QuantisedWeight, pack_nibbles
 
@@ -55,7 +56,7 @@ class QuantisedLinear:
 
     def _pack(self, library: Library, weight: QuantisedWeight) -> None:
         size = library.gil_held["packed_size"][self.kind](self.in_features, self.out_features)
-        self._codes = torch.zeros(size, dtype=torch.uint8)
+        self._codes = weight_memory(size)
         codes = weight.codes.contiguous()
         library.gil_released["pack"][self.kind](
             codes.data_ptr(), self._codes.data_ptr(), self.in_features, self.out_features

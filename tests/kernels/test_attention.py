@@ -147,12 +147,13 @@ def test_sequence_is_independent_of_its_batch(dtype: torch.dtype) -> None:
 
 
 @needs_library
-def test_result_is_independent_of_chunks() -> None:
-    """Bit-identical, also with a window."""
+@pytest.mark.parametrize("window", [0, 70])
+def test_result_is_independent_of_chunks(dtype: torch.dtype, window: int) -> None:
+    """Bit-identical, also with a window: which part of a tile is computed depends on the chunk."""
     from moonpool.kernels.cpu import operations as ops
 
-    complete = PagedBatch(Shape(((150, 150),)))
-    complete.shape = replace(complete.shape, window=70)
+    complete = PagedBatch(Shape(((150, 150),), dtype=dtype))
+    complete.shape = replace(complete.shape, window=window)
     at_once = prefill(ops, complete)
     for first, end in ((0, 33), (33, 64), (64, 149), (149, 150)):
         chunk = ops.paged_prefill_attention(

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "decode_bf16.h"
+#include "lines.h"
 #include "run.h"
 #include "scores.h"
 #include "softmax.h"
@@ -23,11 +24,11 @@ constexpr double READ_NS = 0.1;            // nanoseconds of one thread for a by
 // Scratch of one sequence.
 struct Gathered {
     // A row is one token's query head; all rows of a kv head follow each other.
-    std::vector<float> scores;     // [rows, PITCH]
-    std::vector<float> sums;       // [rows, dim]
-    std::vector<float> queries;    // [rows, dim], if converted to float32 or put in order
-    std::vector<float> converted;  // [W, dim], keys and values as float32
-    std::vector<bf16> rounded;     // [rows, PITCH], weights
+    Lines<float> scores;     // [rows, PITCH]
+    Lines<float> sums;       // [rows, dim]
+    Lines<float> queries;    // [rows, dim], if converted to float32 or put in order
+    Lines<float> converted;  // [W, dim], keys and values as float32
+    Lines<bf16> rounded;     // [rows, PITCH], weights
     std::vector<Softmax> states;   // [rows]
 
     void begin(int64_t rows, int64_t dim) {

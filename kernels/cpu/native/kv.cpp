@@ -15,34 +15,40 @@ struct Rotary {
     int64_t half;
 };
 
-// One head of x as float32, normalized if there is a weight.
+// A head's values as float32: times `scale` and its weight, if there is one.
 template <class T>
-MP_INLINE void take_head(const T* x, const T* weight, float eps, int64_t dim, float* head) {
-    vf squares = {};
-    for_vectors(dim, [&](int64_t i, int count) {
+struct Head {
+    const T* x;
+    const T* weight;
+    float scale = 1.0f;
+
+    Head(const T* x, const T* weight, float eps, int64_t dim) : x(x), weight(weight) {
+        if (!weight) return;
+        vf squares = {};
+        for_vectors(dim, [&](int64_t i, int count) {
+            const vf v = load_some(x + i, count);
+            squares = fused(v, v, squares);
+        });
+        scale = 1.0f / std::sqrt(sum(squares) / (float)dim + eps);
+    }
+    MP_INLINE vf at(int64_t i, int count) const {
         const vf v = load_some(x + i, count);
-        store_some(head + i, v, count);
-        squares += v * v;
-    });
-    if (!weight) return;
-    const float scale = 1.0f / std::sqrt(sum(squares) / (float)dim + eps);
-    for_vectors(dim, [&](int64_t i, int count) {
-        store_some(head + i, load_some(head + i, count) * scale * load_some(weight + i, count), count);
-    });
-}
+        return weight ? v * scale * load_some(weight + i, count) : v;
+    }
+};
 
 // The head, rotated and multiplied by `factor`.
-template <class T>
-MP_INLINE void rotate_head(const float* head, const float* cos, const float* sin, int64_t half, int64_t dim,
+template <class Q, class T>
+MP_INLINE void rotate_head(const Head<Q>& head, const float* cos, const float* sin, int64_t half, int64_t dim,
                            float factor, T* to) {
     for_vectors(half, [&](int64_t i, int count) {
-        const vf first = load_some(head + i, count), second = load_some(head + half + i, count);
+        const vf first = head.at(i, count), second = head.at(half + i, count);
         const vf c = load_some(cos + i, count), s = load_some(sin + i, count);
         store_some(to + i, (first * c - second * s) * factor, count);
         store_some(to + half + i, (second * c + first * s) * factor, count);
     });
     for_vectors(dim - 2 * half, [&](int64_t i, int count) {
-        store_some(to + 2 * half + i, load_some(head + 2 * half + i, count) * factor, count);
+        store_some(to + 2 * half + i, head.at(2 * half + i, count) * factor, count);
     });
 }
 
@@ -90,19 +96,18 @@ void rotate_and_write(const Q* qkv, const int64_t* positions, Rotary rotary, con
                       const int64_t* slots, Q* q, int64_t n, int64_t num_heads, const Q* q_norm, const Q* k_norm,
                       float eps, Factors factors) {
     const int64_t dim = pool.head_dim;
-    float head[1024], turned[1024];
+    float turned[1024];
     for (int64_t token = 0; token < n; token++, qkv += (num_heads + 2 * pool.num_kv_heads) * dim) {
         const float* cos = rotary.cos + positions[token] * rotary.half;
         const float* sin = rotary.sin + positions[token] * rotary.half;
         for (int64_t h = 0; h < num_heads; h++, q += dim) {
-            take_head(qkv + h * dim, q_norm, eps, dim, head);
-            rotate_head(head, cos, sin, rotary.half, dim, 1.0f, q);
+            rotate_head(Head<Q>(qkv + h * dim, q_norm, eps, dim), cos, sin, rotary.half, dim, 1.0f, q);
         }
         if (slots[token] < 0) continue;
         const int64_t block = slots[token] / pool.block_size, offset = slots[token] % pool.block_size;
         for (int64_t h = 0; h < pool.num_kv_heads; h++) {
             T* to = block_k<T>(pool, block, layer, h);
-            take_head(qkv + (num_heads + h) * dim, k_norm, eps, dim, head);
+            const Head<Q> head(qkv + (num_heads + h) * dim, k_norm, eps, dim);
             if constexpr (has_scales<T>) {
                 rotate_head(head, cos, sin, rotary.half, dim, 1.0f, turned);
                 put_head(turned, pool, to, offset, 1.0f);

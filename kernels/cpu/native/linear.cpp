@@ -9,6 +9,7 @@
 
 #include <vector>
 
+#include "lines.h"
 #include "panels.h"
 
 namespace {
@@ -157,7 +158,7 @@ void panel(const bf16* x, int64_t ldx, int64_t rows, const bf16* w, int64_t inpu
 // All rows through one panel of C vectors. sums: [rows, PANEL].
 template <int C, class X, class T>
 void panel(const X* x, int64_t ldx, int64_t rows, const T* w, int64_t inputs, float* sums) {
-    static thread_local float wide[CHUNK * PANEL];
+    alignas(64) static thread_local float wide[CHUNK * PANEL];
     for (int64_t first = 0; first < inputs; first += CHUNK) {
         const int64_t count = std::min(CHUNK, inputs - first);
         const T* chunk = w + first * C * W;
@@ -186,7 +187,7 @@ struct Product {
 
     // Panels first … end - 1 of the outputs.
     void panels(int64_t first, int64_t end) const {
-        static thread_local std::vector<float> scratch;
+        static thread_local Lines<float> scratch;
         if ((int64_t)scratch.size() < rows * PANEL) scratch.resize(rows * PANEL);
         float* sums = scratch.data();
         for (int64_t at = first * PANEL; at < std::min(end * PANEL, outputs); at += PANEL) {

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "lines.h"
 #include "query_block.h"
 #include "softmax.h"
 #include "threads.h"
@@ -27,7 +28,7 @@ constexpr double ATTEND_NS = 0.02;  // nanoseconds of one thread for a row, key 
 
 // Scratch of one block of rows. dim is head_dim rounded up to whole vectors; the padding is zero.
 struct Scratch {
-    std::vector<float> keys, values, queries, scores, sums;
+    Lines<float> keys, values, queries, scores, sums;
     float k_scales[TILE], v_scales[TILE];
     std::vector<Softmax> states;
 
@@ -202,7 +203,8 @@ void prefill(const Pool& pool, int64_t layer, const Q* q, Q* out, float* lse, co
                 }
     }
     if (blocks.empty()) return;
-    const QueryBlock<Q>* all = blocks.data();
+    // The last blocks see the most keys. They come first, so that the threads end with the short ones.
+    const QueryBlock<Q>* last = &blocks.back();
     const double ns = keys / (double)blocks.size() * (double)(step * part + 16) *
                       (double)pool.head_dim * ATTEND_NS;
     parallel_ranges((int64_t)blocks.size(), ns, [=, &pool, &rules](int64_t begin, int64_t end) {
@@ -210,14 +212,14 @@ void prefill(const Pool& pool, int64_t layer, const Q* q, Q* out, float* lse, co
         if constexpr (std::is_same_v<Q, bf16> && std::is_same_v<T, bf16>) {
             static thread_local bf16_prefill::Scratch pairs;
             if (dots<Q, T>(pool.head_dim)) {
-                for (int64_t i = begin; i < end; i++) bf16_prefill::attend(pairs, all[i], pool, layer, rules);
+                for (int64_t i = begin; i < end; i++) bf16_prefill::attend(pairs, *(last - i), pool, layer, rules);
                 return;
             }
         }
 #endif
         static thread_local Scratch scratch;
         scratch.fit((pool.head_dim + W - 1) / W * W);
-        for (int64_t i = begin; i < end; i++) attend<Q, T>(scratch, all[i], pool, layer, rules);
+        for (int64_t i = begin; i < end; i++) attend<Q, T>(scratch, *(last - i), pool, layer, rules);
     });
 }
 

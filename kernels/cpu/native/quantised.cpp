@@ -9,6 +9,7 @@
 
 #include <vector>
 
+#include "lines.h"
 #include "panels.h"
 
 #if defined(MP_AVX512) && defined(__AVX512VNNI__)
@@ -147,7 +148,7 @@ __attribute__((noinline)) void pass_floats(Floats x, const float* w, const Segme
 template <Kind KIND, int C>
 void panel(const Floats& x, int64_t rows, const Weight& weight, const uint8_t* codes, const float* scales,
            const int16_t* zeros, float* sums) {
-    static thread_local float wide[SEGMENT * PANEL];
+    alignas(64) static thread_local float wide[SEGMENT * PANEL];
     for (const Segment& segment : segments_of(weight.inputs, weight.group)) {
         to_floats<KIND, C>(codes + nbytes_of(KIND, segment.start * C * W), zeros, segment, wide);
         const int64_t count = std::min(segment.count, weight.inputs - segment.start);
@@ -432,7 +433,7 @@ struct Product {
     int64_t rows;
 
     void panels(int64_t first, int64_t end) const {
-        static thread_local std::vector<float> scratch;
+        static thread_local Lines<float> scratch;
         if ((int64_t)scratch.size() < rows * PANEL) scratch.resize(rows * PANEL);
         float* sums = scratch.data();
         const int64_t stored = weight.stored(), groups = weight.groups(), outputs = weight.outputs;

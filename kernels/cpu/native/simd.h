@@ -237,11 +237,16 @@ MP_INLINE void store(code8* p, vf v) {
 }
 
 MP_INLINE void store(bf16* p, vf v) {
+#if defined(MP_BF16_DOT)
+    const __m256i half = (__m256i)_mm512_cvtneps_pbh((__m512)v);  // values below 2^-126 become zero
+    memcpy(p, &half, sizeof half);
+#else
     const vu bits = (vu)v;
     const vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     const vu nan = (vu)(v != v);
     const vh half = __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0), vh);
     memcpy(p, &half, sizeof half);
+#endif
 }
 
 MP_INLINE void store(fp16* p, vf v) {
