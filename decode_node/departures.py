@@ -40,6 +40,7 @@ class Departures:
         grants, ttl_s = node.store.tiers.grants, node.config.store.lease_ttl_s
         handover = Handover(node.memory, node.kv_address, grants, ttl_s=ttl_s)
         self._handovers[sequence.key] = handover
+        sequence.stays_whole = True
         handover.progress(sequence, sequence.num_computed_tokens)
         try:
             async with aclosing(handover.chunks(request.follower, request.num_tokens)) as chunks:
@@ -47,6 +48,7 @@ class Departures:
                     yield chunk
         finally:
             del self._handovers[sequence.key]
+            sequence.stays_whole = False
             self._node.engine.resume(sequence)
 
     def stop(self, sequence: Sequence) -> None:
@@ -96,8 +98,8 @@ class Departures:
             raise HandoverFailed(
                 f"request {sequence.request_id} has {sequence.num_tokens} tokens, not {request.num_tokens}"
             )
-        if self._node.engine.config.widest_window:
-            raise HandoverFailed("all layers have windows, so blocks were released: place it again")
+        if self._node.engine.config.widest_window or sequence.packs:
+            raise HandoverFailed("windows have passed blocks, which were released: place it again")
 
     def _check_decodes(self, sequence: Sequence) -> None:
         if sequence.state is not State.DECODING:

@@ -142,6 +142,7 @@ class Engine:
             max_batch_tokens=options.max_batch_tokens,
             max_len=self.max_model_len,
             window=self.config.widest_window,
+            packing=self.setup.packing,
             num_micro_batches=self.setup.steps_in_flight,
         )
         self._scheduler.on_full = self._on_full

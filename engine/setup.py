@@ -23,6 +23,7 @@ from moonpool.engine.device.selection import (
 from moonpool.engine.errors import PoolTooSmall
 from moonpool.engine.execution.gpu_memory import CONTEXT_NBYTES, LINK_NBYTES
 from moonpool.engine.execution.runner import ModelRunner
+from moonpool.engine.memory.packing import Packing
 from moonpool.engine.ranks.assignment import Assignment
 from moonpool.engine.ranks.link_factory import choose_link
 from moonpool.engine.sharding.expert_placement import ExpertPlacement
@@ -112,6 +113,12 @@ class EngineSetup:
     @property
     def rank_layouts(self) -> list[KVLayout]:
         return [self.layout(shard) for shard in self.plan.shards(self.config)]
+
+    @property
+    def packing(self) -> Packing | None:
+        """How blocks are packed that every window has passed. None: they are not."""
+        plan, runs_ahead = self.plan, self.device.runs_ahead
+        return Packing.choose(self.config.windows, pp=plan.pp, cp=plan.cp, runs_ahead=runs_ahead)
 
     @property
     def steps_in_flight(self) -> int:

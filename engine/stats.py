@@ -21,6 +21,7 @@ class EngineStats:
     num_expected_blocks: int  # to be reserved soon
     num_used_blocks: int
     num_cached_blocks: int
+    num_packed_blocks: int  # of running sequences: only what full layers keep of them is left, in packs
     num_steps: int
     num_failed_steps: int
     num_preemptions: int
@@ -48,6 +49,7 @@ class EngineStats:
             num_expected_blocks=num_expected_blocks,
             num_used_blocks=pool.num_used,
             num_cached_blocks=pool.num_cached,
+            num_packed_blocks=sum([len(s.packed) for s in scheduler.decoding + scheduler.prefilling]),
             num_steps=loop.num_steps if loop else 0,
             num_failed_steps=loop.num_failed_steps if loop else 0,
             num_preemptions=scheduler.num_preemptions,

@@ -10,9 +10,11 @@ from operator import attrgetter
 from typing import Protocol
 
 from moonpool.engine.batching.micro_batch import MicroBatch
+from moonpool.engine.batching.packer import Packer
 from moonpool.engine.batching.sequence import FinishReason, Sequence, State, TokenLogprobs
 from moonpool.engine.batching.step_plan import ENDS, Chunk, Draft, StepEvent, StepOutput, StepPlan
 from moonpool.engine.memory.block_pool import BlockPool
+from moonpool.engine.memory.packing import Packing
 from moonpool.runtime import turns
 
 _order = attrgetter("order")
@@ -44,7 +46,8 @@ class Scheduler:
     among those of its tenant only.
 
     Where all layers of a model have windows, a sequence releases the blocks that every window has passed,
-    unless its blocks are for another node.
+    unless its blocks are for another node. Where only some have, what the others keep of such blocks goes
+    into packs: see ``Packer``.
     """
 
     def __init__(
@@ -55,10 +58,12 @@ class Scheduler:
         max_batch_tokens: int,
         max_len: int,
         window: int = 0,
+        packing: Packing | None = None,
         num_micro_batches: int = 1,
     ) -> None:
         """``max_len``: most tokens of one sequence. The pool must have room for one such sequence.
         ``window``: the widest of all layers in tokens; 0: some layer attends to all tokens.
+        ``packing``: of blocks where only some layers have windows; None: they are not packed.
         ``num_micro_batches``: that many steps may be in flight, see ``schedule``."""
         assert max_len <= pool.num_blocks * pool.block_size
         self.pool = pool
@@ -66,6 +71,7 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         self.max_len = max_len
         self.window = window
+        self._packer = None if packing is None else Packer(pool, packing)
         self.waiting: list[Sequence] = []  # by order; only those added with blocks have any
         self.ready: list[Sequence] = []  # by order; they only need a row, all KV is computed
         self.prefilling: list[Sequence] = []
@@ -192,9 +198,12 @@ class Scheduler:
         after: list[int] | None = None,
     ) -> StepPlan:
         moved = batch.take_moved()
-        return StepPlan(
+        plan = StepPlan(
             batch.decoding.copy(), chunks, preempted, batch.version, moved, after, micro_batch=batch.number
         )
+        if self._packer is not None:
+            plan.moves = self._packer.moves(plan.sequences(), self.num_running)
+        return plan
 
     def add_drafts(self, plan: StepPlan, drafts: list[Draft]) -> None:
         """Add proposals to the plan, the newest one, as far as the token budget and the pool have room."""
@@ -278,6 +287,8 @@ class Scheduler:
     def postprocess(self, plan: StepPlan, output: StepOutput, now_s: float) -> list[StepEvent]:
         """Apply the step's results: append tokens, seal full blocks, release finished sequences."""
         events = plan.preemptions()
+        if self._packer is not None:
+            self._packer.moved(plan.moves, self._note_packed, self._release_blocks)
         block_size = self.pool.block_size
         logprobs = output.logprobs
         drafts = self._verified_rows(plan, output) if plan.drafts else {}
@@ -388,9 +399,15 @@ class Scheduler:
             self.pool.release(blocks)
 
     def _release_table(self, sequence: Sequence) -> None:
-        self._release_blocks(sequence.block_table[sequence.num_passed_blocks :])
-        sequence.block_table = []
+        blocks = [block for block in sequence.block_table if block >= 0]
+        self._release_blocks(blocks)
+        self._release_blocks(sequence.packs)
+        sequence.block_table, sequence.packs, sequence.packed = [], [], {}
         sequence.num_passed_blocks = 0
+
+    def _note_packed(self, sequence: Sequence, column: int) -> None:
+        if sequence.row >= 0:
+            self.micro_batches[sequence.micro_batch].move_block(sequence, column, -1)
 
     def _pass_blocks(self, sequence: Sequence) -> None:
         """Release the blocks before the window of the next token to compute."""

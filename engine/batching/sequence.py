@@ -123,7 +123,10 @@ class Sequence:
         self.block_table: list[int] = []
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
-        self.num_passed_blocks = 0  # leading blocks of block_table that were released: -1
+        self.num_passed_blocks = 0  # leading blocks that every window has passed: released or packed (-1)
+        self.packed: dict[int, int] = {}  # places of blocks in packs, by their columns in block_table
+        self.packs: list[int] = []  # blocks of the pool: see ``engine.memory.packing``
+        self.stays_whole = False  # another node reads its blocks: none goes into a pack
         self.num_sealed_blocks = 0  # leading blocks of block_table known to carry their keys
         self.num_preemptions = 0
         self.num_lost_tokens = 0  # leading tokens: their KV was here before its blocks were taken

@@ -47,6 +47,17 @@ class Draft:
         return np.array(self.proposed, np.int32)
 
 
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A block of a sequence goes into a pack before the step: see ``engine.memory.packing``."""
+
+    sequence: Sequence
+    column: int  # of its block table
+    block: int
+    before: int  # the place of its full layers
+    after: int
+
+
 @dataclass(slots=True)
 class StepPlan:
     """One step: a token of each decoding sequence of a micro-batch, with proposals for some of them, or
@@ -58,13 +69,14 @@ class StepPlan:
     version: int  # equal in two plans of a micro-batch with the same decodes in the same order
     moved_blocks: list[
         tuple[Sequence, int, int]
-    ]  # (sequence, column, block): changes of the decodes' block tables
+    ]  # (sequence, column, block): changes of the decodes' block tables; block -1: it is in a pack
     after: list[int] | None = None
     """Of a step launched before the last one's tokens are known: for each decode the row of the last step
     that samples its newest token; -1: that is known; ``ENDS``: its sequence ends with the last step, so its
     row computes nothing."""
     drafts: list[Draft] = field(default_factory=list)  # of some of the decodes, in their order
     micro_batch: int = 0  # number of the decodes' ``MicroBatch``
+    moves: list[Move] = field(default_factory=list)
 
     @property
     def runs(self) -> list[Draft | Chunk]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from moonpool.engine.batching.sequence import Sequence
 from moonpool.engine.batching.step_plan import ENDS, StepPlan
 from moonpool.engine.device.device import Device
+from moonpool.engine.memory.packing import Packing
 from moonpool.engine.model.inputs import StepInputs
 
 
@@ -52,12 +53,22 @@ class InputBuilder:
     """
 
     def __init__(
-        self, *, max_batch_size: int, max_batch_tokens: int, max_len: int, block_size: int, device: Device
+        self,
+        *,
+        max_batch_size: int,
+        max_batch_tokens: int,
+        max_len: int,
+        block_size: int,
+        device: Device,
+        packing: Packing | None = None,
     ) -> None:
+        """``packing``: not on a GPU. With it the inputs have places beside blocks."""
         self._block_size = block_size
         self._shift = block_size.bit_length() - 1
         assert block_size == 1 << self._shift
         self._device = device
+        assert packing is None or not device.runs_ahead, "packs are not for steps that run ahead"
+        self._packing = packing
         rows = min(max_batch_size, max_batch_tokens)
         max_blocks = -(-max_len // block_size)
         self._tokens = np.zeros(max_batch_tokens, np.int64)
@@ -65,6 +76,7 @@ class InputBuilder:
         self._slots = np.zeros(max_batch_tokens, np.int64)
         self._lens = np.zeros(rows, np.int32)
         self._table = np.full((rows, max_blocks), -1, np.int32)
+        self._places = self._table.copy() if packing is not None else self._table[:, :0]
         self._row_numbers = np.arange(rows)
         self._rows: list[tuple[Sequence, int]] = []  # their sequences, and when these joined
         self._version = -1
@@ -82,11 +94,17 @@ class InputBuilder:
         if not same:
             self._decode_only = None
         if plan.runs:
-            return self._with_adapters(self._with_runs(plan, n), plan)
+            return self._with_moves(self._with_adapters(self._with_runs(plan, n), plan), plan)
         if self._decode_only is None or self._device.runs_ahead:
             self._decode_only = self._with_adapters(self._decode_inputs(n, n), plan)
             self._feed(self._decode_only.token_ids, plan, sampled)
-        return self._decode_only
+        return self._with_moves(self._decode_only, plan)
+
+    def _with_moves(self, inputs: StepInputs, plan: StepPlan) -> StepInputs:
+        inputs.moves = None
+        if plan.moves:
+            inputs.moves = torch.tensor([[move.before, move.after] for move in plan.moves], dtype=torch.int32)
+        return inputs
 
     def _feed(self, token_ids: Tensor, plan: StepPlan, sampled: Tensor | None) -> None:
         """Write the sampled tokens into ``token_ids``, on the device."""
@@ -120,6 +138,9 @@ class InputBuilder:
         moved = {(s.row, column): block for s, column, block in plan.moved_blocks if s.row >= 0}
         for (row, column), block in moved.items():
             self._table[row, column] = block
+            if self._packing is not None:
+                packed = plan.decodes[row].packed
+                self._places[row, column] = packed[column] if block < 0 else self._packing.place(block)
         self._fill_decodes(plan, n)
         if not self._device.runs_ahead:
             return
@@ -140,6 +161,8 @@ class InputBuilder:
             blocks = plan.decodes[i].block_table
             self._table[i, : len(blocks)] = blocks
             self._table[i, len(blocks) :] = -1
+            if self._packing is not None:
+                self._places[i, : len(blocks)] = self._packing.places(blocks, plan.decodes[i].packed)
         self._rows = found
         self._version = plan.version
         return rows
@@ -173,6 +196,7 @@ class InputBuilder:
             num_decodes=n,
             decode_table=self.table[:n],
             decode_lens=torch.from_numpy(self._lens[:n]),
+            decode_places=None if self._packing is None else torch.from_numpy(self._places[:n]),
         )
 
     def _on_device(self, num_tokens: int, n: int) -> StepInputs:
@@ -194,6 +218,8 @@ class InputBuilder:
         lens = self._lens[:n] + np.diff(starts) - 1
         inputs = self._decode_inputs(int(starts[-1]), 0)
         inputs.chunk_table = self.table[:n]
+        if self._packing is not None:
+            inputs.chunk_places = torch.from_numpy(self._places[:n])
         inputs.chunk_starts, inputs.chunk_lens = torch.from_numpy(starts), torch.from_numpy(lens)
         inputs.max_chunk_tokens = max(counts)
         return inputs
@@ -206,11 +232,14 @@ class InputBuilder:
         lens = np.zeros(len(runs), np.int32)
         width = max(len(run.sequence.block_table) for run in runs)
         table = np.full((len(runs), width), -1, np.int32)
+        places = table.copy()
         first = n
         for i, run in enumerate(runs):
             end = first + run.num_tokens
             blocks = run.sequence.block_table
             table[i, : len(blocks)] = blocks
+            if self._packing is not None:
+                places[i, : len(blocks)] = self._packing.places(blocks, run.sequence.packed)
             self._fill_run(run.start, run.token_ids, first, end, table[i])
             first = end
             starts[i + 1] = end - n
@@ -219,6 +248,8 @@ class InputBuilder:
         inputs.chunk_table, inputs.chunk_starts, inputs.chunk_lens = (
             self._device.upload(torch.from_numpy(array)) for array in (table, starts, lens)
         )
+        if self._packing is not None:
+            inputs.chunk_places = torch.from_numpy(places)
         return inputs
 
     def _with_adapters(self, inputs: StepInputs, plan: StepPlan) -> StepInputs:

@@ -27,6 +27,7 @@ from moonpool.engine.execution.input_builder import InputBuilder
 from moonpool.engine.execution.logit_rows import LOGIT_ROWS, decode_rows
 from moonpool.engine.execution.mask_thread import MaskThread
 from moonpool.engine.execution.sampler import SamplingBatch, describe, sample
+from moonpool.engine.memory.packing import Packing
 from moonpool.engine.model.inputs import StepInputs
 from moonpool.engine.model.transformer import Model
 from moonpool.engine.sharding.parallel_plan import ParallelPlan, Shard
@@ -111,6 +112,7 @@ class ModelRunner:
         self.pool = device.run(lambda: pool_tensor(layout, own, device.torch, pool_memory)).wait()
         packing = AdapterPacking(config, shard, self._dtype, layout.block_nbytes)
         self.adapters = self.model.adapters = AdapterPages(packing, self.pool)
+        self._packing = Packing.choose(config.windows, pp=shard.pp, cp=shard.cp, runs_ahead=device.runs_ahead)
         self._inputs = {0: self._input_builder()}  # by micro-batch
         self._masks = MaskThread()
         self._sampling: dict[int, tuple[int, SamplingBatch]] = {}  # by micro-batch, with its version
@@ -133,6 +135,7 @@ class ModelRunner:
                 max_len=self.max_len,
                 block_size=options.block_size,
                 device=self.device,
+                packing=self._packing,
             )
         ).wait()
 

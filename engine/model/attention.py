@@ -10,6 +10,7 @@ from torch import Tensor
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.checkpoint.rope import RopeConfig, rope_tables
 from moonpool.engine.collectives.link import Link
+from moonpool.engine.memory.packing import Packing
 from moonpool.engine.model.inputs import ContextPart, StepInputs
 from moonpool.engine.model.weight_loader import Layer
 from moonpool.engine.sharding.parallel_plan import Shard
@@ -48,6 +49,9 @@ class Attention:
             cos, sin = rope_tables(rope, rotated, max_len, dtype)
             tables[rope] = cos.to(device), sin.to(device)
         self._cos_sin = [tables[config.ropes[i]] for i in shard.layers]
+        self._packing = Packing.of([config.windows[i] for i in shard.layers])
+        self._pool: Tensor | None = None
+        self._views: dict[int, Tensor] = {}  # of that pool, by full layer
 
     def __call__(self, qkv: Tensor, inputs: StepInputs, pool: Tensor, i: int, layer: Layer) -> Tensor:
         """Write K and V of the tokens to layer ``i`` of ``pool``, and attend. With context parallelism every
@@ -69,13 +73,28 @@ class Attention:
         context = inputs.context
         if context is None:
             q = self._write(qkv, inputs, pool, i, layer, scales)
-            return _attend(q, inputs, pool, i, layer.sinks, **rules).view(len(qkv), -1)
+            tables = inputs.decode_table, inputs.chunk_table
+            if inputs.decode_places is not None and not layer.window:
+                pool, i, tables = self._view(pool, i), 0, (inputs.decode_places, inputs.chunk_places)
+            return _attend(q, inputs, pool, i, tables, layer.sinks, **rules).view(len(qkv), -1)
         assert self.link is not None
         if context.counts:
             qkv = torch.cat(self.link.gather_cp(qkv, context.counts))
         q = self._write(qkv, context, pool, i, layer, scales)
         out, lse = self._merged(*_attend_own(q, context, pool, i, **rules), context.counts)
         return _with_sinks(out, lse, layer.sinks).view(len(out), -1)
+
+    def move(self, pool: Tensor, moves: Tensor) -> None:
+        """Move blocks into packs. moves: see ``StepInputs``."""
+        assert self._packing is not None
+        self._packing.move(pool, moves)
+
+    def _view(self, pool: Tensor, i: int) -> Tensor:
+        """Return full layer ``i`` of the pool by places."""
+        if self._pool is not pool:
+            assert self._packing is not None
+            self._pool, self._views = pool, self._packing.views(pool)
+        return self._views[i]
 
     def _write(
         self,
@@ -170,25 +189,28 @@ def _write_latents(
 
 
 def _attend(
-    q: Tensor, inputs: StepInputs, pool: Tensor, layer: int, sinks: Tensor | None, **rules: Any
+    q: Tensor,
+    inputs: StepInputs,
+    pool: Tensor,
+    layer: int,
+    tables: tuple[Tensor, Tensor | None],
+    sinks: Tensor | None,
+    **rules: Any,
 ) -> Tensor:
-    """q: [num_tokens, num_heads, head_dim]; returns the same shape."""
+    """q: [num_tokens, num_heads, head_dim]; tables: of decodes and chunks. Returns the shape of q."""
     n, out = inputs.num_decodes, torch.empty_like(q)
+    decode_table, chunk_table = tables
     lse = None if sinks is None else q.new_empty(q.shape[:2], dtype=torch.float32)
-    if inputs.chunk_table is None:
-        paged_decode_attention(
-            q, pool, layer, inputs.decode_table, inputs.decode_lens, out=out, lse=lse, **rules
-        )
+    if chunk_table is None:
+        paged_decode_attention(q, pool, layer, decode_table, inputs.decode_lens, out=out, lse=lse, **rules)
         return _with_sinks(out, lse, sinks)
     assert inputs.chunk_starts is not None
     assert inputs.chunk_lens is not None
     if n:
         rules |= {"out": out[:n], "lse": None if lse is None else lse[:n]}
-        paged_decode_attention(q[:n], pool, layer, inputs.decode_table, inputs.decode_lens, **rules)
+        paged_decode_attention(q[:n], pool, layer, decode_table, inputs.decode_lens, **rules)
     rules |= {"out": out[n:], "lse": None if lse is None else lse[n:], "max_q_len": inputs.max_chunk_tokens}
-    paged_prefill_attention(
-        q[n:], pool, layer, inputs.chunk_table, inputs.chunk_starts, inputs.chunk_lens, **rules
-    )
+    paged_prefill_attention(q[n:], pool, layer, chunk_table, inputs.chunk_starts, inputs.chunk_lens, **rules)
     return _with_sinks(out, lse, sinks)
 
 

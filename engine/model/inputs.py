@@ -53,6 +53,10 @@ class StepInputs:
     context: ContextPart | None = None
     adapter_ids: Tensor | None = None  # int32 [num_tokens], indices of ``adapters``; -1: no adapter
     adapters: tuple[int, ...] = ()  # their numbers, ascending
+    # Where full layers have each block of the tables: see ``engine.memory.packing``. None: in the block.
+    decode_places: Tensor | None = None  # int32, as decode_table
+    chunk_places: Tensor | None = None  # int32, as chunk_table
+    moves: Tensor | None = None  # int32 [n, 2], places of blocks that move before the step
 
     def to(self, device: torch.device) -> StepInputs:
         """Return the inputs on ``device``; ``self`` if they are there."""

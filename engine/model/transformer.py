@@ -67,6 +67,8 @@ class Model:
         ``hidden``: the result of the stage before; None on the first.
         """
         shard = self.shard
+        if inputs.moves is not None:
+            self.attention.move(pool, inputs.moves)
         if self.config.latent is not None:
             # A latent is the key and, from its rotated part on, the value.
             pool = pool.expand(-1, -1, 2, -1, -1, -1)

@@ -113,6 +113,12 @@ class _EngineCollector(Collector):
                 "free": stats.num_free_blocks - stats.num_cached_blocks,
             },
         )
+        yield GaugeMetricFamily(
+            "moonpool_packed_blocks",
+            "Blocks of running sequences that every window has passed. What layers without windows keep of "
+            "several such blocks is in one block of the pool",
+            value=stats.num_packed_blocks,
+        )
         for name, text, count in (
             ("steps", "Steps run", stats.num_steps),
             ("failed_steps", "Steps that ended in an error", stats.num_failed_steps),

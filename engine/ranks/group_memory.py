@@ -11,6 +11,7 @@ from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.collectives.board import SharedBoard, SharedMemory
 from moonpool.engine.device.selection import page_dtype
 from moonpool.engine.experts.load import ExpertLoad
+from moonpool.engine.memory.packing import Packing
 from moonpool.engine.ranks.assignment import Assignment
 from moonpool.engine.ranks.link_factory import exchange_shape, open_store
 from moonpool.engine.ranks.step_message import payload_nbytes
@@ -40,7 +41,10 @@ class GroupMemory:
             leader = replace(leader, store=f"{self._store.host}:{self._store.port}")
         max_blocks = -(-leader.max_len // options.block_size)
         payload = payload_nbytes(
-            max_tokens=options.max_batch_tokens, max_rows=leader.max_rows, max_blocks=max_blocks
+            max_tokens=options.max_batch_tokens,
+            max_rows=leader.max_rows,
+            max_blocks=max_blocks,
+            has_places=Packing.of(config.windows) is not None,
         )
         self.board = SharedBoard.create(plan.world_size, payload, timeout_s)
         exchange = SharedMemory.create(

@@ -10,15 +10,17 @@ import torch
 import xxhash
 from torch import Tensor
 
+from moonpool.engine.memory.packing import MOST_MOVES
 from moonpool.engine.model.inputs import StepInputs
 
-_HEADER = 9  # int64 words
+_HEADER = 11  # int64 words
 
 
-def payload_nbytes(*, max_tokens: int, max_rows: int, max_blocks: int) -> int:
+def payload_nbytes(*, max_tokens: int, max_rows: int, max_blocks: int, has_places: bool) -> int:
     """Return the size of the largest batch: ``max_rows`` decodes and as many chunks, of ``max_blocks``
     each."""
-    return 8 * (_HEADER + 3 * max_tokens) + 4 * (2 * max_rows * (max_blocks + 3) + 4 * max_tokens + 16)
+    row = max_blocks * (1 + has_places) + 3
+    return 8 * (_HEADER + 3 * max_tokens) + 4 * (2 * (max_rows * row + MOST_MOVES) + 4 * max_tokens + 16)
 
 
 def pack(
@@ -42,6 +44,7 @@ def pack(
         [
             *(len(inputs.token_ids), n, width, *chunk_shape, len(rounds), len(inputs.adapters)),
             *(inputs.max_chunk_tokens, expert_switch),
+            *(inputs.decode_places is not None, 0 if inputs.moves is None else len(inputs.moves)),
         ],
         np.int64,
     )
@@ -53,6 +56,9 @@ def pack(
             narrow.append(tensor.cpu().numpy())
     if inputs.adapter_ids is not None:
         narrow += [inputs.adapter_ids.cpu().numpy(), np.array(inputs.adapters, np.int32)]
+    if inputs.decode_places is not None:
+        narrow.append(inputs.decode_places[:, :width].numpy())
+        narrow += [some.numpy() for some in (inputs.chunk_places, inputs.moves) if some is not None]
     narrow.append(np.array([len(rows) for rows in rounds], np.int32))
     narrow += [np.asarray(rows, np.int32) for rows in rounds]
     at = 0
@@ -65,9 +71,9 @@ def pack(
 
 def unpack(batch: npt.NDArray[np.uint8]) -> tuple[StepInputs, list[Tensor], int]:
     """Return the inputs as views of ``batch``, the rounds (int64 rows each), and the expert switch."""
-    num_tokens, n, width, chunks, chunk_width, num_rounds, num_adapters, max_chunk_tokens, switch = (
-        batch[: 8 * _HEADER].view(np.int64).tolist()
-    )
+    words = batch[: 8 * _HEADER].view(np.int64).tolist()
+    num_tokens, n, width, chunks, chunk_width, num_rounds, num_adapters = words[:7]
+    max_chunk_tokens, switch, has_places, num_moves = words[7:]
     at = 8 * _HEADER
 
     def take(dtype: type[np.generic], *shape: int) -> Tensor:
@@ -88,6 +94,10 @@ def unpack(batch: npt.NDArray[np.uint8]) -> tuple[StepInputs, list[Tensor], int]
     if num_adapters:
         inputs.adapter_ids = take(np.int32, num_tokens)
         inputs.adapters = tuple(take(np.int32, num_adapters).tolist())
+    if has_places:
+        inputs.decode_places = take(np.int32, n, width)
+        inputs.chunk_places = take(np.int32, chunks, chunk_width) if chunks else None
+        inputs.moves = take(np.int32, num_moves, 2) if num_moves else None
     lengths = take(np.int32, num_rounds).tolist()
     return inputs, [take(np.int32, length).long() for length in lengths], switch
 

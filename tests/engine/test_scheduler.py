@@ -7,6 +7,7 @@ reads only KV that was written for it.
 from __future__ import annotations
 
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,12 +76,16 @@ class HashModel:
             rows.append((s, s.token_ids[:end]))
         token_ids = []
         for s, tokens in rows:
-            for position in range(len(tokens)):
-                expected = self._kv(tokens, position)
-                assert self.pool[self._slot(s, position)] == expected, f"{s} reads foreign KV"
+            self._check(s, tokens)
             if len(tokens) >= s.num_tokens:
                 token_ids.append(next_token(tokens))
         return StepOutput(token_ids, [], {})
+
+    def _check(self, s: Sequence, tokens: np.ndarray) -> None:
+        """Read what the last token attends to."""
+        for position in range(len(tokens)):
+            expected = self._kv(tokens, position)
+            assert self.pool[self._slot(s, position)] == expected, f"{s} reads foreign KV"
 
     def _write(self, s: Sequence, tokens: np.ndarray, start: int, n: int) -> None:
         for position in range(start, start + n):
@@ -99,13 +104,17 @@ class HashModel:
 class Cluster:
     """A scheduler stepping over the hash model until told otherwise."""
 
-    def __init__(self, num_blocks: int, max_batch_size: int = 4, max_batch_tokens: int = 8) -> None:
+    def __init__(
+        self, num_blocks: int, max_batch_size: int = 4, max_batch_tokens: int = 8, **words: Any
+    ) -> None:
+        """``words``: of the scheduler."""
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
         self.scheduler = Scheduler(
             self.pool,
             max_batch_size=max_batch_size,
             max_batch_tokens=max_batch_tokens,
             max_len=num_blocks * BLOCK_SIZE,
+            **words,
         )
         self.model = HashModel(num_blocks)
         self.events: list[StepEvent] = []
@@ -191,6 +200,11 @@ def test_nothing_is_dropped_repeated_or_leaked(requests, num_blocks, max_batch_s
     cluster = Cluster(num_blocks, max_batch_size)
     if proposer != "none":
         speculating(cluster, proposer)
+    nothing_is_lost(cluster, requests)
+
+
+def nothing_is_lost(cluster: Cluster, requests: list[Any]) -> None:
+    """Run the requests: see ``REQUESTS``."""
     sequences = {}
     for step in range(80):
         for i, (prompt, max_tokens, priority, tenant, arrives, cancelled) in enumerate(requests):
