@@ -73,6 +73,7 @@ class GenerationExchange:
         self._draft: Draft | None = None  # of the model whose turn it is
         self._beats: Heartbeats | None = None
         self._adapter: node_pb2.Adapter | None = None
+        self._digests: tuple[int, ...] = ()
         request_id.set(self._id)
         self._client = http[PRINCIPAL].client
         self.record = RequestRecord(
@@ -152,7 +153,8 @@ class GenerationExchange:
         body = parse(schema, given if translate is None else await translate(given))
         if self._context.hot.is_wanted:
             salt = self._client.salt(str(given.get("cache_salt") or ""))
-            self._context.hot.count(prefix_digests(given, salt))
+            self._digests = tuple(prefix_digests(given, salt))
+            self._context.hot.count(self._digests)
         tiers = Tiers.of(self._lanes, body, self._client.name)
         if tiers is None:
             assert body.model is not None
@@ -301,6 +303,7 @@ class GenerationExchange:
                     adapter=self._adapter,
                     cache_hint=body.cache_hint.hint if body.cache_hint else None,
                     origin=self._http.headers.get(REGION_HEADER) or self._client.home_region,
+                    digests=self._digests,
                 )
                 choice = Choice(len(runs), prompt, body, context.tokenizer, tools)
                 run = SequenceRun(request, choice, leader)

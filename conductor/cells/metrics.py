@@ -18,6 +18,11 @@ moved = Counter(
 broken = Counter(
     "moonpool_router_broken_streams_total", "Streams that ended because their cell was lost", ["cell"]
 )
+prefixes = Counter(
+    "moonpool_router_prefix_copies_total",
+    "Hot prefixes of other cells that a cell has read when this router offered them, by that cell",
+    ["cell"],
+)
 usable = Gauge("moonpool_router_cell_usable", "1 while the cell gets requests", ["cell"])
 in_flight = Gauge(
     "moonpool_router_cell_requests", "Requests in flight in the cell, as it last told", ["cell"]

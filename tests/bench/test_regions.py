@@ -65,6 +65,11 @@ def test_cells_find_more_prefixes_than_chance_and_fewer_than_one_index(tmp_path:
     }
     assert ratios["random"] < ratios["affinity"] <= ratios["one global index"]
     assert any(row["metric"] == "CPU to choose a cell" for row in content["rows"])
+    found = [
+        row["value"] for row in content["rows"] if row["metric"].startswith("the lost cell's conversations")
+    ]
+    alone, copied, drained = found
+    assert alone < copied < drained, "prompts that are copied, and the latest conversations with them"
 
 
 @pytest.mark.parametrize("nodes", ["", "0", "2,x"])

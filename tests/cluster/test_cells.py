@@ -71,6 +71,13 @@ class Front:
                         begun.set()
             return Reply(response.status, cell, None, events)
 
+    async def num_copied(self, cell: str) -> float:
+        """Hot prefixes that a cell has read from others."""
+        headers, name = {"Authorization": "Bearer sk-read"}, "moonpool_router_prefix_copies_total"
+        async with self.session.get(f"{self.url}/metrics", headers=headers) as response:
+            lines = (await response.text()).splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(f'{name}{{cell="{cell}"}}'))
+
     async def usable(self) -> set[str]:
         headers = {"Authorization": "Bearer sk-read"}
         async with self.session.get(f"{self.url}/v1/cluster", headers=headers) as response:
@@ -156,6 +163,31 @@ async def test_a_drained_cell_gets_nothing_new_and_is_used_again(front: Front) -
         return (await front.ask(f"{next(numbers)} {PROMPT * 8}")).cell == home
 
     await eventually(at_home)
+
+
+async def test_a_drained_cells_hot_prefix_is_found_where_its_requests_go(front: Front) -> None:
+    prompt = "The hot one. " + PROMPT * 20
+    home = (await front.ask(prompt)).cell
+    [other] = {"eu-1", "eu-2"} - {home}
+    before = await front.num_copied(other)
+    for _ in range(2):
+        assert (await front.ask(prompt)).cell == home, "it is not asked for so often that both have it"
+
+    async def copied() -> bool:
+        return await front.num_copied(other) > before
+
+    await eventually(copied)
+    cluster = front.cells[home]
+    async with cluster.client() as client:
+        await client.drain("both-0")
+    await front.until_usable(other, "us-1")
+    reply = await front.ask(prompt)
+    usage = reply.answer["usage"]
+    assert reply.cell == other
+    assert usage["prompt_tokens_details"]["cached_tokens"] > 0.9 * usage["prompt_tokens"] > 200
+    await cluster.children["both-0"].wait()
+    await cluster.restart("both-0")
+    await front.until_usable(*REGIONS)
 
 
 async def test_a_killed_cell_is_replaced_within_the_region_and_then_by_another(front: Front) -> None:
