@@ -16,7 +16,12 @@ moved = Counter(
     ["cell", "reason"],
 )
 broken = Counter(
-    "moonpool_router_broken_streams_total", "Streams that ended because their cell was lost", ["cell"]
+    "moonpool_router_broken_streams_total", "Streams that broke because their cell was lost", ["cell"]
+)
+continued = Counter(
+    "moonpool_router_continued_streams_total",
+    "Those of them that another cell went on with to their end, by the cell that was lost",
+    ["cell"],
 )
 prefixes = Counter(
     "moonpool_router_prefix_copies_total",
