@@ -29,6 +29,7 @@ from moonpool.conductor.api.streams.streaming import EventStream, error_event, n
 from moonpool.conductor.api.structure.tool_use import tool_at_fault
 from moonpool.conductor.api.transcript import transcribed
 from moonpool.conductor.cells.prefixes import prefix_digests
+from moonpool.conductor.cells.shares import limited
 from moonpool.conductor.observing.recent_requests import RequestRecord
 from moonpool.conductor.request import GenerateRequest
 from moonpool.conductor.tools.use import ToolUse
@@ -75,7 +76,7 @@ class GenerationExchange:
         self._adapter: node_pb2.Adapter | None = None
         self._digests: tuple[int, ...] = ()
         request_id.set(self._id)
-        self._client = http[PRINCIPAL].client
+        self._client = limited(http[PRINCIPAL].client, http.headers)
         self.record = RequestRecord(
             self._id,
             client_id,

@@ -27,6 +27,7 @@ from moonpool.conductor.cells import metrics
 from moonpool.conductor.cells.choice import Cell, candidates
 from moonpool.conductor.cells.client_stream import ClientStream
 from moonpool.conductor.cells.prefixes import prefix_digests
+from moonpool.conductor.cells.shares import SHARE_HEADER, TenantShares
 from moonpool.conductor.cells.watch import Cells, Door
 from moonpool.conductor.errors import OutsideRegions
 from moonpool.runtime.config.options import ConductorOptions
@@ -79,15 +80,19 @@ class _Asked:
     def digests(self) -> list[int]:
         return prefix_digests(self.body, self.client.salt(str(self.body.get("cache_salt") or "")))
 
-    def headers(self, cell: Cell) -> CIMultiDict[str]:
-        """``cell`` is in the id, and so in the ids of answers and conversations: see ``about``."""
+    def headers(self, cell: Cell, share: float) -> CIMultiDict[str]:
+        """``cell`` is in the id, and so in the ids of answers and conversations: see ``about``. ``share``: of
+        its tenant's requests that go there."""
         passed = _passed(self.http.headers)
         passed[REQUEST_ID_HEADER] = f"{cell.name}:{self.request_id}"[:_MOST_ID]
         if self.home:
             passed[REGION_HEADER] = self.home
-        passed.pop(PAST_HEADER, None)
+        for name in (PAST_HEADER, SHARE_HEADER):
+            passed.pop(name, None)
         if self.stream.can_carry:
             passed[PAST_HEADER] = "1"
+        if share < 1:
+            passed[SHARE_HEADER] = f"{share:.6f}"
         return passed
 
 
@@ -109,6 +114,7 @@ class Router:
         self._session = session
         self._options = options
         self._region = region
+        self._shares = TenantShares(time.monotonic)
 
     async def forward(self, http: web.Request) -> web.StreamResponse:
         """Pass a request on, to another cell if one is lost or full before the first byte of its answer."""
@@ -169,6 +175,7 @@ class Router:
     async def _attempt(self, asked: _Asked, cell: Cell, door: Door) -> tuple[web.StreamResponse | None, str]:
         """The answer, and why the next cell is to be asked instead; empty: the answer counts."""
         url = URL(door.url + asked.http.raw_path, encoded=True)
+        share = self._shares.count(asked.client, cell.name)
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self.cells.counted(cell, door))
             try:
@@ -178,7 +185,7 @@ class Router:
                             asked.http.method,
                             url,
                             data=asked.stream.body(asked.raw) or None,
-                            headers=asked.headers(cell),
+                            headers=asked.headers(cell, share),
                         )
                     )
                     streams = answer.content_type == _EVENTS
