@@ -50,6 +50,7 @@ from moonpool.conductor.planning.lease import PlannerLease
 from moonpool.conductor.planning.on_demand import OnDemand
 from moonpool.conductor.planning.planner import ACT, PERIOD_S, Planner, rules_of
 from moonpool.conductor.replication.copier import Replicator
+from moonpool.conductor.replication.offers import Offers
 from moonpool.conductor.request import GenerateRequest, TokenEvent
 from moonpool.conductor.requests.conversation_records import ConversationRecords
 from moonpool.conductor.requests.dependencies import RequestDependencies
@@ -224,6 +225,14 @@ class Conductor:
             on_demand=self._on_demand,
             clock=clock,
             rng=rng,
+        )
+        self.offers = Offers(
+            registry,
+            cost_model,
+            self._deps.replicator,
+            nbytes_per_s=options.replicate_nbytes_per_s,
+            block_size=model.block_size,
+            clock=clock,
         )
         self.fleet.before_stop = self._deps.replicator.hand_on
         registry.on_newcomer = self._deps.replicator.newcomer

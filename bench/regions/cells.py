@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -20,10 +20,16 @@ from moonpool.conductor.cells.prefixes import HotPrefixes
 from moonpool.runtime.reports.report import Row
 
 AFFINITY, GLOBAL, RANDOM = "affinity", "one global index", "random"
+# What others have of a cell that goes: nothing; its hot prefixes, copied while it served; and, of one that
+# drains, the latest conversations of its conductors as well.
+ALONE, RESERVE, DRAINED = "no copies", "hot prefixes copied", "drained, with all that its conductors know"
 _HOT: Final = 64  # prefixes of a summary
 _TURN_TOKENS, _MEAN_TURNS, _THINK_S, _SERVICE_S = 500, 5.0, 60.0, 6.0
 _APPS, _APP_TOKENS = 20_000, (200, 4000)  # prompts that conversations begin with, chosen by Zipf's law
 _WINDOW_S: Final = 10.0
+# As ``conductor.cells.spreading`` and ``conductor.replication`` do: a conductor knows 1,024 prefixes.
+_COPY_EVERY_S, _OFFERED = 10.0, 256
+_CONDUCTOR_PREFIXES, _CONDUCTOR_PER_S = 1024, 135.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,11 @@ class _Conversation:
     turn: int = 0
     cell: int = -1  # of its last turn
 
+    @property
+    def tokens(self) -> int:
+        """Of all its turns so far, beside the prompt that it began with."""
+        return self.turn * _TURN_TOKENS
+
 
 @dataclass(slots=True)
 class _Window:
@@ -69,21 +80,26 @@ class _Cache:
         self._used = 0.0
         self._held: OrderedDict[tuple[str, int], float] = OrderedDict()
 
-    def use(self, key: tuple[str, int], size: float) -> bool:
-        """Whether it was there; it is now, with ``size`` tokens."""
+    def use(self, key: tuple[str, int], size: float) -> float:
+        """The tokens that were there; ``size`` are now."""
         before = self._held.pop(key, None)
         self._held[key] = size
         self._used += size - (before or 0.0)
         while self._used > self._capacity:
             self._used -= self._held.popitem(last=False)[1]
-        return before is not None
+        return before or 0.0
+
+    def add(self, key: tuple[str, int], size: float) -> None:
+        """It is there now, as old as it was if it had been."""
+        if key not in self._held:
+            self.use(key, size)
 
 
 class CellsInTime:
     """One run with one routing. ``windows``: from the start of measuring on."""
 
-    def __init__(self, routing: str, settings: CellSettings) -> None:
-        self._routing, self._settings = routing, settings
+    def __init__(self, routing: str, settings: CellSettings, copies: str = ALONE) -> None:
+        self._routing, self._settings, self._copies = routing, settings, copies
         self._rng = random.Random(settings.seed)
         size = settings.num_nodes * settings.node_tokens / settings.sample
         number = 1 if routing == GLOBAL else settings.num_cells
@@ -97,6 +113,10 @@ class CellsInTime:
         self._in_flight = [0] * number
         self._ends: list[tuple[float, int]] = []
         self._apps = [self._rng.getrandbits(64) for _ in range(_APPS)]
+        self._app_of = {digest: app for app, digest in enumerate(self._apps)}
+        per_cell = settings.rate / settings.num_cells
+        known = _CONDUCTOR_PREFIXES * per_cell / _CONDUCTOR_PER_S / settings.sample
+        self._latest: deque[_Conversation] = deque(maxlen=max(round(known), 1))  # of the cell that goes
         self._app_tokens = [self._rng.randint(*_APP_TOKENS) for _ in range(_APPS)]
         self._weights = list(itertools.accumulate(1 / (one + 1) for one in range(_APPS)))
         self._lost = -1
@@ -110,7 +130,7 @@ class CellsInTime:
         new_per_s = given.rate / given.sample / _MEAN_TURNS
         order = itertools.count()
         turns: list[tuple[float, int, _Conversation]] = []
-        next_new_s, next_poll_s = self._rng.expovariate(new_per_s), 0.0
+        next_new_s, next_poll_s, next_copy_s = self._rng.expovariate(new_per_s), 0.0, _COPY_EVERY_S
         while self._now_s < end_s:
             if turns and turns[0][0] < next_new_s:
                 self._now_s, _, one = heapq.heappop(turns)
@@ -122,6 +142,10 @@ class CellsInTime:
             while next_poll_s <= self._now_s:
                 self._poll(next_poll_s)
                 next_poll_s += 1.0
+            if self._now_s >= next_copy_s and self._copies != ALONE:
+                next_copy_s += _COPY_EVERY_S
+                for number in range(len(self._cells)):
+                    self._copy_hot(number)
             self._serve(one)
             if one.turns_left:
                 turn = self._now_s + self._rng.expovariate(1 / _THINK_S)
@@ -136,9 +160,32 @@ class CellsInTime:
 
     def _lose(self, number: int) -> None:
         """Connections are refused at once; its requests in flight are not sent again here."""
+        if self._copies == DRAINED:
+            for one in self._latest:
+                # As its conductors know it: what there was when its last turn came.
+                known, digests = one.tokens - _TURN_TOKENS, [self._apps[one.app], one.digest]
+                self._copy(number, digests, ("conversation", one.digest), known)
         self._lost, cell = number, self._cells[number]
         cell.usable, cell.hot, cell.requests_per_s, cell.num_requests = False, {}, 0.0, 0.0
         self._region.refresh(cell)
+
+    def _copy_hot(self, number: int) -> None:
+        """The hottest prompts of a cell, to the cell that their requests go to without it."""
+        if number == self._lost:
+            return
+        for digest, _ in self._hot[number].rates(_OFFERED)[1]:
+            if (app := self._app_of.get(digest)) is not None:
+                tokens = self._app_tokens[app] / self._settings.sample
+                self._copy(number, [digest], ("app", app), tokens)
+
+    def _copy(self, number: int, digests: Sequence[int], key: tuple[str, int], tokens: float) -> None:
+        order = self._region.order(digests)
+        target = next((one for one in order if one is not self._cells[number]), None)
+        if target is not None:
+            self._caches[self._number_of(target)].add(key, tokens)
+
+    def _number_of(self, cell: Cell) -> int:
+        return int(cell.name.removeprefix("cell-"))
 
     def _poll(self, at_s: float) -> None:
         """What a router learns once a second: others' requests in between are unknown to it."""
@@ -169,17 +216,16 @@ class CellsInTime:
         if self._routing == RANDOM:
             return self._rng.randrange(len(self._cells))
         digests = [self._apps[one.app], one.digest]
-        chosen = self._region.order(digests)[0]
-        number = int(chosen.name.removeprefix("cell-"))
+        number = self._number_of(self._region.order(digests)[0])
         self._hot[number].count(digests)
         return number
 
     def _serve(self, one: _Conversation) -> None:
         number = self._choose(one)
         cache, shared = self._caches[number], self._app_tokens[one.app]
-        own = one.turn * _TURN_TOKENS
-        hit = shared * cache.use(("app", one.app), shared / self._settings.sample)
-        hit += own * cache.use(("conversation", one.digest), own + _TURN_TOKENS)
+        own = one.tokens
+        hit: float = shared * (cache.use(("app", one.app), shared / self._settings.sample) > 0)
+        hit += min(own, cache.use(("conversation", one.digest), own + _TURN_TOKENS))
         asked = shared + own + _TURN_TOKENS
         self._in_flight[number] += 1
         heapq.heappush(self._ends, (self._now_s + self._rng.expovariate(1 / _SERVICE_S), number))
@@ -192,6 +238,8 @@ class CellsInTime:
                 window.num_requests += 1
                 window.num_moved += number != one.cell
         one.turn, one.turns_left, one.cell = one.turn + 1, one.turns_left - 1, number
+        if number == 0 and one.turns_left:
+            self._latest.append(one)
 
 
 def simulated(run: Run, settings: CellSettings) -> Iterator[Row]:
@@ -208,6 +256,13 @@ def simulated(run: Run, settings: CellSettings) -> Iterator[Row]:
             moved = sum(one.num_moved for one in before) / max(sum(one.num_requests for one in before), 1)
             yield Row(f"{size}: {routing}", "turns in another cell than the last", moved, "fraction")
             yield from _loss(f"{size}: {routing}", before, cells.windows[num_before:])
+    for copies in (RESERVE, DRAINED):
+        case = f"{size}: {AFFINITY}, {copies}"
+        run.say(case)
+        cells = CellsInTime(AFFINITY, settings, copies)
+        cells.run()
+        yield Row(case, "prompt tokens from caches", _hit_ratio(cells.windows[:num_before]), "fraction")
+        yield _displaced(case, cells.windows[num_before:])
 
 
 def _loss(case: str, before: Sequence[_Window], after: Sequence[_Window]) -> Iterator[Row]:
@@ -221,14 +276,17 @@ def _loss(case: str, before: Sequence[_Window], after: Sequence[_Window]) -> Ite
             )
             worst = max(loads)
             yield Row(f"{case}, a cell lost, {name}", "busiest cell over the average, most", worst, "×")
-    asked = sum(one.displaced_asked for one in after)
-    hit = sum(one.displaced_hit for one in after)
-    yield Row(
-        case, "the lost cell's conversations: from caches at the next turn", hit / max(asked, 1), "fraction"
-    )
+    yield _displaced(case, after)
     tolerated = min(_hit_ratio([one]) for one in before)
     back = next((at for at, one in enumerate(after) if _hit_ratio([one]) >= tolerated), len(after))
     yield Row(case, "windows of 10 s until the hit ratio is as before", back, "windows")
+
+
+def _displaced(case: str, after: Sequence[_Window]) -> Row:
+    asked = sum(one.displaced_asked for one in after)
+    hit = sum(one.displaced_hit for one in after)
+    metric = "the lost cell's conversations: from caches at the next turn"
+    return Row(case, metric, hit / max(asked, 1), "fraction")
 
 
 def _hit_ratio(windows: Sequence[_Window]) -> float:

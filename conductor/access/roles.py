@@ -90,6 +90,8 @@ PERMITTED: Final = {
     "GET /v1/benchmarks/{name}": _OVERVIEW,
     "GET /v1/cluster": _CLUSTER,
     "GET /v1/cell": _CLUSTER,
+    "GET /v1/cell/prefixes": _CLUSTER,
+    "POST /v1/cell/prefixes": _CLUSTER,  # what is sent has the cluster's seal
     "POST /v1/load_lora_adapter": _ADMINISTRATION,
     "POST /v1/unload_lora_adapter": _ADMINISTRATION,
     "GET /v1/fleet": _CLUSTER,

@@ -38,6 +38,12 @@ class TokenBucket:
         self._refill(now_s)
         return 0.0 if self._left > 0 else (1 - self._left) / self._per_s
 
+    def resize(self, tokens_per_minute: int, now_s: float) -> None:
+        """A larger bucket is filled from now on; of a smaller one the rest runs over."""
+        self._refill(now_s)
+        self._size, self._per_s = float(tokens_per_minute), tokens_per_minute / 60
+        self._left = min(self._left, self._size)
+
     def use(self, num_tokens: int, now_s: float) -> None:
         self._refill(now_s)
         self._left -= num_tokens
@@ -178,7 +184,11 @@ class Admission:
         return ""
 
     def _check_tokens(self, client: Tenant) -> None:
-        if client.tokens_per_minute and (wait_s := self._bucket(client).wait_s(self._clock())):
+        if not client.tokens_per_minute:
+            return
+        bucket, now_s = self._bucket(client), self._clock()
+        bucket.resize(client.tokens_per_minute, now_s)  # its part in this cell changes
+        if wait_s := bucket.wait_s(now_s):
             reason = f"tenant {client.name} has used its {client.tokens_per_minute} tokens a minute"
             raise RequestRejected(reason, retry_after_s=wait_s, stage="limit")
 

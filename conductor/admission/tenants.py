@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Literal
 
 INTERACTIVE: Literal["interactive"] = "interactive"
@@ -34,6 +35,12 @@ class Tenant:
     slo_tbt_s: float = 0.0
     regions: Regions = EVERYWHERE  # that its prompts and KV are confined to
     home_region: str = ""  # where its requests come from; empty: the conductor's
+
+    def limited_to(self, share: float) -> Tenant:
+        """With this part of its limits, rounded up: a limit stays one."""
+        parts = (math.ceil(limit * share) for limit in (self.max_requests, self.tokens_per_minute))
+        max_requests, tokens_per_minute = parts
+        return replace(self, max_requests=max_requests, tokens_per_minute=tokens_per_minute)
 
     @property
     def confinement(self) -> str:

@@ -101,7 +101,7 @@ def forbidden(why: str) -> ApiError:
 
 def draining() -> ApiError:
     """503: this conductor is draining."""
-    return _unavailable("the conductor is draining: send the request to another one", "draining")
+    return unavailable("the conductor is draining: send the request to another one", "draining")
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -116,11 +116,11 @@ def as_api_error(error: Exception) -> ApiError:
                 429, str(error), kind="rate_limit_error", code="rate_limit_exceeded", headers=wait
             )
         case NoNodes():
-            return _unavailable(str(error), "no_nodes", error.retry_after_s)
+            return unavailable(str(error), "no_nodes", error.retry_after_s)
         case OutsideRegions():
-            return _unavailable(str(error), "outside_regions")
+            return unavailable(str(error), "outside_regions")
         case ConductorClosed():
-            return _unavailable(str(error), "draining")
+            return unavailable(str(error), "draining")
         case NoStructures() | StructureUnsupported():
             return ApiError(501, str(error), kind="not_implemented_error", code="structure_unsupported")
         case StructureInvalid():
@@ -157,11 +157,11 @@ def as_api_error(error: Exception) -> ApiError:
         case AdapterMissing():
             return ApiError(404, str(error), code="model_not_found")
         case AdapterFailed():
-            return _unavailable(str(error), "adapter_failed")
+            return unavailable(str(error), "adapter_failed")
         case ProviderFailed():
-            return _unavailable(str(error), "provider_failed")
+            return unavailable(str(error), "provider_failed")
         case IndexUnavailable():
-            return _unavailable(str(error), "index_unavailable")
+            return unavailable(str(error), "index_unavailable")
         case web.HTTPException():
             return _from_http(error)
         case ConnectionError():
@@ -180,7 +180,8 @@ def name_of(error: Exception) -> str:
     return (isinstance(error, ApiError) and error.error_code) or type(error).__name__
 
 
-def _unavailable(message: str, code: str, retry_after_s: float = 1.0) -> ApiError:
+def unavailable(message: str, code: str, retry_after_s: float = 1.0) -> ApiError:
+    """503: the same request may succeed later, or elsewhere."""
     wait = {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
     return ApiError(503, message, kind="service_unavailable_error", code=code, headers=wait)
 

@@ -29,6 +29,7 @@ from moonpool.conductor.api.streams.streaming import EventStream, error_event, n
 from moonpool.conductor.api.structure.tool_use import tool_at_fault
 from moonpool.conductor.api.transcript import transcribed
 from moonpool.conductor.cells.prefixes import prefix_digests
+from moonpool.conductor.cells.shares import limited
 from moonpool.conductor.observing.recent_requests import RequestRecord
 from moonpool.conductor.request import GenerateRequest
 from moonpool.conductor.tools.use import ToolUse
@@ -73,8 +74,9 @@ class GenerationExchange:
         self._draft: Draft | None = None  # of the model whose turn it is
         self._beats: Heartbeats | None = None
         self._adapter: node_pb2.Adapter | None = None
+        self._digests: tuple[int, ...] = ()
         request_id.set(self._id)
-        self._client = http[PRINCIPAL].client
+        self._client = limited(http[PRINCIPAL].client, http.headers)
         self.record = RequestRecord(
             self._id,
             client_id,
@@ -152,7 +154,8 @@ class GenerationExchange:
         body = parse(schema, given if translate is None else await translate(given))
         if self._context.hot.is_wanted:
             salt = self._client.salt(str(given.get("cache_salt") or ""))
-            self._context.hot.count(prefix_digests(given, salt))
+            self._digests = tuple(prefix_digests(given, salt))
+            self._context.hot.count(self._digests)
         tiers = Tiers.of(self._lanes, body, self._client.name)
         if tiers is None:
             assert body.model is not None
@@ -301,6 +304,7 @@ class GenerationExchange:
                     adapter=self._adapter,
                     cache_hint=body.cache_hint.hint if body.cache_hint else None,
                     origin=self._http.headers.get(REGION_HEADER) or self._client.home_region,
+                    digests=self._digests,
                 )
                 choice = Choice(len(runs), prompt, body, context.tokenizer, tools)
                 run = SequenceRun(request, choice, leader)

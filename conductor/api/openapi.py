@@ -228,6 +228,10 @@ def _paths() -> dict[str, Any]:
                 "Have a node drain, and serve another model", moved, 404, 409, 503, node="path", name="path"
             )
         },
+        "/v1/cell/prefixes": {
+            "get": _page("Hot prefixes, for other cells", _object(prefixes=_list_of(anything))),
+            "post": _page("Read hot prefixes of another cell", _object(copied=_INTEGER), 400),
+        },
         "/v1/fleet/drain/{node}": {"post": _page("Drain and end a node", ending, 404, 503, node="path")},
         "/v1/fleet/rollout": {
             "get": _page("The latest rollout", anything),

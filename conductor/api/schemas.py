@@ -70,6 +70,16 @@ class StreamOptions(_Schema):
     resumable: bool = False  # events have ids: see ``api.resume``
 
 
+class CarriedPast(BaseModel):
+    """See ``api.streams.carried``: of a stream that another cluster began."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    name: str = Field(max_length=64)
+    at: str = Field(max_length=1024)
+    entries: list[str]
+
+
 class CacheHintField(BaseModel):
     """See ``conductor.request.CacheHint``."""
 
@@ -124,6 +134,7 @@ class GenerationBody(_Schema):
     user: str | None = None
     cache_salt: str = ""
     cache_hint: CacheHintField | None = None
+    past: CarriedPast | None = None  # sent by routers of cells
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     service_tier: Literal["auto", "default", "priority", "flex"] = "auto"  # flex: the batch class

@@ -11,6 +11,7 @@ import aiohttp
 from moonpool.conductor.access.gate import Gate
 from moonpool.conductor.cells.router import Router
 from moonpool.conductor.cells.server import create_app
+from moonpool.conductor.cells.spreading import Spreading
 from moonpool.conductor.cells.watch import CellEntry, Cells
 from moonpool.conductor.costs.regions import RegionLinks
 from moonpool.runtime.config.options import Config
@@ -27,6 +28,7 @@ async def main(config: Config, service: ServiceContext) -> None:
     options = config.conductor
     entries = [CellEntry.parse(text) for text in (*config.router.cells, *service.arguments.cell)]
     cells = Cells(entries, config.router.read_key, RegionLinks.parse(options.region_links))
+    spreading = Spreading(cells)
     gate = Gate.load(options.tenants_path)
     encrypted = any(url.startswith("https:") for entry in entries for url in entry.urls)
     session = aiohttp.ClientSession(
@@ -50,6 +52,7 @@ async def main(config: Config, service: ServiceContext) -> None:
         site, scheme = await listen(runner, options)
         try:
             cells.start(session)
+            spreading.start()
             url = f"{scheme}://{reachable(options.host)}:{runner.addresses[0][1]}"
             service.ready(url=url, metrics_url=f"{url}/metrics")
             await service.draining.wait()
@@ -59,6 +62,7 @@ async def main(config: Config, service: ServiceContext) -> None:
             await site.stop()
         finally:
             await runner.cleanup()  # waits for running requests
+            await spreading.close()
             await cells.close()
 
 

@@ -16,7 +16,17 @@ moved = Counter(
     ["cell", "reason"],
 )
 broken = Counter(
-    "moonpool_router_broken_streams_total", "Streams that ended because their cell was lost", ["cell"]
+    "moonpool_router_broken_streams_total", "Streams that broke because their cell was lost", ["cell"]
+)
+continued = Counter(
+    "moonpool_router_continued_streams_total",
+    "Those of them that another cell went on with to their end, by the cell that was lost",
+    ["cell"],
+)
+prefixes = Counter(
+    "moonpool_router_prefix_copies_total",
+    "Hot prefixes of other cells that a cell has read when this router offered them, by that cell",
+    ["cell"],
 )
 usable = Gauge("moonpool_router_cell_usable", "1 while the cell gets requests", ["cell"])
 in_flight = Gauge(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 import secrets
@@ -20,12 +19,15 @@ from yarl import URL
 from moonpool.conductor.access.gate import PRINCIPAL, Gate
 from moonpool.conductor.admission.confinement import is_in, refused
 from moonpool.conductor.admission.tenants import Tenant, may_hold
-from moonpool.conductor.api.errors import ApiError, draining
+from moonpool.conductor.api.errors import ApiError, draining, unavailable
 from moonpool.conductor.api.request_body import read_object
-from moonpool.conductor.api.streams.resume import HANDED_OVER, LAST_EVENT_ID
+from moonpool.conductor.api.streams.carried import PAST_HEADER
+from moonpool.conductor.api.streams.resume import LAST_EVENT_ID
 from moonpool.conductor.cells import metrics
 from moonpool.conductor.cells.choice import Cell, candidates
+from moonpool.conductor.cells.client_stream import ClientStream
 from moonpool.conductor.cells.prefixes import prefix_digests
+from moonpool.conductor.cells.shares import SHARE_HEADER, TenantShares
 from moonpool.conductor.cells.watch import Cells, Door
 from moonpool.conductor.errors import OutsideRegions
 from moonpool.runtime.config.options import ConductorOptions
@@ -39,6 +41,7 @@ _MOST_ID: Final = 128
 _CLIENT_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # those that conductors take
 _EVENTS: Final = "text/event-stream"
 _FULL: Final = (429, 503)
+_BROKEN: Final = "lost in the middle of a stream"
 # Of a cell that does not have the stream of Last-Event-ID.
 _UNKNOWN: Final = (403, 404, 410)
 _NOT_PASSED: Final = frozenset(
@@ -57,16 +60,12 @@ class _Asked:
     client: Tenant
     home: str  # region
     request_id: str
+    stream: ClientStream
 
     @property
     def resumes(self) -> bool:
         """Whether it continues a stream, of which only one cell knows."""
         return LAST_EVENT_ID in self.http.headers
-
-    @property
-    def can_resume(self) -> bool:
-        options = self.body.get("stream_options")
-        return isinstance(options, dict) and options.get("resumable") is True
 
     @property
     def about(self) -> str:
@@ -81,12 +80,19 @@ class _Asked:
     def digests(self) -> list[int]:
         return prefix_digests(self.body, self.client.salt(str(self.body.get("cache_salt") or "")))
 
-    def headers(self, cell: Cell) -> CIMultiDict[str]:
-        """``cell`` is in the id, and so in the ids of answers and conversations: see ``about``."""
+    def headers(self, cell: Cell, share: float) -> CIMultiDict[str]:
+        """``cell`` is in the id, and so in the ids of answers and conversations: see ``about``. ``share``: of
+        its tenant's requests that go there."""
         passed = _passed(self.http.headers)
         passed[REQUEST_ID_HEADER] = f"{cell.name}:{self.request_id}"[:_MOST_ID]
         if self.home:
             passed[REGION_HEADER] = self.home
+        for name in (PAST_HEADER, SHARE_HEADER):
+            passed.pop(name, None)
+        if self.stream.can_carry:
+            passed[PAST_HEADER] = "1"
+        if share < 1:
+            passed[SHARE_HEADER] = f"{share:.6f}"
         return passed
 
 
@@ -108,6 +114,7 @@ class Router:
         self._session = session
         self._options = options
         self._region = region
+        self._shares = TenantShares(time.monotonic)
 
     async def forward(self, http: web.Request) -> web.StreamResponse:
         """Pass a request on, to another cell if one is lost or full before the first byte of its answer."""
@@ -120,15 +127,27 @@ class Router:
         home = http.headers.get(REGION_HEADER) or client.home_region or self._region
         given = http.headers.get(REQUEST_ID_HEADER, "")
         request_id = given if _CLIENT_ID.fullmatch(given) else secrets.token_hex(12)
-        asked = _Asked(http, body, await http.read(), client, home, request_id)
+        stream = ClientStream(http, body, self._options.write_timeout_s)
+        asked = _Asked(http, body, await http.read(), client, home, request_id, stream)
         first: web.StreamResponse | None = None
+        lost: Cell | None = None  # in the middle of the stream
         for cell, door in self._attempts(asked):
             answer, reason = await self._attempt(asked, cell, door)
             if answer is not None and not reason:
+                if lost is not None:
+                    metrics.continued.labels(lost.name).inc()
                 return answer
             first = first or answer
-            metrics.moved.labels(cell.name, reason).inc()
+            if reason == _BROKEN:
+                metrics.broken.labels(cell.name).inc()
+                lost = lost or cell
+                if not asked.stream.can_go_on:
+                    break
+            else:
+                metrics.moved.labels(cell.name, reason).inc()
             log.info("request %s: cell %s is %s, trying the next one", asked.request_id, cell.name, reason)
+        if lost is not None:
+            return await asked.stream.close(asked.stream.break_off(_cell_lost(lost).body()))
         if first is None:
             raise _no_cells(asked)
         return first
@@ -156,13 +175,17 @@ class Router:
     async def _attempt(self, asked: _Asked, cell: Cell, door: Door) -> tuple[web.StreamResponse | None, str]:
         """The answer, and why the next cell is to be asked instead; empty: the answer counts."""
         url = URL(door.url + asked.http.raw_path, encoded=True)
+        share = self._shares.count(asked.client, cell.name)
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self.cells.counted(cell, door))
             try:
                 async with door.waiting():
                     answer = await stack.enter_async_context(
                         self._session.request(
-                            asked.http.method, url, data=asked.raw or None, headers=asked.headers(cell)
+                            asked.http.method,
+                            url,
+                            data=asked.stream.body(asked.raw) or None,
+                            headers=asked.headers(cell, share),
                         )
                     )
                     streams = answer.content_type == _EVENTS
@@ -176,45 +199,23 @@ class Router:
             reason = "full" if answer.status in _FULL else ""
             if asked.resumes and answer.status in _UNKNOWN:
                 reason = "unknown"
+            if asked.stream.response is not None and not (streams and answer.status == 200):
+                log.warning(
+                    "request %s: cell %s does not go on: %s", asked.request_id, cell.name, first[:256]
+                )
+                return None, reason or "unknown"
             headers = _passed(answer.headers)
             headers.update({REQUEST_ID_HEADER: asked.request_id, CELL_HEADER: cell.name})
             if not reason:
                 metrics.requests.labels(cell.name, str(answer.status)).inc()
             if not streams:
                 return web.Response(status=answer.status, headers=headers, body=first), reason
-            response = web.StreamResponse(status=answer.status, headers=headers)
-            await response.prepare(asked.http)
-            await self._stream(response, first, answer, asked, cell)
-            return response, ""
-
-    async def _stream(
-        self,
-        response: web.StreamResponse,
-        chunk: bytes,
-        answer: aiohttp.ClientResponse,
-        asked: _Asked,
-        cell: Cell,
-    ) -> None:
-        """Pass the events on, from ``chunk`` on."""
-        while chunk:
-            try:
-                async with asyncio.timeout(self._options.write_timeout_s):
-                    await response.write(chunk)
-            except TimeoutError:
-                if (transport := asked.http.transport) is not None:
-                    transport.abort()
-                raise ConnectionResetError("the client does not read its stream") from None
-            try:
-                chunk = await answer.content.readany()
-            except (aiohttp.ClientError, OSError) as error:
+            if why := await asked.stream.pass_on(answer, first, headers):
                 log.warning(
-                    "request %s: cell %s was lost in its stream: %s", asked.request_id, cell.name, error
+                    "request %s: cell %s was lost in its stream: %s", asked.request_id, cell.name, why
                 )
-                metrics.broken.labels(cell.name).inc()
-                chunk = HANDED_OVER if asked.can_resume else b"data: " + _cell_lost(cell).body() + b"\n\n"
-                await response.write(chunk)
-                break
-        await response.write_eof()
+                return None, _BROKEN
+            return await asked.stream.close(), ""
 
 
 def _passed(headers: Mapping[str, str]) -> CIMultiDict[str]:
@@ -225,20 +226,12 @@ def _passed(headers: Mapping[str, str]) -> CIMultiDict[str]:
 def _no_cells(asked: _Asked) -> ApiError:
     why = f": {asked.client.confinement}" if asked.client.regions else ""
     kept = f" that has {asked.about[:128]}" if asked.about else ""
-    return ApiError(
-        503,
-        f"no cell{kept} takes requests now{why}",
-        kind="service_unavailable_error",
-        code="no_cells",
-        headers={"Retry-After": "1"},
-    )
+    return unavailable(f"no cell{kept} takes requests now{why}", "no_cells")
 
 
 def _cell_lost(cell: Cell) -> ApiError:
-    return ApiError(
-        503,
-        f"cell {cell.name} was lost in the middle of this stream: what came is valid, and no other cell can "
-        "go on with it; send the request anew",
-        kind="service_unavailable_error",
-        code="cell_lost",
+    return unavailable(
+        f"cell {cell.name} was lost in the middle of this stream: what came is valid, and no other cell "
+        "could go on with it; send the request anew",
+        "cell_lost",
     )

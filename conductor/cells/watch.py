@@ -169,12 +169,21 @@ class Cells:
                 self.lost(cell, door, str(error) or type(error).__name__)
             await asyncio.sleep(_ASK_EVERY_S)
 
-    async def _ask(self, door: Door) -> dict[str, Any]:
+    async def call(
+        self, door: Door, method: str, path: str, body: object = None, *, limit_s: float = _ANSWER_S
+    ) -> dict[str, Any]:
+        """Ask a conductor for JSON. Raises ``TimeoutError``, ``aiohttp.ClientError``, ``ValueError``."""
         assert self._session is not None
-        limit = aiohttp.ClientTimeout(total=_ANSWER_S)
-        async with self._session.get(f"{door.url}/v1/cell", headers=self._headers, timeout=limit) as answer:
+        data = None if body is None else orjson.dumps(body)
+        limit = aiohttp.ClientTimeout(total=limit_s)
+        url, headers = door.url + path, self._headers
+        async with self._session.request(method, url, data=data, headers=headers, timeout=limit) as answer:
             answer.raise_for_status()
             said: dict[str, Any] = orjson.loads(await answer.read())
+            return said
+
+    async def _ask(self, door: Door) -> dict[str, Any]:
+        said = await self.call(door, "GET", "/v1/cell")
         for name in ("num_conductors", "num_nodes", "num_requests", "requests_per_s"):
             said[name] = float(said[name])
         said["hot"] = {int(digest): float(per_s) for digest, per_s in said["hot"]}

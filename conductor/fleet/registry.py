@@ -115,6 +115,11 @@ class NodeRegistry:
         """The block layout of this cluster; None before the first node joined."""
         return self._layouts[self._identity[1]] if self._identity else None
 
+    @property
+    def identity(self) -> tuple[str, str] | None:
+        """Model, with its revision, and layout of the nodes in use; None before the first node joined."""
+        return self._identity
+
     def root_key(self, tenant: str) -> bytes | None:
         """The root of a tenant's block keys; None before the first node joined."""
         chain = self.chain(tenant)

@@ -31,6 +31,7 @@ from moonpool.conductor.replication.copy_plan import (
 from moonpool.conductor.replication.heat import Heat, HotChain
 from moonpool.conductor.replication.prefix_tree import CHAINS, prefix_tree, told
 from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.protos import node_pb2
 from moonpool.runtime.errors import MoonpoolError
 from moonpool.runtime.service.vital import cancel_and_wait, restarted
 
@@ -97,10 +98,12 @@ class Replicator:
         prefixes: Mapping[str, int],
         compute_s: float,
         client: Tenant = ANYONE,
+        digests: Sequence[int] = (),
     ) -> None:
-        """A request with these keys was placed; ``prefixes``: leading blocks of it on each node."""
+        """A request with these keys was placed; ``prefixes``: leading blocks of it on each node. ``digests``:
+        see ``Heat.touch``."""
         heat = self._scope_of(client).heat
-        heat.touch(keys[: longest_blocks(prefixes)], self._clock(), compute_s)
+        heat.touch(keys[: longest_blocks(prefixes)], self._clock(), compute_s, digests)
 
     def count(self, keys: Sequence[BlockKey], num_used: int, client: Tenant) -> None:
         """See ``Heat.count``: once for each request, before ``note``."""
@@ -118,6 +121,16 @@ class Replicator:
             (scope, chain) for scope in self._scopes.values() for chain in scope.heat.hottest(count, now_s)
         ]
         return sorted(chains, key=lambda one: -one[0].heat.uses(one[1], now_s))[:count]
+
+    def hottest(self, count: int, *, used_again: bool) -> list[tuple[Regions, HotChain]]:
+        """The hottest chains with the regions that they are confined to. ``used_again``: those alone that
+        were used more than once lately."""
+        now_s = self._clock()
+        return [
+            (scope.regions, chain)
+            for scope, chain in self._hottest(count, now_s)
+            if not used_again or scope.heat.uses(chain, now_s) >= USED_AGAIN
+        ]
 
     def tree(self) -> list[dict[str, Any]]:
         """The hottest prefixes, for the dashboard: see ``prefix_tree.told``. Up to ``_TREE_S`` old."""
@@ -277,10 +290,19 @@ class Replicator:
         # Since it was planned, a node may have left and another one elsewhere may have its name.
         if not all(may_hold(scope.regions, one.record.region) for one in (source, target)):
             return False
-        links, now_s = self._cost_model.links, self._clock()
-        links.begin(copy.source, copy.target, copy.nbytes, now_s)
+        return await self.read(copy, address)
+
+    async def read(self, copy: Copy, address: node_pb2.KvAddress, *, surplus: bool = True) -> bool:
+        """Have the target of ``copy`` read it from ``address``, of a node of this cluster or another one.
+
+        ``surplus``: see ``NodeClient.replicate``. Returns whether anything was copied.
+        """
+        target, links = self._registry.members.get(copy.target), self._cost_model.links
+        if target is None:
+            return False
+        links.begin(copy.source, copy.target, copy.nbytes, self._clock())
         try:
-            reply = await target.client.replicate(address, copy.keys, _DEADLINE_S)
+            reply = await target.client.replicate(address, copy.keys, _DEADLINE_S, surplus=surplus)
         except MoonpoolError as error:
             core_metrics.hot_copies.labels("failed").inc()
             log.info("%d hot blocks were not copied to %s: %s", copy.num_blocks, copy.target, error)

@@ -129,14 +129,10 @@ def plan_replication(
         target = _target(chain, will_hold, fleet, idle_first, taken)
         if target is None:
             continue
-        part = _part(chain.keys, source, target.node_id, will_hold, shape, budget_nbytes)
+        part = next_part(chain.keys, source, target.node_id, will_hold, shape, budget_nbytes)
         if part is None:
             continue
-        num_tokens = part.num_blocks * shape.block_size
-        held_tokens = len(part.keys) * shape.block_size - num_tokens
-        compute_s = target.cost.prefill_s(num_tokens, held_tokens, now_s)
-        transfer_s = links.seconds(source, target.node_id, part.nbytes, now_s)
-        if transfer_s + links.egress_s(source, target.node_id, part.nbytes) >= compute_s:
+        if not pays(part, target, links, shape, now_s):
             continue
         budget_nbytes -= part.nbytes
         busy[source] = busy.get(source, 0.0) + part.nbytes
@@ -170,7 +166,7 @@ def plan_warming(
         ]
         for copy in copies:
             held[target] = max(held.get(target, 0), _common_blocks(copy.keys, chain.keys))
-        part = _part(chain.keys, min(have), target, held, shape, budget_nbytes) if have else None
+        part = next_part(chain.keys, min(have), target, held, shape, budget_nbytes) if have else None
         if part is not None and target not in have:
             budget_nbytes -= part.nbytes
             copies.append(part)
@@ -205,7 +201,7 @@ def plan_store_copies(
         if not near:
             continue
         target = near[int.from_bytes(chain.keys[0][:8], "little") % len(near)]
-        part = _part(chain.keys, min(have), target, held, shape, budget_nbytes)
+        part = next_part(chain.keys, min(have), target, held, shape, budget_nbytes)
         if part is not None:
             budget_nbytes -= part.nbytes
             copies.append(part)
@@ -243,7 +239,16 @@ def copies_wanted(heat: Heat, chain: HotChain, now_s: float, factor: float = 1.0
     return math.ceil(factor * heat.nodes_worth(chain, now_s) / _BUSY_PART)
 
 
-def _part(
+def pays(copy: Copy, target: NodeView, links: LinkModel, shape: Shape, now_s: float) -> bool:
+    """Whether reading its blocks takes the target less, egress included, than computing them once."""
+    num_tokens = copy.num_blocks * shape.block_size
+    held_tokens = len(copy.keys) * shape.block_size - num_tokens
+    transfer_s = links.seconds(copy.source, copy.target, copy.nbytes, now_s)
+    transfer_s += links.egress_s(copy.source, copy.target, copy.nbytes)
+    return transfer_s < target.cost.prefill_s(num_tokens, held_tokens, now_s)
+
+
+def next_part(
     keys: tuple[BlockKey, ...],
     source: str,
     target: str,

@@ -6,6 +6,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from moonpool.kvstore.blocks.keys import BlockKey
 
@@ -25,6 +26,7 @@ class HotChain:
     hits: int = 0  # requests that began with all of it, and had it from a cache
     misses: int = 0  # and computed some of it
     tenant: str = ""  # of the latest of those: keys are of one tenant
+    digests: tuple[int, ...] = ()  # its beginning as routers of cells know it: see ``cells.prefixes``
 
 
 class Heat:
@@ -41,8 +43,15 @@ class Heat:
     def __len__(self) -> int:
         return len(self._chains)
 
-    def touch(self, keys: Sequence[BlockKey], now_s: float, compute_s: float = 0.0) -> None:
-        """A request was placed. ``keys``: its longest prefix on any node; ``compute_s``: of the rest."""
+    def touch(
+        self,
+        keys: Sequence[BlockKey],
+        now_s: float,
+        compute_s: float = 0.0,
+        digests: Sequence[int] = (),
+    ) -> None:
+        """A request was placed. ``keys``: its longest prefix on any node; ``compute_s``: of the rest;
+        ``digests``: of the request, if somebody wants them."""
         if not keys:
             return
         chain = self._chains.get(keys[-1])
@@ -54,6 +63,9 @@ class Heat:
         chain.heat = chain.heat * fade + 1.0
         chain.work_s = chain.work_s * fade + compute_s
         chain.at_s = now_s
+        if digests:
+            # Those that all its requests have in common; of requests that only templates make alike: none.
+            chain.digests = _common(chain.digests, digests) or tuple(digests)
 
     def count(self, keys: Sequence[BlockKey], num_used: int, tenant: str) -> None:
         """A request was placed; its first ``num_used`` blocks are not computed. A look-up for each block."""
@@ -98,3 +110,10 @@ class Heat:
     def _forget(self, now_s: float) -> None:
         kept = self.hottest(3 * self._capacity // 4, now_s)
         self._chains = {chain.keys[-1]: chain for chain in kept}
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
+    """The leading elements of both."""
+    return tuple(
+        first for first, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    )

@@ -204,7 +204,8 @@ class RequestPlacer:
             self.spent.known_tokens = self.prefix.known_tokens
             num_used = estimate.prefix_tokens // deps.model.block_size
             deps.replicator.count(self._lineage.keys, num_used, client)
-        deps.replicator.note(self._lineage.keys, self._prefixes, estimate.compute_s, client)
+        digests = self._request.digests
+        deps.replicator.note(self._lineage.keys, self._prefixes, estimate.compute_s, client, digests)
 
     def _attempt(self, plan: AttemptPlan) -> Attempt:
         deps, request = self._deps, self._request

@@ -80,6 +80,13 @@ class StreamRecord:
     renewed_s: float = 0.0
     ended: bool = False
 
+    @classmethod
+    def new(cls, head: StreamHead, token: str, place: str, on_news: Callable[[], None]) -> StreamRecord:
+        """Of a stream without tokens."""
+        num = len(head.seeds)
+        tokens: list[list[int]] = [[] for _ in range(num)]
+        return cls(token, place, orjson.dumps(asdict(head)), tokens, [0] * num, [0] * num, on_news)
+
     def add(self, choice: int, token_id: int, cached: int) -> None:
         """A token that does not end its choice. ``cached``: tokens of the prompt that were."""
         self.tokens[choice].append(token_id)
@@ -133,17 +140,9 @@ class StreamRecords:
 
     def begin(self, head: StreamHead) -> StreamRecord:
         """Record a new stream, from its beginning. ``end`` it."""
-        name, num = os.urandom(_NAME_NBYTES), len(head.seeds)
+        name = os.urandom(_NAME_NBYTES)
         token = urlsafe_b64encode(name + self._mac_of(name)).decode()
-        record = StreamRecord(
-            token,
-            self._place(name),
-            orjson.dumps(asdict(head)),
-            [[] for _ in range(num)],
-            [0] * num,
-            [0] * num,
-            self._news.set,
-        )
+        record = StreamRecord.new(head, token, self._place(name), self._news.set)
         self._open[record] = None
         self._news.set()
         return record
@@ -158,18 +157,7 @@ class StreamRecords:
         """
         place = self._place(self._verified(token))
         entries = [self._decrypted(place, data) for data in await self._index.command("LRANGE", place, 0, -1)]
-        heads = [entry["head"] for entry in entries if "head" in entry]
-        if not heads:
-            raise StreamGone
-        head = StreamHead(**heads[0] | {"seeds": tuple(heads[0]["seeds"])})
-        tokens = [list[int]() for _ in head.seeds]
-        cached = [0] * len(head.seeds)
-        for choice, start, num_cached, new in (one for entry in entries for one in entry["new"]):
-            cached[choice] = num_cached
-            # An entry was written twice if Redis' answer was lost.
-            if start <= len(tokens[choice]) < start + len(new):
-                tokens[choice] += new[len(tokens[choice]) - start :]
-        return StreamPast(head, tuple(map(tuple, tokens)), tuple(cached))
+        return past_of(entries)
 
     async def flush(self) -> None:
         """Write what is new, and renew what would expire. Raises ``IndexUnavailable``: tried again later."""
@@ -247,6 +235,22 @@ class StreamRecords:
             raise StreamGone from None
         found: dict[str, Any] = orjson.loads(entry)
         return found
+
+
+def past_of(entries: Sequence[dict[str, Any]]) -> StreamPast:
+    """The stream with these entries of its record, in order. Raises ``StreamGone``: the first is missing."""
+    heads = [entry["head"] for entry in entries if "head" in entry]
+    if not heads:
+        raise StreamGone
+    head = StreamHead(**heads[0] | {"seeds": tuple(heads[0]["seeds"])})
+    tokens = [list[int]() for _ in head.seeds]
+    cached = [0] * len(head.seeds)
+    for choice, start, num_cached, new in (one for entry in entries for one in entry["new"]):
+        cached[choice] = num_cached
+        # An entry was written twice if Redis' answer was lost.
+        if start <= len(tokens[choice]) < start + len(new):
+            tokens[choice] += new[len(tokens[choice]) - start :]
+    return StreamPast(head, tuple(map(tuple, tokens)), tuple(cached))
 
 
 # KEYS lists | ARGV ttl_ms entries (empty: only renew)

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from moonpool.bench.cli import bench
+from moonpool.bench.regions.cells import AFFINITY, ALONE, DRAINED, RESERVE, CellSettings, CellsInTime
 from moonpool.bench.regions.days import COST, ISOLATED, NEAREST, ROUTINGS, SUN, Days
 from moonpool.runtime.reports import report
 from moonpool.simulator.inputs.workload import Workload
@@ -65,6 +66,27 @@ def test_cells_find_more_prefixes_than_chance_and_fewer_than_one_index(tmp_path:
     }
     assert ratios["random"] < ratios["affinity"] <= ratios["one global index"]
     assert any(row["metric"] == "CPU to choose a cell" for row in content["rows"])
+
+
+def test_conversations_of_a_lost_cell_find_what_was_copied() -> None:
+    settings = CellSettings(
+        num_cells=4,
+        num_nodes=100,
+        node_tokens=3_000_000,
+        rate=2e4,
+        sample=200,
+        warm_s=12.0,
+        measured_s=10.0,
+        after_s=30.0,
+    )
+    found = []
+    for copies in (ALONE, RESERVE, DRAINED):
+        cells = CellsInTime(AFFINITY, settings, copies)
+        cells.run()
+        after = cells.windows[1:]
+        found.append(sum(one.displaced_hit for one in after) / sum(one.displaced_asked for one in after))
+    alone, copied, drained = found
+    assert alone < copied < drained, "the prompts of applications, and then the latest conversations"
 
 
 @pytest.mark.parametrize("nodes", ["", "0", "2,x"])

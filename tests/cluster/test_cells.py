@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from itertools import count
@@ -45,8 +45,28 @@ class Reply:
     events: list[Any]
 
     @property
+    def _choices(self) -> Iterator[dict[str, Any]]:
+        return (choice for event in self.events for choice in event.get("choices", ()))
+
+    @property
+    def texts(self) -> dict[int, str]:
+        """By choice."""
+        found: dict[int, str] = {}
+        for choice in self._choices:
+            found[choice["index"]] = found.get(choice["index"], "") + choice["text"]
+        return found
+
+    @property
+    def tokens(self) -> dict[int, list[int]]:
+        """By choice; where they were asked for."""
+        found: dict[int, list[int]] = {}
+        for choice in self._choices:
+            found.setdefault(choice["index"], []).extend(choice["token_ids"])
+        return found
+
+    @property
     def text(self) -> str:
-        return "".join(one["choices"][0]["text"] for one in self.events if one.get("choices"))
+        return self.texts[0]
 
 
 @dataclass
@@ -70,6 +90,13 @@ class Front:
                     if begun is not None:
                         begun.set()
             return Reply(response.status, cell, None, events)
+
+    async def num_copied(self, cell: str) -> float:
+        """Hot prefixes that a cell has read from others."""
+        headers, name = {"Authorization": "Bearer sk-read"}, "moonpool_router_prefix_copies_total"
+        async with self.session.get(f"{self.url}/metrics", headers=headers) as response:
+            lines = (await response.text()).splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(f'{name}{{cell="{cell}"}}'))
 
     async def usable(self) -> set[str]:
         headers = {"Authorization": "Bearer sk-read"}
@@ -158,19 +185,62 @@ async def test_a_drained_cell_gets_nothing_new_and_is_used_again(front: Front) -
     await eventually(at_home)
 
 
+async def test_a_drained_cells_hot_prefix_is_found_where_its_requests_go(front: Front) -> None:
+    prompt = "The hot one. " + PROMPT * 20
+    home = (await front.ask(prompt)).cell
+    [other] = {"eu-1", "eu-2"} - {home}
+    before = await front.num_copied(other)
+    for _ in range(2):
+        assert (await front.ask(prompt)).cell == home, "it is not asked for so often that both have it"
+
+    async def copied() -> bool:
+        return await front.num_copied(other) > before
+
+    await eventually(copied)
+    cluster = front.cells[home]
+    async with cluster.client() as client:
+        await client.drain("both-0")
+    await front.until_usable(other, "us-1")
+    reply = await front.ask(prompt)
+    usage = reply.answer["usage"]
+    assert reply.cell == other
+    assert usage["prompt_tokens_details"]["cached_tokens"] > 0.9 * usage["prompt_tokens"] > 200
+    await cluster.children["both-0"].wait()
+    await cluster.restart("both-0")
+    await front.until_usable(*REGIONS)
+
+
+SAMPLINGS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.9, "seed": 11},
+    {"n": 2, "temperature": 0.9, "seed": 5},
+    {"temperature": 0.8, "seed": 7, "presence_penalty": 0.7},
+]
+
+
 async def test_a_killed_cell_is_replaced_within_the_region_and_then_by_another(front: Front) -> None:
     """The last test: cells are gone."""
     home = (await front.ask(PROMPT * 8)).cell
     [other] = {"eu-1", "eu-2"} - {home}
-    begun = asyncio.Event()
-    long = {"max_tokens": 1500, "ignore_eos": True, "stream": True}
-    stream = asyncio.create_task(front.ask(PROMPT * 8, begun=begun, **long))
-    await begun.wait()
+    long = {"max_tokens": 300, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    expected = [await front.ask(PROMPT * 8, **long, **one) for one in SAMPLINGS]
+    begun = [asyncio.Event() for _ in SAMPLINGS]
+    streams = [
+        asyncio.create_task(front.ask(PROMPT * 8, begun=event, **long, **one))
+        for event, one in zip(begun, SAMPLINGS, strict=True)
+    ]
+    await asyncio.gather(*(event.wait() for event in begun))
     for name in front.cells[home].children:
         kill(front.cells[home], name)
-    broken = await stream
-    assert broken.cell == home and broken.text
-    assert broken.events[-1]["error"]["code"] == "cell_lost"
+    for whole, stream in zip(expected, streams, strict=True):
+        reply = await stream
+        assert "error" not in reply.events[-1], reply.events[-1]
+        assert {index: len(tokens) for index, tokens in reply.tokens.items()} == dict.fromkeys(
+            reply.tokens, 300
+        )
+        assert (reply.tokens, reply.texts) == (whole.tokens, whole.texts), "nothing is doubled or missing"
+        assert len({event["id"] for event in reply.events}) == 1
+    assert home in {stream.result().cell for stream in streams}
     # At once, without an answer that fails: connections are refused before the router has asked.
     found = await asyncio.gather(*(front.ask(f"{number} {PROMPT}", "acme") for number in range(6)))
     assert {(one.status, one.cell) for one in found} == {(200, other)}

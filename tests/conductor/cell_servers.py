@@ -48,11 +48,15 @@ class CellServer:
     breaks: bool = False  # streams break after their first event
     silent: bool = False  # as behind a partition: its summary never comes
     asked: int = 0  # for its summary
+    offers: list[dict[str, Any]] = field(default_factory=list)  # hot prefixes, for other cells
+    taken: list[str] = field(default_factory=list)  # those of others
     _runner: web.AppRunner | None = None
 
     async def start(self) -> None:
         app = web.Application()
         app.router.add_get("/v1/cell", self._cell)
+        app.router.add_get("/v1/cell/prefixes", self._offered)
+        app.router.add_post("/v1/cell/prefixes", self._take)
         app.router.add_route("*", "/{path:.*}", self._answer)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.0)
         await self._runner.setup()
@@ -68,6 +72,15 @@ class CellServer:
         if self.silent:
             await asyncio.Event().wait()
         return web.json_response(self.summary)
+
+    async def _offered(self, http: web.Request) -> web.Response:
+        return web.json_response({"prefixes": self.offers})
+
+    async def _take(self, http: web.Request) -> web.Response:
+        given = (await http.json())["prefixes"]
+        new = [one for one in given if one not in self.taken]
+        self.taken += new
+        return web.json_response({"held": list(range(len(given))), "copied": len(new)})
 
     async def _answer(self, http: web.Request) -> web.StreamResponse:
         body = await http.json() if http.can_read_body else {}

@@ -127,6 +127,16 @@ class ScriptedAdapters:
         del self.known[name]
 
 
+class ScriptedOffers:
+    """What the API sees of ``Offers``: no prefix is hot."""
+
+    def made(self, *, moves: bool) -> list[dict[str, Any]]:
+        return []
+
+    async def take(self, texts: list[str]) -> dict[str, Any]:
+        return {"held": [], "copied": 0}
+
+
 class ScriptedConductor:
     """What the API sees of a core. ``script`` says for each request what comes: token ids, or errors."""
 
@@ -145,6 +155,7 @@ class ScriptedConductor:
         self.timelines: dict[str, RequestTimeline] = {}
         self.fleet = ScriptedFleet()
         self.adapters = ScriptedAdapters()
+        self.offers = ScriptedOffers()
         self.num_others = self.num_successors = 0
         self.sibling_ports: list[int] = []
         self.slo = Slo()

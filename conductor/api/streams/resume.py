@@ -21,9 +21,10 @@ from aiohttp import web
 
 from moonpool.conductor.api.choice import Delta
 from moonpool.conductor.api.context import ApiContext
-from moonpool.conductor.api.errors import ApiError, bad_request
-from moonpool.conductor.api.schemas import GenerationBody
+from moonpool.conductor.api.errors import ApiError, bad_request, unavailable
+from moonpool.conductor.api.schemas import CarriedPast, GenerationBody
 from moonpool.conductor.api.sequence_runs import SequenceRun
+from moonpool.conductor.api.streams.carried import PAST_HEADER, CarriedRecord, read_past
 from moonpool.conductor.errors import StreamForged, StreamGone
 from moonpool.conductor.requests.stream_records import (
     TOKEN_CHARS,
@@ -40,9 +41,8 @@ MAX_CHOICES = 16
 RETRY_MS = 100
 HANDED_OVER = b"retry: %d\n: this conductor ends: send the request again with Last-Event-ID\n\n" % RETRY_MS
 """The end of a stream that another conductor shall go on with."""
-_ID = re.compile(
-    rf"([\w-]{{{TOKEN_CHARS}}}):((?:\d{{1,7}}-[0-9a-f]{{8}}(?:-end)?,?){{1,{MAX_CHOICES}}})", re.A
-)
+_TOKEN = re.compile(rf"[\w-]{{{TOKEN_CHARS}}}", re.A)
+_POSITIONS = re.compile(rf"(?:\d{{1,7}}-[0-9a-f]{{8}}(?:-end)?,?){{1,{MAX_CHOICES}}}", re.A)
 
 
 class Position(NamedTuple):
@@ -71,7 +71,8 @@ class Resumable:
     seen: tuple[Position, ...]
     positions: list[Position]
     sent: list[Position]
-    _records: StreamRecords
+    _records: StreamRecords | None  # None: the stream carries its past
+    carried: CarriedRecord | None = None
 
     @property
     def opened(self) -> set[int]:
@@ -106,13 +107,15 @@ class Resumable:
         """The id of an event of ``run`` that is written now."""
         index = run.choice.index
         self.sent[index] = self.positions[index]
-        return f"id: {self.record.token}:{','.join(map(str, self.sent))}\n".encode()
+        at = ",".join(map(str, self.sent))
+        return f"id: {self.record.token}:{at}\n".encode() if self.carried is None else self.carried.lines(at)
 
     async def hand_over(self) -> None:
         """Have all that was sent recorded. Without Redis, what is missing is computed again."""
         self.record.end()
-        with suppress(IndexUnavailable):
-            await self._records.flush()
+        if self._records is not None:
+            with suppress(IndexUnavailable):
+                await self._records.flush()
 
 
 async def resumable(
@@ -123,12 +126,14 @@ async def resumable(
     None: it was not asked for, or has too many choices. Raises ``ApiError``: 400, 403, 404, 409, 410, 503.
     """
     given, records = http.headers.get(LAST_EVENT_ID), context.streams
-    if not body.resumable or records is None or len(runs) > MAX_CHOICES:
-        if given is not None:
+    carries = PAST_HEADER in http.headers and not body.resumable
+    if len(runs) > MAX_CHOICES or not (carries or (body.resumable and records is not None)):
+        if given is not None or body.past is not None:
             raise bad_request(f"{LAST_EVENT_ID}: this request is of no stream that can go on", LAST_EVENT_ID)
         return None
     digest = _digest(http.path, body, runs, context.conductor.model.name)
-    if given is None:
+    goes_on = body.past is not None if carries else given is not None
+    if not goes_on:
         seeds = tuple(
             secrets.randbits(64) if run.request.sampling.seed is None else run.request.sampling.seed
             for run in runs
@@ -137,8 +142,12 @@ async def resumable(
         head = StreamHead(answer_id, int(now_s), tenant, digest, seeds, now_s)
         past, seen = StreamPast(head, ((),) * len(runs), (0,) * len(runs)), (Position(),) * len(runs)
     else:
-        token, seen = _parsed(given, len(runs))
-        past = await _past(records, token)
+        if carries and body.past is not None:
+            seen, past = _positions(body.past.at, len(runs)), _carried(body.past)
+        else:
+            assert records is not None
+            token, seen = _parsed(given or "", len(runs))
+            past = await _past(records, token)
         head = past.head
         if head.tenant != runs[0].request.client.name:
             raise ApiError(
@@ -150,15 +159,19 @@ async def resumable(
                 f"this is another request than the one that the stream in {LAST_EVENT_ID} began with",
                 "other_request",
             )
-    ran_s = 0.0 if given is None else context.unix_clock() - head.began_unix_s
+    ran_s = context.unix_clock() - head.began_unix_s if goes_on else 0.0
     for run, seen_of_it, seed, tokens, cached in zip(
         runs, seen, head.seeds, past.tokens, past.cached, strict=True
     ):
         _prepare(run, seed, seen_of_it, tokens, cached, ran_s)
-        if given is not None:
+        if goes_on:
             # It was admitted before: it waits for room instead of being rejected.
             run.request, run.leader = replace(run.request, follows=True), None
     positions = [one if one.ended else Position() for one in seen]
+    if carries:
+        carried = CarriedRecord(head)
+        return Resumable(head, carried.record, seen, positions, list(seen), None, carried)
+    assert records is not None
     return Resumable(head, records.begin(head), seen, positions, list(seen), records)
 
 
@@ -177,9 +190,17 @@ def _prepare(
         output_ids=tokens,
     )
     run.ended = seen.ended
-    run.choice.num_cached_tokens = cached
+    if cached:
+        run.choice.num_cached_tokens = cached
     if seen.ended:
         run.choice.num_tokens = seen.num_tokens
+
+
+def _carried(given: CarriedPast) -> StreamPast:
+    try:
+        return read_past(given)
+    except (StreamForged, StreamGone) as error:
+        raise _refused(403, str(error), "stream_forged") from error
 
 
 async def _past(records: StreamRecords, token: str) -> StreamPast:
@@ -190,24 +211,24 @@ async def _past(records: StreamRecords, token: str) -> StreamPast:
     except StreamGone as error:
         raise _refused(410, str(error), "stream_gone") from error
     except IndexUnavailable as error:
-        raise ApiError(
-            503,
-            "streams cannot be resumed while Redis does not answer: try again",
-            kind="service_unavailable_error",
-            code="streams_unknown",
-            headers={"Retry-After": "1"},
-        ) from error
+        why = "streams cannot be resumed while Redis does not answer: try again"
+        raise unavailable(why, "streams_unknown") from error
 
 
 def _parsed(given: str, num_choices: int) -> tuple[str, tuple[Position, ...]]:
-    found = _ID.fullmatch(given)
-    parts = found[2].split(",") if found else []
-    if found is None or len(parts) != num_choices or not all(parts):
+    token, _, positions = given.partition(":")
+    return token, _positions(positions if _TOKEN.fullmatch(token) else "", num_choices)
+
+
+def _positions(given: str, num_choices: int) -> tuple[Position, ...]:
+    found = _POSITIONS.fullmatch(given)
+    parts = given.split(",") if found else []
+    if len(parts) != num_choices or not all(parts):
         raise bad_request(
-            f"{LAST_EVENT_ID}: no id of an event of this request: {given[:64]!r}", LAST_EVENT_ID
+            f"{LAST_EVENT_ID}: no id of an event of this request: …{given[:64]!r}", LAST_EVENT_ID
         )
     numbers = [part.split("-") for part in parts]
-    return found[1], tuple(Position(int(one[0]), int(one[1], 16), len(one) == 3) for one in numbers)
+    return tuple(Position(int(one[0]), int(one[1], 16), len(one) == 3) for one in numbers)
 
 
 def _refused(status: int, why: str, code: str) -> ApiError:
@@ -217,7 +238,8 @@ def _refused(status: int, why: str, code: str) -> ApiError:
 def _digest(path: str, body: GenerationBody, runs: Sequence[SequenceRun], model: str) -> str:
     """``model``: that answers: a name may come to mean another one (``conductor.canary``)."""
     digest = blake2b(f"{path}\0{model}\0".encode(), digest_size=16)
-    digest.update(orjson.dumps(body.model_dump(mode="json"), option=orjson.OPT_SORT_KEYS))
+    fields = body.model_dump(mode="json", exclude={"past"})
+    digest.update(orjson.dumps(fields, option=orjson.OPT_SORT_KEYS))
     for run in runs:
         # Whatever made the prompt: a template may have today's date in it.
         digest.update(run.choice.prompt.token_ids.tobytes())
