@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.kernels.cpu.library import load
+from moonpool.kernels.cpu.memory import weight_memory
 
 
 def measure_device(device: torch.device, num_threads: int = 1) -> tuple[float, float]:
@@ -35,8 +36,9 @@ def measure_device(device: torch.device, num_threads: int = 1) -> tuple[float, f
 
 
 def _measure_cpu(num_threads: int) -> tuple[float, float]:
-    """Each thread reads and multiplies for itself: OpenMP's threads would wait for each other."""
-    reads = [torch.ones(16 << 20) for _ in range(num_threads)]
+    """Each thread reads and multiplies for itself: OpenMP's threads would wait for each other. What it reads
+    lies in memory as weights do."""
+    reads = [weight_memory(64 << 20).view(torch.float32).fill_(1) for _ in range(num_threads)]
     x = torch.randn(1024, 1024).bfloat16()
     weights = [torch.randn(1024, 1024).bfloat16() for _ in range(num_threads)]
     with ThreadPoolExecutor(num_threads, initializer=partial(torch.set_num_threads, 1)) as threads:

@@ -1,4 +1,4 @@
-"""Name, instruction sets and cores of the processor."""
+"""Name, instruction sets, cores and NUMA nodes of the processor."""
 
 from __future__ import annotations
 
@@ -39,3 +39,25 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     except (OSError, ValueError):
         return cores
     return cores if quota == "max" else min(cores, math.ceil(int(quota) / int(period)))
+
+
+def own_numa_nodes(nodes: Path = Path("/sys/devices/system/node")) -> list[int]:
+    """The NUMA nodes whose processors this process may run on, ascending; empty: the kernel does not say."""
+    cpus, found = os.sched_getaffinity(0), []
+    for folder in nodes.glob("node[0-9]*"):
+        try:
+            ranges = (folder / "cpulist").read_text().strip()
+        except OSError:
+            continue
+        if cpus.intersection(_cpus(ranges)):
+            found.append(int(folder.name.removeprefix("node")))
+    return sorted(found)
+
+
+def _cpus(ranges: str) -> set[int]:
+    """Parse the kernel's format, such as 0-3,8."""
+    found: set[int] = set()
+    for part in filter(None, ranges.split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return found

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from moonpool.kernels.cpu import memory as weights
 from moonpool.kernels.cpu.library import load
-from moonpool.kernels.cpu.memory import HUGE_PAGE_NBYTES, weight_memory
+from moonpool.kernels.cpu.memory import HUGE_PAGE_NBYTES, spread, weight_memory
 from moonpool.kernels.packed import PackedLinear
+from moonpool.runtime.machine.processor import own_numa_nodes
 
 _SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 needs_huge_pages = pytest.mark.skipif(
@@ -53,3 +55,38 @@ def test_memory_is_zeros_of_its_size(nbytes: int) -> None:
     assert memory.shape == (nbytes,)
     assert not memory.any()
     memory.fill_(7)
+
+
+def policy(address: int) -> str:
+    """Of the kernel for the pages at an address of this process."""
+    for line in Path("/proc/self/numa_maps").read_text().splitlines():
+        first, name, *_ = line.split()
+        if int(first, 16) == address:
+            return name
+    return "default"
+
+
+@pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="this kernel knows no NUMA nodes")
+def test_weights_are_spread_over_the_nodes_that_run_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert policy(weight_memory(HUGE_PAGE_NBYTES).data_ptr()) == "default" or len(own_numa_nodes()) > 1
+    node = own_numa_nodes()[0]
+    # As a machine with several would, but only one is sure to be here.
+    monkeypatch.setattr(weights, "_numa_nodes", lambda: [node, node])
+    memory = weight_memory(3 * HUGE_PAGE_NBYTES)
+    assert policy(memory.data_ptr()) == f"interleave:{node}"
+    assert not memory.any()
+
+
+def test_a_node_that_is_not_there_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    spread(weight_memory(HUGE_PAGE_NBYTES), [1000])
+    assert "not spread over the NUMA nodes [1000]" in caplog.text
+
+
+def test_nodes_are_those_of_the_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for node, cpus in (("node0", "0-3,8"), ("node1", "4-7"), ("node2", ""), ("node10", "9")):
+        (tmp_path / node).mkdir()
+        (tmp_path / node / "cpulist").write_text(cpus + "\n")
+    (tmp_path / "power").mkdir()
+    for cpus, nodes in (({8}, [0]), ({5, 9}, [1, 10]), ({1, 4}, [0, 1]), ({64}, [])):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, cpus=cpus: cpus)
+        assert own_numa_nodes(tmp_path) == nodes

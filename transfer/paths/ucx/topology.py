@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
+
+from moonpool.runtime.machine.processor import own_numa_nodes
 
 _RDMA = Path("/sys/class/infiniband")
 _NET = Path("/sys/class/net")
@@ -72,23 +73,8 @@ def num_rdma_rails(devices: list[RdmaDevice]) -> int:
 
 def numa_distance(node: int, nodes: Path = _NODES) -> int:
     """Distance from the nearest node that this process may run on; 0: unknown."""
-    cpus = os.sched_getaffinity(0)
-    ours = [
-        int(folder.name.removeprefix("node"))
-        for folder in nodes.glob("node[0-9]*")
-        if cpus.intersection(_cpus(_text(folder / "cpulist")))
-    ]
     row = _text(nodes / f"node{node}" / "distance").split()
-    return min((int(row[own]) for own in ours if own < len(row)), default=0)
-
-
-def _cpus(ranges: str) -> set[int]:
-    """Parse the kernel's format, such as 0-3,8."""
-    found: set[int] = set()
-    for part in filter(None, ranges.split(",")):
-        first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return found
+    return min((int(row[own]) for own in own_numa_nodes(nodes) if own < len(row)), default=0)
 
 
 def interfaces(root: Path = _NET, nodes: Path = _NODES) -> list[Interface]:
