@@ -100,7 +100,13 @@ _CELLS = ("cells", "decision", "memory", "http")
     default=("simulated",),
 )
 @click.option("--cells", is_flag=True, help=f"Cells and their router instead: {', '.join(_CELLS)}.")
-@click.option("--sample", default=1000, show_default=True, help="One conversation in so many is simulated.")
+@click.option(
+    "--sample",
+    default=1000,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="One conversation in so many is simulated.",
+)
 @click.option("--hardware", default="8xa800-llama3-70b", show_default=True, metavar="NAME|FILE")
 @click.option("--nodes", default="1,2,3", show_default=True, metavar="COUNTS", help="A region's, each tried.")
 @click.option("--day", "day_s", default=1800.0, show_default=True, metavar="SECONDS", help="Length of a day.")

@@ -105,4 +105,4 @@ async def test_only_a_past_that_conductors_have_made_counts(speaking: Api) -> No
     status, answer = await speaking.post("/v1/completions", misplaced, headers=CARRY)
     assert (status, answer["error"]["code"]) == (409, "stream_differs")
     status, answer = await speaking.post("/v1/completions", body | {"past": past.model_dump()})
-    assert status == 400, "nobody asks for a past"
+    assert (status, answer["error"]["param"]) == (400, "past"), "nobody asks for a past"

@@ -129,7 +129,8 @@ async def resumable(
     carries = PAST_HEADER in http.headers and not body.resumable
     if len(runs) > MAX_CHOICES or not (carries or (body.resumable and records is not None)):
         if given is not None or body.past is not None:
-            raise bad_request(f"{LAST_EVENT_ID}: this request is of no stream that can go on", LAST_EVENT_ID)
+            field = "past" if given is None else LAST_EVENT_ID
+            raise bad_request(f"{field}: this request is of no stream that can go on", field)
         return None
     digest = _digest(http.path, body, runs, context.conductor.model.name)
     goes_on = body.past is not None if carries else given is not None
