@@ -146,7 +146,7 @@ class StreamForged(ConductorError):
     code = "PERMISSION_DENIED"
 
     def __init__(self) -> None:
-        super().__init__("no conductor with this cluster's key has made what this stream is to go on from")
+        super().__init__("no conductor of this cluster has made what this stream is to go on from")
 
 
 class StreamGone(ConductorError):

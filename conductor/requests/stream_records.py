@@ -4,7 +4,8 @@
 
 The prompt is not there: a client that resumes sends its request again, and the head has a digest of it. A
 list lives ``RESUME_S`` longer than its stream. No token waits for Redis: what is new is written by a task of
-its own, and a stream goes on from the tokens before, if its conductor dies before it was written.
+its own, heads at once and tokens every ``_PERIOD_S``. If a conductor dies before tokens were written, its
+streams go on from those before.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import logging
 import os
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from hmac import compare_digest
@@ -126,17 +128,20 @@ class StreamRecords:
         self._cipher = AESGCM(key)
         self._mac = blake2b(b"tokens", key=key, digest_size=_MAC_NBYTES)
         self._open: dict[StreamRecord, None] = {}
-        self._news = asyncio.Event()
+        self._news, self._begun = asyncio.Event(), asyncio.Event()
         self._turn = asyncio.Lock()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._clock = asyncio.get_running_loop().time
 
     def start(self) -> None:
-        self._task = restarted(self._run, "records of streams")
+        self._tasks = [
+            restarted(self._run, "records of streams"),
+            restarted(self._write_heads, "heads of streams"),
+        ]
 
     async def close(self) -> None:
         """Idempotent. What was not written is lost."""
-        await cancel_and_wait(self._task)
+        await cancel_and_wait(*self._tasks)
 
     def begin(self, head: StreamHead) -> StreamRecord:
         """Record a new stream, from its beginning. ``end`` it."""
@@ -145,6 +150,7 @@ class StreamRecords:
         record = StreamRecord.new(head, token, self._place(name), self._news.set)
         self._open[record] = None
         self._news.set()
+        self._begun.set()
         return record
 
     async def read(self, token: str) -> StreamPast:
@@ -159,11 +165,11 @@ class StreamRecords:
         entries = [self._decrypted(place, data) for data in await self._index.command("LRANGE", place, 0, -1)]
         return past_of(entries)
 
-    async def flush(self) -> None:
+    async def flush(self, *, heads_only: bool = False) -> None:
         """Write what is new, and renew what would expire. Raises ``IndexUnavailable``: tried again later."""
         async with self._turn:
             now_s, due = self._clock(), list[tuple[StreamRecord, bytes, list[int]]]()
-            for record in list(self._open):
+            for record in [one for one in self._open if not (heads_only and one.num_entries)]:
                 entry, counts = record.unwritten()
                 if record.num_tokens > MAX_TOKENS or (record.ended and not entry):
                     del self._open[record]
@@ -201,6 +207,14 @@ class StreamRecords:
                 lost = True
                 self._news.set()
             await asyncio.sleep(_PERIOD_S)
+
+    async def _write_heads(self) -> None:
+        while True:
+            await self._begun.wait()
+            self._begun.clear()
+            with suppress(IndexUnavailable):
+                # Otherwise they are written with the tokens.
+                await self.flush(heads_only=True)
 
     # ------------------------------------------------------------------ tokens and entries
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from secrets import token_hex
 
 import pytest
 
 from moonpool.conductor.errors import StreamForged, StreamGone
 from moonpool.conductor.requests import stream_records
-from moonpool.conductor.requests.stream_records import StreamHead, StreamRecords
+from moonpool.conductor.requests.stream_records import StreamHead, StreamRecord, StreamRecords
 from moonpool.kvstore.errors import IndexUnavailable
 from moonpool.kvstore.index.redis.client import connect
 from moonpool.kvstore.index.redis.kv_index import KVIndex
+from tests.cluster.conftest import eventually
 from tests.conductor.core_nodes import RedisProcess
 
 HEAD = StreamHead("cmpl-1", 7, "acme", "digest", (1, 2**63), 7.5)
@@ -40,6 +42,27 @@ async def test_tokens_are_found_by_another_conductor(index: KVIndex) -> None:
     assert past.head == HEAD
     assert past.tokens == ((2**31 - 1,) * 3, tuple(range(30)))
     assert past.cached == (3, 4)
+
+
+async def test_a_head_does_not_wait_for_the_tokens_of_others(
+    index: KVIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_records, "_PERIOD_S", 3600.0)
+    records = StreamRecords(index)
+    records.start()
+    try:
+        for _ in range(3):
+            record = records.begin(HEAD)
+
+            async def is_there(record: StreamRecord = record) -> bool:
+                with suppress(StreamGone):
+                    return (await records.read(record.token)).head == HEAD
+                return False
+
+            await eventually(is_there)
+            record.add(0, 1, 0)
+    finally:
+        await records.close()
 
 
 async def test_a_lost_answer_repeats_no_token_and_lost_entries_come_again(
