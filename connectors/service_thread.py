@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -43,6 +44,7 @@ class ServiceThread:
             self._thread.join()
 
     def _run(self) -> None:
+        _share_all_cores()
         with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
             runner.run(self._repeat())
 
@@ -57,6 +59,17 @@ class ServiceThread:
             ending = asyncio.ensure_future(self._ending.wait())
             await asyncio.wait((ending,), timeout=RESTART_S)
             ending.cancel()
+
+
+def _share_all_cores() -> None:
+    """Let this thread, and those it starts, run on all cores of the process that started this one.
+
+    vLLM's CPU workers pin their main thread, from which threads inherit, to the core of their first compute
+    thread. There it polls, and threads of ours were seen to wait for seconds for their turn.
+    """
+    cores = os.sched_getaffinity(os.getppid())
+    if cores > os.sched_getaffinity(0):
+        os.sched_setaffinity(0, cores)
 
 
 class OnceAMinute:

@@ -23,6 +23,8 @@ PREFIX_TOKENS, TAIL_TOKENS = 2048, 32
 # Longer than it takes until blocks are hashed, published and known to another engine's scheduler.
 _KNOWN_S = 0.5
 _MOST_MISSED = 10
+# vLLM's workers poll so long after a step, and both engines have the same cores.
+_POLLS_S = 1.5
 
 
 async def miss_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
@@ -79,12 +81,14 @@ async def prefix_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
 
         async with running(alone):
             await ask(alone, "computed by vLLM alone", 0)
-        async with running(engine, peer):
+        async with running(engine):
             await ask(engine, "computed, and kept", 0)
             await asyncio.sleep(_KNOWN_S)
             await engine.forget()
             await ask(engine, "own host memory", PREFIX_TOKENS)
             await ask(engine, "vLLM's own cache", PREFIX_TOKENS)
+        async with running(engine, peer):
+            await asyncio.sleep(_POLLS_S)
             await ask(peer, PEER, PREFIX_TOKENS)
         return found
 

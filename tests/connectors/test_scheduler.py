@@ -109,12 +109,13 @@ def test_a_load_that_fails_twice_is_computed() -> None:
 def test_a_slow_source_loses_against_computing() -> None:
     clock = Clock()
     scheduler = side(FakeIndex(peer=9), clock)
-    request = Request("a", 4 * BLOCK)
-    scheduler.match(request, 0)
-    scheduler.allocated(request, [0, 1, 2, 3], 3 * BLOCK)
-    scheduler.plan({}, lambda _: None)
-    clock.now_s += 3.0  # a second a block
-    scheduler.ended({"a"}, set())
+    for name in ("a", "z"):
+        request = Request(name, 4 * BLOCK)
+        assert scheduler.match(request, 0) == 3 * BLOCK
+        scheduler.allocated(request, [0, 1, 2, 3], 3 * BLOCK)
+        scheduler.plan({}, lambda _: None)
+        clock.now_s += 3.0  # a second a block
+        scheduler.ended({name}, set())
     assert scheduler.match(Request("b", 4 * BLOCK), 0) == 3 * BLOCK, "what computing costs is not known yet"
     scheduler.plan({"a": 64}, lambda _: [0, 1, 2, 3])
     clock.now_s += 0.64  # 10 ms a token
@@ -128,9 +129,19 @@ def test_memory_and_disk_of_a_node_have_costs_of_their_own() -> None:
     clock = Clock()
     costs = LoadCosts(clock)
     costs.computed(100, 1.0)
-    costs.loaded(Source("peer", True), 1, 5.0)
+    for _ in range(2):
+        costs.loaded(Source("peer", True), 1, 5.0)
     assert not costs.is_worth(Source("peer", True), 1, 16)
     assert costs.is_worth(Source("peer", False), 1, 16)
+
+
+@pytest.mark.parametrize("at", [0, 1, 4])
+def test_one_load_that_stalled_does_not_make_its_source_slow(at: int) -> None:
+    costs, peer = LoadCosts(Clock()), Source("peer", False)
+    costs.computed(100, 1.0)
+    for number in range(5):
+        costs.loaded(peer, 1, 5.0 if number == at else 0.01)
+        assert costs.is_worth(peer, 1, 16)
 
 
 def test_a_miss_is_reported_with_its_reason() -> None:
