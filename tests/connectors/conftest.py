@@ -58,6 +58,8 @@ class VllmServer:
         self._python, self._log, self._extra, self._dtype = python, log, extra, dtype
         self.block_size = block_size
         self._process: subprocess.Popen[bytes] | None = None
+        # Of a server that is ready: to list them takes up to seconds beside engines that poll.
+        self._started: list[psutil.Process] = []
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             self._port = listener.getsockname()[1]
@@ -88,6 +90,7 @@ class VllmServer:
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }
+        self._started = []
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 command, env=environment, stdout=log, stderr=log, start_new_session=True
@@ -101,6 +104,7 @@ class VllmServer:
             assert time.monotonic() < deadline_s, f"vLLM is not ready:\n{self.log_text()[-3000:]}"
             try:
                 self._call("/health")
+                self._started = self.processes()
                 return
             except (urllib.error.URLError, ConnectionError):
                 time.sleep(0.5)
@@ -164,7 +168,7 @@ class VllmServer:
     def kill(self) -> None:
         """kill -9 of the server and all its processes, at the same time. Idempotent."""
         if self._process is not None:
-            processes = self.processes() if self._process.poll() is None else []
+            processes = self._started or (self.processes() if self._process.poll() is None else [])
             with contextlib.suppress(ProcessLookupError):  # it has ended
                 os.killpg(self._process.pid, signal.SIGKILL)
             for process in processes:
