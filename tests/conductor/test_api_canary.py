@@ -109,7 +109,7 @@ async def pair(
 ) -> AsyncIterator[Pair]:
     redis = connect(url)
     events: list[tuple[str, str, str]] = []
-    canaries = Canaries(KVIndex(redis, namespace, timeout_s=1.0), name, lambda *event: events.append(event))
+    canaries = Canaries(KVIndex(redis, namespace, timeout_s=3.0), name, lambda *event: events.append(event))
     made: dict[str, ScriptedConductor] = {}
 
     def lanes_of(context: ApiContext) -> Lanes:
@@ -471,7 +471,7 @@ async def test_without_redis_requests_go_on_as_they_did_and_counts_come_later(
 async def test_of_two_changes_in_one_moment_one_is_made(one: Pair, url: str, namespace: str) -> None:
     await one.post(f"{START}/50")
     redis = connect(url)
-    ours, theirs = (CanaryRecords(KVIndex(redis, namespace, timeout_s=1.0)) for _ in range(2))
+    ours, theirs = (CanaryRecords(KVIndex(redis, namespace, timeout_s=3.0)) for _ in range(2))
     for each in (ours, theirs):
         await each.read()
     canary = ours.known["old"]

@@ -187,7 +187,7 @@ async def two(url: str, *, mode: str = "act", nodes: int = 4, rules: Rules = RUL
     clock, client, said = Clock(), connect(url), list[str]()
     halves = [Half(clock, label) for label in "ab"]
     lease = PlannerLease(
-        KVIndex(client, halves[0].namespace, timeout_s=0.5), "conductor", ttl_s=TTL_S, clock=clock
+        KVIndex(client, halves[0].namespace, timeout_s=30.0), "conductor", ttl_s=TTL_S, clock=clock
     )
     sides, borrowers = [], []
     for half, other in zip(halves, reversed(halves), strict=True):

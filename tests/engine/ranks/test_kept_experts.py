@@ -34,7 +34,7 @@ async def server() -> AsyncIterator[Server]:
 @pytest.fixture
 async def index(server: Server) -> AsyncIterator[KVIndex]:
     redis = connect(server.url)
-    yield KVIndex(redis, timeout_s=1.0)
+    yield KVIndex(redis, timeout_s=30.0)
     await redis.aclose()
 
 
