@@ -10,14 +10,7 @@ from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.errors import EntryCorrupt, EntryRefused
 from moonpool.kvstore.index.block_map import BlockMap
 from moonpool.kvstore.index.redis.changes import REMOVED, decode, split
-from moonpool.kvstore.index.redis.entries import (
-    REFUSED,
-    UNREADABLE,
-    Event,
-    LogPage,
-    read_record,
-    skipped,
-)
+from moonpool.kvstore.index.redis.entries import REFUSED, UNREADABLE, Event, LogPage, read_record, skipped
 from moonpool.kvstore.index.redis.node_record import NodeRecord, RecordCorrupt
 
 # Ends of registrations are remembered this long after the last record has expired.

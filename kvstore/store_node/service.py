@@ -184,14 +184,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
         async with RemoteStore(
             request.source.node_id, address, self._agent, deadline_s=self._deadline_s
         ) as source:
-            nbytes = await copy_object(
-                source,
-                objects,
-                self._region,
-                owner,
-                wanted,
-                surplus=request.surplus,
-            )
+            nbytes = await copy_object(source, objects, self._region, owner, wanted, surplus=request.surplus)
         metrics.COPIED_BYTES.labels("objects").inc(nbytes)
         stored = objects.inventory.find(owner, request.storage)
         if request.join and stored is not None:

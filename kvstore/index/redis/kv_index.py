@@ -15,13 +15,7 @@ from typing import Any
 
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.tier import Tier
-from moonpool.kvstore.errors import (
-    ChangesCorrupt,
-    EntryCorrupt,
-    EpochSuperseded,
-    NodeUnknown,
-    StoreError,
-)
+from moonpool.kvstore.errors import ChangesCorrupt, EntryCorrupt, EpochSuperseded, NodeUnknown, StoreError
 from moonpool.kvstore.index.redis import lua_scripts as scripts
 from moonpool.kvstore.index.redis.changes import REMOVED, decode, encode, split
 from moonpool.kvstore.index.redis.entries import Event, LogPage, NodeEntries, Registration, skipped, text
