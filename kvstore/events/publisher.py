@@ -146,10 +146,10 @@ class EventPublisher:
         if isinstance(last, BlockStored) and last.medium == medium and parent == last.block_hashes[-1]:
             hashes, all_tokens = [*last.block_hashes, key], [*last.token_ids, *tokens]
             self._pending[-1] = BlockStored(
-                hashes, last.parent_block_hash, all_tokens, self._block_size, medium
+                hashes, last.parent_block_hash, all_tokens, self._block_size, medium=medium
             )
         else:
-            self._pending.append(BlockStored([key], parent, tokens, self._block_size, medium))
+            self._pending.append(BlockStored([key], parent, tokens, self._block_size, medium=medium))
 
     def _announce_removed(self, key: BlockKey, medium: str) -> None:
         last = self._pending[-1] if self._pending else None
