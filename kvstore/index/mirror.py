@@ -28,7 +28,7 @@ _RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
 
 
 class IndexMirror:
-    """``nodes`` and the questions of ``Lookup`` are answered from memory, with Redis or without."""
+    """``nodes`` and the queries of ``BlockMap`` are answered from memory, with Redis or without."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class IndexMirror:
         self._follower = Follower(index, self._copy, lease_ttl_s=lease_ttl_s, clock=clock, tick_s=tick_s)
         self._check = MirrorCheck(index, self._copy, self._follower)
         self._check_interval_s = check_interval_s
-        # The questions of ``Lookup``. Attributes, not methods: a call takes microseconds, for every request.
+        # Queries of ``BlockMap``. Attributes, not methods: a call takes microseconds, for every request.
         blocks = self._copy.blocks
         self.longest_prefix = blocks.longest_prefix
         self.prefix_map = blocks.prefix_map
