@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from moonpool.kvstore.blocks.keys import BlockKey
@@ -186,15 +186,14 @@ class TieredStore(Reader):
             ssd_load_nbytes_per_s=self._disk_bandwidth.nbytes_per_s,
         )
 
-    async def verify(self, on_progress: Callable[[int, int], None] | None = None) -> list[BlockKey]:
+    async def verify(self) -> AsyncIterator[tuple[int, int, list[BlockKey]]]:
         """Check every block of host memory and disk against its checksum; a copy that fails is dropped.
-        Returns their keys. ``on_progress(done, total)`` is called every few blocks."""
+        Yields, every few blocks, how many are done, of how many, and those that failed since."""
         in_host = list(self.host.keys())
         on_disk = [] if self.disk is None else self.disk.keys()
         total = len(in_host) + len(on_disk)
-        bad: list[BlockKey] = []
         for first in range(0, total, _VERIFY_BLOCKS):
-            last = min(first + _VERIFY_BLOCKS, total)
+            last, bad = min(first + _VERIFY_BLOCKS, total), list[BlockKey]()
             for key in in_host[first:last]:
                 slot = self.host.slot_of(key)
                 if slot is not None and not self.host.is_intact(slot):
@@ -204,7 +203,5 @@ class TieredStore(Reader):
             if self.disk is not None and some:
                 intact = await self.disk.verify(some)
                 bad += [key for key, good in zip(some, intact, strict=True) if not good]
-            if on_progress is not None:
-                on_progress(last, total)
+            yield last, total, bad
             await asyncio.sleep(0)
-        return bad
