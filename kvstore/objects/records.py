@@ -46,19 +46,13 @@ class Records:
     """
 
     def __init__(
-        self,
-        index: KVIndex,
-        *,
-        restoring_s: float,
-        clock: Callable[[], float] = time.monotonic,
-        generations: Mapping[int, bytes] | None = None,
+        self, index: KVIndex, *, restoring_s: float, generations: Mapping[int, bytes] | None = None
     ) -> None:
         """``index``: the connection to Redis and the namespace. ``restoring_s``: how long nodes may take to
         notice a loss and to restore what they have. ``generations``: by bucket, as this node last knew
         them."""
         self._index = index
         self._restoring_s = restoring_s
-        self._clock = clock
         self._buckets = [
             _Bucket(f"{index.namespace}:objects:{number}") for number in range(scripts.NUM_BUCKETS)
         ]
@@ -74,7 +68,7 @@ class Records:
 
     async def check(self) -> None:
         """Raise ``RecordsUnavailable`` unless Redis answered lately or does so now."""
-        if self._clock() - self._answered_s > _FRESH_S:
+        if time.monotonic() - self._answered_s > _FRESH_S:
             await self._call(0, "read", scripts.read, [], _unavailable)
 
     async def read(self, names: Sequence[Name]) -> list[Record | None]:
@@ -219,7 +213,7 @@ class Records:
         """This node has restored what it knows of a bucket. True: others had the time to, too; it is used
         again."""
         bucket = self._buckets[number]
-        if not bucket.lost or self._clock() < bucket.open_s:
+        if not bucket.lost or time.monotonic() < bucket.open_s:
             return False
         bucket.generation, bucket.lost = bucket.lost, b""
         self.on_generation(number, bucket.generation)
@@ -312,12 +306,12 @@ class Records:
             error = RecordsUnavailable(str(reply)) if _was_refused(reply) else failure(str(reply))
             error.__cause__ = reply
             return error
-        self._answered_s = self._clock()
+        self._answered_s = time.monotonic()
         bucket = self._buckets[number]
         if reply[0] == b"LOST":
             # Others may have noticed before. What is known here is restored first, also if that is late.
             left_s = self._restoring_s if restoring else int(reply[2]) / 1000
-            bucket.lost, bucket.open_s = reply[1], self._clock() + left_s
+            bucket.lost, bucket.open_s = reply[1], time.monotonic() + left_s
             return RecordsLost(self._restoring_s)
         if not known:
             bucket.generation = reply[1]
