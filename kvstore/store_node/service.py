@@ -13,12 +13,11 @@ from moonpool.kvstore.blocks import keys as block_keys
 from moonpool.kvstore.blocks.keys import KEY_NBYTES
 from moonpool.kvstore.objects import metrics
 from moonpool.kvstore.objects.chunks import is_small
+from moonpool.kvstore.objects.copies import copy_object, pull_objects
 from moonpool.kvstore.objects.errors import BadRequest, ObjectsOff, PutBroken
-from moonpool.kvstore.objects.pull import pull_objects
 from moonpool.kvstore.objects.put import Put
 from moonpool.kvstore.objects.read_leases import Opened
 from moonpool.kvstore.objects.record_values import Record
-from moonpool.kvstore.objects.replication import copy_object
 from moonpool.kvstore.objects.shelf import ObjectShelf
 from moonpool.kvstore.remote.object_store import RemoteStore
 from moonpool.kvstore.store_node.record_keeper import RecordKeeper
