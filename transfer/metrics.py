@@ -32,14 +32,10 @@ FAILED_ATTEMPTS = Counter(
 RETRIES = Counter("moonpool_transfer_retries_total", "Failed attempts that were followed by another", _LABELS)
 ATTEMPTS = Gauge("moonpool_transfer_attempts", "Attempts in progress", _LABELS)
 RAIL_FAILURES = Counter(
-    "moonpool_transfer_rail_failures_total",
-    "Pauses of one of several addresses of a peer",
-    ("path",),
+    "moonpool_transfer_rail_failures_total", "Pauses of one of several addresses of a peer", ("path",)
 )
 CHECKSUM_MISMATCHES = Counter(
-    "moonpool_transfer_checksum_mismatches_total",
-    "Spans that arrived with a wrong checksum",
-    ("direction",),
+    "moonpool_transfer_checksum_mismatches_total", "Spans that arrived with a wrong checksum", ("direction",)
 )
 IN_FLIGHT_BYTES = Gauge("moonpool_transfer_in_flight_bytes", "Bytes of batches in progress", ("direction",))
 BANDWIDTH = Gauge(

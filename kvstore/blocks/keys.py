@@ -29,13 +29,7 @@ def root_key(*, model: bytes, layout: KVLayout, adapter: str = "", tenant: bytes
     layers are sharded does not change a prefix. ``tenant``: its secret (see ``tenant_secret``); empty: none.
     """
     digest = blake2b(digest_size=KEY_NBYTES, person=b"moonpool-root")
-    for part in (
-        model,
-        layout.dtype.encode(),
-        str(layout.block_size).encode(),
-        adapter.encode(),
-        tenant,
-    ):
+    for part in (model, layout.dtype.encode(), str(layout.block_size).encode(), adapter.encode(), tenant):
         # Prefixed by its length, so that different tuples give different bytes.
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.digest()

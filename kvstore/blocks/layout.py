@@ -46,10 +46,8 @@ class KVLayout:
     block_size: int
     head_dim: int
     dtype: str
-    components: tuple[str, ...] = (
-        "k",
-        "v",
-    )  # what each head of a layer has; ("latent",): one vector for both
+    # What each head of a layer has; ("latent",): one vector for both.
+    components: tuple[str, ...] = ("k", "v")
     variant: str = ""  # what else the values depend on, of settings that keys do not contain
 
     def __post_init__(self) -> None:

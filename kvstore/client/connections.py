@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Protocol
@@ -78,20 +79,11 @@ _LOOK_AGAIN_S = 0.2
 class StoreNodes:
     """``await current()`` for the nodes by id. ``close`` it before the agent."""
 
-    def __init__(
-        self,
-        directory: Directory,
-        agent: TransferAgent,
-        where: str,
-        *,
-        deadline_s: float,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, directory: Directory, agent: TransferAgent, where: str, *, deadline_s: float) -> None:
         self._directory = directory
         self._agent = agent
         self._where = where
         self._deadline_s = deadline_s
-        self._clock = clock
         self._nodes: dict[NodeAddress, RemoteStore] = {}
         self._by_id: dict[str, RemoteStore] = {}
         self._looked_s = float("-inf")
@@ -105,14 +97,14 @@ class StoreNodes:
         yet.
         """
         async with self._looking:
-            if self._clock() - self._looked_s > (_LOOK_AGAIN_S if doubted else _LOOK_EVERY_S):
+            if time.monotonic() - self._looked_s > (_LOOK_AGAIN_S if doubted else _LOOK_EVERY_S):
                 try:
                     await self._look()
                 except MoonpoolError as error:
                     if not self._by_id:
                         raise
                     # The nodes known are used until the cluster answers.
-                    self._looked_s = self._clock()
+                    self._looked_s = time.monotonic()
                     log.info("the store nodes were not looked up: %s", error)
             if not self._by_id:
                 raise NoStoreNodes(self._where)
@@ -120,7 +112,7 @@ class StoreNodes:
 
     async def _look(self) -> None:
         found = await self._directory.nodes()
-        self._looked_s = self._clock() if found else float("-inf")
+        self._looked_s = time.monotonic() if found else float("-inf")
         gone = [self._nodes.pop(address) for address in list(self._nodes) if address not in found]
         for address in found:
             if address not in self._nodes:

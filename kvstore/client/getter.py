@@ -37,13 +37,16 @@ class _Search:
     found: Array | None = None
     done: bool = False
 
-    def seen(self, here: NotHere, node_id: str) -> None:
-        """A node was asked for the record."""
-        if here.storage != self.storage:
-            self.gone, self.silent = set(), set()
-        self.storage, self.places = here.storage, here.places
+    def answered(self, answer: Array | NotHere, node_id: str, *, storage: bool) -> None:
+        """A node was asked for these bytes (``storage``), or for what the record names."""
+        if not isinstance(answer, NotHere):
+            self.found, self.done = answer, True
+            return
+        if not storage:
+            if answer.storage != self.storage:
+                self.gone, self.silent = set(), set()
+            self.storage, self.places, self.done = answer.storage, answer.places, not answer.storage
         self.gone.add(node_id)
-        self.done = not here.storage
 
     def unreachable(self) -> Exception:
         return ObjectUnreachable(self.request.name, self.places, self.lapsed)
@@ -118,17 +121,7 @@ class Getter:
                 if node_id is None:
                     raise search.unreachable() if search.lapsed else refusals.error()
                 plan.setdefault(node_id, []).append(search)
-            answers = await self._receive_all(nodes, plan, refusals, storage=False)
-            waiting = []
-            for (node_id, some), answer in zip(plan.items(), answers, strict=True):
-                if answer is None:
-                    waiting += some
-                    continue
-                for search, each in zip(some, answer, strict=True):
-                    if isinstance(each, NotHere):
-                        search.seen(each, node_id)
-                    else:
-                        search.found, search.done = each, True
+            waiting = await self._receive_all(nodes, plan, refusals, storage=False)
 
     async def _read_places(self, nodes: Mapping[str, RemoteStore], searches: Iterable[_Search]) -> None:
         """Read each from one place of its record after the other."""
@@ -143,17 +136,7 @@ class Getter:
                     plan.setdefault(node_id, []).append(search)
             if not plan:
                 return
-            answers = await self._receive_all(nodes, plan, Refusals(), storage=True)
-            for (node_id, some), answer in zip(plan.items(), answers, strict=True):
-                if answer is None:
-                    for search in some:
-                        search.silent.add(node_id)
-                    continue
-                for search, each in zip(some, answer, strict=True):
-                    if isinstance(each, NotHere):
-                        search.gone.add(node_id)
-                    else:
-                        search.found, search.done = each, True
+            await self._receive_all(nodes, plan, Refusals(), storage=True)
             waiting = [search for some in plan.values() for search in some if not search.done]
 
     async def _receive_all(
@@ -163,20 +146,22 @@ class Getter:
         refusals: Refusals,
         *,
         storage: bool,
-    ) -> list[list[Array | NotHere] | None]:
+    ) -> list[_Search]:
+        """Ask nodes for objects: for these bytes (``storage``), or for what their records name. Returns the
+        searches of the nodes that cannot answer."""
         asking = [self._receive(nodes[each], some, refusals, storage=storage) for each, some in plan.items()]
-        return [await asking[0]] if len(asking) == 1 else await asyncio.gather(*asking)
+        left = [await asking[0]] if len(asking) == 1 else await asyncio.gather(*asking)
+        return [search for some in left for search in some]
 
     async def _receive(
         self, node: RemoteStore, searches: Sequence[_Search], refusals: Refusals, *, storage: bool
-    ) -> list[Array | NotHere] | None:
-        """Ask a node for objects: for these bytes, or for what their records name. None: it cannot answer."""
+    ) -> Sequence[_Search]:
         wanted = [
             replace(search.request, storage=search.storage) if storage else search.request
             for search in searches
         ]
         try:
-            return await receive(node, self._memory, self._tenant.owner, wanted)
+            answers = await receive(node, self._memory, self._tenant.owner, wanted)
         except (NodeUnavailable, RemoteError) as error:
             node.forget_peer()
             refusals.add(node.node_id, error)
@@ -186,7 +171,13 @@ class Getter:
                 search.lapsed = str(error) if isinstance(error, GrantLapsed) else search.lapsed
             node.forget_peer()
             refusals.silent.add(node.node_id)
-        return None
+        else:
+            for search, answer in zip(searches, answers, strict=True):
+                search.answered(answer, node.node_id, storage=storage)
+            return ()
+        for search in searches if storage else ():
+            search.silent.add(node.node_id)
+        return searches
 
     async def _search_last_known(self, searches: Sequence[_Search], stale: set[str]) -> None:
         """Without Redis: the latest of what the nodes that answer have."""

@@ -60,7 +60,7 @@ async def open_client(
     options = replace(transfer, deadline_s=deadline_s)
     name = f"client-{os.getpid()}-{next(_numbers)}"
     async with await TransferAgent.start(options, agent_id=name, epoch=time.time_ns()) as agent:
-        nodes = StoreNodes(directory, agent, where, deadline_s=deadline_s, clock=time.monotonic)
+        nodes = StoreNodes(directory, agent, where, deadline_s=deadline_s)
         try:
             yield StoreClient(nodes, agent, tenant)
         finally:

@@ -10,19 +10,24 @@ Unknown fields are ignored.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from moonpool.kvstore.errors import StoreError
-from moonpool.runtime.number_checks import UNIX_S, NumberOutOfRange, Range, integer, number
+from moonpool.runtime.number_checks import UNIX_S, NumberOutOfRange, number
 
 Hash = int | bytes  # of a block, by the engine
+Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
 class EventCorrupt(StoreError):
     """A payload is not a batch of KV events; ``str(error)`` tells why."""
+
+
+# The order of the fields is that of the positional shape.
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +37,13 @@ class BlockStored:
 
     block_hashes: Sequence[Hash]
     parent_block_hash: Hash | None
-    token_ids: Sequence[int]
-    block_size: int
-    medium: str | None = None  # "GPU", "CPU", "STORAGE"; None: the engine has one
+    token_ids: Sequence[Token]
+    block_size: Annotated[int, Meta(ge=1, le=1 << 20)]
     lora_id: int | None = None
+    medium: str | None = None  # "GPU", "CPU", "STORAGE"; None: the engine has one
     lora_name: str | None = None
-    extra_keys: Sequence[Any] | None = None  # other inputs of each block's hash: adapter, images, salt
+    # Other inputs of each block's hash: adapter, images, salt.
+    extra_keys: Sequence[Sequence[Any] | None] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
@@ -67,32 +73,10 @@ class EventBatch:
     data_parallel_rank: int | None = None
 
 
-# The order of the positional shape.
-_FIELDS: dict[str, tuple[str, ...]] = {
-    "BlockStored": (
-        *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"),
-        *("extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality"),
-    ),
-    "BlockRemoved": ("block_hashes", "medium", "group_idx", "locality"),
-    "AllBlocksCleared": (),
-}
 _TYPES: dict[str, type[KvEvent]] = {
-    "BlockStored": BlockStored,
-    "BlockRemoved": BlockRemoved,
-    "AllBlocksCleared": AllBlocksCleared,
+    kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)
 }
-_OPTIONAL: dict[str, type] = {
-    "medium": str,
-    "lora_id": int,
-    "lora_name": str,
-    "extra_keys": list,
-    "group_idx": int,
-    "kv_cache_spec_kind": str,
-    "kv_cache_spec_sliding_window": int,
-    "locality": str,
-}
-_BLOCK_SIZE = Range(1, 1 << 20)
-_TOKEN = Range(0, (1 << 31) - 1)
+_FIELDS = {name: [field.name for field in fields(kind)] for name, kind in _TYPES.items()}
 _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder().decode
 
@@ -113,9 +97,9 @@ def decode(payload: bytes) -> EventBatch:
         raise EventCorrupt(f"a batch of KV events must have events, got {str(body)[:80]}")
     try:
         ts = number("ts", ts, UNIX_S)
-        found = [event for item in events if (event := _event(item)) is not None]
     except NumberOutOfRange as error:
         raise EventCorrupt(f"a batch of KV events: {error}") from error
+    found = [event for item in events if (event := _event(item)) is not None]
     return EventBatch(ts, found, rank if isinstance(rank, int) else None)
 
 
@@ -131,34 +115,9 @@ def _event(item: Any) -> KvEvent | None:
     if kind not in _TYPES:
         return None
     try:
-        event = _TYPES[kind](**values)
-    except TypeError as error:
-        raise EventCorrupt(f"a {kind} lacks fields: {error}") from error
-    _check(event)
-    return event
-
-
-def _check(event: KvEvent) -> None:
-    if isinstance(event, AllBlocksCleared):
-        return
-    hashes = event.block_hashes
-    if not isinstance(hashes, list) or not all(isinstance(name, int | bytes) for name in hashes):
-        raise EventCorrupt(f"block_hashes must be integers or bytes, got {str(hashes)[:80]}")
-    for name in _FIELDS[type(event).__name__]:
-        value, kind = getattr(event, name), _OPTIONAL.get(name)
-        if kind is not None and value is not None and not isinstance(value, kind):
-            raise EventCorrupt(f"{name} must be of type {kind.__name__}, got {str(value)[:80]}")
-    if isinstance(event, BlockStored):
-        parent, tokens = event.parent_block_hash, event.token_ids
-        if parent is not None and not isinstance(parent, int | bytes):
-            raise EventCorrupt(f"parent_block_hash must be an integer or bytes, got {str(parent)[:80]}")
-        if not isinstance(tokens, list):
-            raise EventCorrupt(f"token_ids must be a list, got {str(tokens)[:80]}")
-        integer("block_size", event.block_size, _BLOCK_SIZE)
-        for token in tokens:
-            integer("token_ids", token, _TOKEN)
-        if not all(extra is None or isinstance(extra, list) for extra in event.extra_keys or ()):
-            raise EventCorrupt(f"extra_keys must be lists, got {str(event.extra_keys)[:80]}")
+        return msgspec.convert(values, _TYPES[kind], builtin_types=(bytes,))
+    except msgspec.ValidationError as error:
+        raise EventCorrupt(f"a {kind} is not as it should be: {error}") from error
 
 
 def encode(batch: EventBatch) -> bytes:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -50,20 +50,12 @@ class EventPublisher:
     blocks without tokens are not announced. Slow subscribers miss batches and use the replay socket.
     """
 
-    def __init__(
-        self,
-        options: EventsOptions,
-        block_size: int,
-        *,
-        rank: int = 0,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, options: EventsOptions, block_size: int, *, rank: int = 0) -> None:
         """``rank``: the number of this replica."""
         self.endpoint = self.replay_endpoint = ""  # as bound
         self._options = options
         self._block_size = block_size
         self._rank = rank
-        self._clock = clock
         self._described: OrderedDict[BlockKey, _Block] = OrderedDict()
         self._announced: dict[BlockKey, tuple[str, _Block]] = {}  # with the medium it was announced in
         self._pending: list[KvEvent] = []
@@ -146,10 +138,10 @@ class EventPublisher:
         if isinstance(last, BlockStored) and last.medium == medium and parent == last.block_hashes[-1]:
             hashes, all_tokens = [*last.block_hashes, key], [*last.token_ids, *tokens]
             self._pending[-1] = BlockStored(
-                hashes, last.parent_block_hash, all_tokens, self._block_size, medium
+                hashes, last.parent_block_hash, all_tokens, self._block_size, medium=medium
             )
         else:
-            self._pending.append(BlockStored([key], parent, tokens, self._block_size, medium))
+            self._pending.append(BlockStored([key], parent, tokens, self._block_size, medium=medium))
 
     def _announce_removed(self, key: BlockKey, medium: str) -> None:
         last = self._pending[-1] if self._pending else None
@@ -165,7 +157,7 @@ class EventPublisher:
             if not self._pending:
                 continue
             events, self._pending = self._pending, []
-            payload = encode(EventBatch(self._clock(), events, self._rank))
+            payload = encode(EventBatch(time.time(), events, self._rank))
             seq = self._next_seq.to_bytes(8, "big")
             self._next_seq += 1
             self._sent.append((seq, payload))

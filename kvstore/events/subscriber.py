@@ -20,6 +20,7 @@ _log = logging.getLogger(__name__)
 _END = -1
 # Of one frame: 65,536 blocks of 16 tokens have about 8 MiB. The connection of a larger one is closed.
 _MAX_BATCH_NBYTES = 32 << 20
+_MAX_QUEUED = 100_000
 
 
 class Lost:
@@ -40,7 +41,6 @@ class EventSource:
         topic: str = "",
         plain: bool = False,
         replay_timeout_s: float = 2.0,
-        max_queued: int = 100_000,
     ) -> None:
         """``endpoint``: such as ``tcp://host:5557``. ``plain``: the engine has no CURVE.
 
@@ -65,7 +65,7 @@ class EventSource:
         self._last_ts = 0.0
         self._live: int | None = None  # number of the last batch from the socket, not from a replay
         self._socket = self._context.socket(zmq.SUB)
-        self._socket.set(zmq.RCVHWM, max_queued)
+        self._socket.set(zmq.RCVHWM, _MAX_QUEUED)
         self._socket.subscribe(topic)
         self._monitor = self._socket.get_monitor_socket(zmq.Event.DISCONNECTED)
         self._connect(self._socket, endpoint)

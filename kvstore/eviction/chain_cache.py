@@ -48,9 +48,7 @@ class ChainCache(Generic[Key]):
         self._parents: dict[Key, Key] = {}
         self._children: dict[Key, set[Key]] = {}  # by parent, which may not be here
         self._pins: dict[int, int] = {}  # by slot
-        self._removed_while_pinned: set[int] = (
-            set()
-        )  # removed while pinned: their slots go free with the last pin
+        self._removed_while_pinned: set[int] = set()  # their slots go free with the last pin
         self._reserved: set[int] = set()  # for blocks that are not visible yet
         self._retired: set[int] = set()  # bad: not used again
 

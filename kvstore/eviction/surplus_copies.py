@@ -31,8 +31,7 @@ def unshared_end(chain: Sequence[Key], is_shared: Callable[[Key, Key | None], bo
 class SurplusCopies(Generic[Key]):
     """The surplus copies of one tier and when each was last used. False if there are none."""
 
-    def __init__(self, *, unused_s: float = UNUSED_S, clock: Callable[[], float] = time.monotonic) -> None:
-        self._cold_s = unused_s
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._used_s: OrderedDict[Key, float] = OrderedDict()  # least recently used first
 
@@ -70,7 +69,7 @@ class SurplusCopies(Generic[Key]):
 
     def unused(self) -> Iterator[Key]:
         """Iterate over copies not used lately, the least recently used first. Stop before any change."""
-        before_s = self._clock() - self._cold_s
+        before_s = self._clock() - UNUSED_S
         for key, used_s in self._used_s.items():
             if used_s > before_s:
                 return

@@ -32,11 +32,7 @@ class HeldGrant:
     """
 
     def __init__(
-        self,
-        granted_by: str,
-        asked_s: float,
-        granted_s: float,
-        clock: Callable[[], float] = holders_clock,
+        self, granted_by: str, asked_s: float, granted_s: float, clock: Callable[[], float] = holders_clock
     ) -> None:
         """``granted_by``: for messages."""
         self.granted_by = granted_by

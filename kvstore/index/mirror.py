@@ -28,17 +28,17 @@ _RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
 
 
 class IndexMirror:
-    """``nodes`` and the questions of ``Lookup`` are answered from memory, with Redis or without."""
+    """``nodes`` and the queries of ``BlockMap`` are answered from memory, with Redis or without."""
 
     def __init__(
         self,
         index: KVIndex,
         *,
         lease_ttl_s: float = 3.0,
-        on_joined: Callable[[NodeRecord], None] | None = None,
-        on_left: Callable[[NodeRecord, str], None] | None = None,
-        on_updated: Callable[[NodeRecord], None] | None = None,
-        on_status: Callable[[str], None] | None = None,
+        on_joined: Callable[[NodeRecord], None] = lambda record: None,
+        on_left: Callable[[NodeRecord, str], None] = lambda record, reason: None,
+        on_updated: Callable[[NodeRecord], None] = lambda record: None,
+        on_status: Callable[[str], None] = lambda sentence: None,
         clock: Callable[[], float] = time.monotonic,
         tick_s: float = 0.5,
         check_interval_s: float = 10.0,
@@ -54,16 +54,13 @@ class IndexMirror:
         """
         self.connected = False
         self._index = index
-        self.joined = on_joined or (lambda record: None)
-        self.left = on_left or (lambda record, reason: None)
-        self.updated = on_updated or (lambda record: None)
-        self._status = on_status or (lambda sentence: None)
+        self._status = on_status
         self._sweep_due = asyncio.Event()
-        self._copy = MirrorState(self, self._sweep_due.set)
+        self._copy = MirrorState(self._sweep_due.set, on_joined, on_updated, on_left)
         self._follower = Follower(index, self._copy, lease_ttl_s=lease_ttl_s, clock=clock, tick_s=tick_s)
         self._check = MirrorCheck(index, self._copy, self._follower)
         self._check_interval_s = check_interval_s
-        # The questions of ``Lookup``. Attributes, not methods: a call takes microseconds, for every request.
+        # Queries of ``BlockMap``. Attributes, not methods: a call takes microseconds, for every request.
         blocks = self._copy.blocks
         self.longest_prefix = blocks.longest_prefix
         self.prefix_map = blocks.prefix_map

@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import logging
 
+from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.errors import ChangesCorrupt, EntryCorrupt
 from moonpool.kvstore.index import metrics
 from moonpool.kvstore.index.follower import Follower
 from moonpool.kvstore.index.mirror_state import MirrorState
-from moonpool.kvstore.index.redis.changes import REMOVED, decode, pick
 from moonpool.kvstore.index.redis.entries import LogPage
-from moonpool.kvstore.index.redis.kv_index import KVIndex
+from moonpool.kvstore.index.redis.kv_index import KVIndex, replay
 
 _log = logging.getLogger(__name__)
 
@@ -84,13 +84,14 @@ class MirrorCheck:
             known = copy.blocks.part_of(node_id, part, num_parts)
         finally:
             copy.unwatch(node_id)
-        return sum(held.get(key) != known.get(key) for key in (held.keys() | known.keys()) - changed)
+        keys = (held.keys() | known.keys()) - changed
+        return sum(held.get(BlockKey(key)) != known.get(key) for key in keys)
 
     async def _read(
         self, node_id: str, part: int, num_parts: int
-    ) -> tuple[dict[bytes, Tier], LogPage | None]:
+    ) -> tuple[dict[BlockKey, Tier], LogPage | None]:
         """The log's blocks of this part, and its last page: empty, as of ``page.seq``."""
-        held: dict[bytes, Tier] = {}
+        held: dict[BlockKey, Tier] = {}
         position, epoch = 0, -1
         while True:
             try:
@@ -104,7 +105,7 @@ class MirrorCheck:
             for batch in page.batches:
                 # The follower has logged what is corrupt, and skipped it as here.
                 with contextlib.suppress(ChangesCorrupt):
-                    _apply(batch, part, num_parts, held)
+                    replay([batch], held, part, num_parts)
             if not page.batches:
                 return held, page
             position = max(position, page.base) + len(page.batches)
@@ -117,14 +118,3 @@ class MirrorCheck:
             follower.advanced.clear()
             await follower.advanced.wait()
         return follower.instance == instance
-
-
-def _apply(batch: bytes, part: int, num_parts: int, held: dict[bytes, Tier]) -> None:
-    """Raises ``ChangesCorrupt`` after applying the groups before."""
-    for op, packed in decode(batch):
-        keys = pick(packed, part, num_parts)
-        if op == REMOVED:
-            for key in keys:
-                held.pop(key, None)
-        else:
-            held.update(dict.fromkeys(keys, Tier(op)))

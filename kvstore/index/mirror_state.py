@@ -4,37 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.errors import EntryCorrupt, EntryRefused
 from moonpool.kvstore.index.block_map import BlockMap
 from moonpool.kvstore.index.redis.changes import REMOVED, decode, split
-from moonpool.kvstore.index.redis.entries import (
-    REFUSED,
-    UNREADABLE,
-    Event,
-    LogPage,
-    read_record,
-    skipped,
-)
+from moonpool.kvstore.index.redis.entries import REFUSED, UNREADABLE, Event, LogPage, read_record, skipped
 from moonpool.kvstore.index.redis.node_record import NodeRecord, RecordCorrupt
 
 # Ends of registrations are remembered this long after the last record has expired.
 _ENDED_MS = 60_000
-
-
-class Listener(Protocol):
-    """Informed of nodes, on the loop, after the state has changed."""
-
-    def joined(self, record: NodeRecord) -> None:
-        """A node joined, in a new epoch."""
-
-    def updated(self, record: NodeRecord) -> None:
-        """A later record of the node."""
-
-    def left(self, record: NodeRecord, reason: str) -> None:
-        """A node left; one that returns in a new epoch leaves first."""
 
 
 @dataclass(slots=True)
@@ -50,15 +29,22 @@ class Seen:
 class MirrorState:
     """Applies events in order. Applying one twice is harmless: what is not newer is skipped."""
 
-    def __init__(self, listener: Listener, on_dirty: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        on_dirty: Callable[[], None],
+        on_joined: Callable[[NodeRecord], None],
+        on_updated: Callable[[NodeRecord], None],
+        on_left: Callable[[NodeRecord, str], None],
+    ) -> None:
+        """See ``IndexMirror``. ``on_dirty``: there are blocks to sweep."""
         self.nodes: dict[str, NodeRecord] = {}
         self.seen: dict[str, Seen] = {}  # by node
         self.doubted: set[str] = set()  # nodes to read from Redis: an event shows that we do not know them
         self.blocks = BlockMap()
         # Nodes that a new instance of the index does not know yet: until when they are kept.
         self.missing: dict[str, float] = {}
-        self._listener = listener
         self._on_dirty = on_dirty
+        self._on_joined, self._on_updated, self._on_left = on_joined, on_updated, on_left
         self._watched: dict[str, set[bytes]] = {}
         # Nodes that left by themselves: epoch and life, and until when their last record is valid.
         self._ended: dict[str, tuple[int, int, int]] = {}
@@ -106,7 +92,7 @@ class MirrorState:
             record = read_record(node_id, event.epoch, event.data)
             seen.number = event.number
             self.nodes[node_id] = record
-            self._listener.updated(record)
+            self._on_updated(record)
         elif event.kind == b"C":
             self.complete(node_id)
         elif event.kind == b"L":
@@ -157,7 +143,7 @@ class MirrorState:
         if page.number > seen.number:
             seen.number = page.number
             self.nodes[node_id] = page.record
-            self._listener.updated(page.record)
+            self._on_updated(page.record)
         if page.complete:
             self.complete(node_id)
 
@@ -176,13 +162,13 @@ class MirrorState:
         if known is not None and known.epoch == record.epoch:
             self.nodes[node_id], self.seen[node_id] = record, seen
             self.blocks.begin(node_id)
-            self._listener.updated(record)
+            self._on_updated(record)
             return
         if known is not None:
             self.leave(node_id, "restarted")
         self.nodes[node_id], self.seen[node_id] = record, seen
         self.blocks.join(node_id)
-        self._listener.joined(record)
+        self._on_joined(record)
 
     def leave(self, node_id: str, reason: str) -> None:
         record = self.nodes.pop(node_id)
@@ -191,7 +177,7 @@ class MirrorState:
         self.unwatch(node_id)
         self.blocks.leave(node_id)
         self._on_dirty()
-        self._listener.left(record, reason)
+        self._on_left(record, reason)
 
     def watch(self, node_id: str) -> set[bytes]:
         """The node's keys that change from now on, until ``unwatch``."""

@@ -53,8 +53,6 @@ class IndexPublisher:
         record_fn: Callable[[], NodeRecord],
         options: IndexOptions,
         held_fn: Callable[[], Iterable[tuple[BlockKey, Tier]]],
-        *,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``record_fn`` returns the node's current record (node_id and epoch never change); ``held_fn``
         returns every block with its fastest tier."""
@@ -66,7 +64,6 @@ class IndexPublisher:
         self._held_fn = held_fn
         self._ttl_s = options.lease_ttl_s
         self._interval_s = options.publish_interval_s
-        self._clock = clock
         self._held: dict[BlockKey, Tier] = {}  # as in the index once ``_pending`` is published
         self._pending: dict[BlockKey, Tier | None] = {}  # None: removed
         self._collecting = False  # changes go to ``_pending``: from registering until Redis is lost
@@ -161,7 +158,7 @@ class IndexPublisher:
         base = await self._index.register(self._record_fn(), self._ttl_s, complete=self._complete)
         metrics.registrations.inc()
         self._log_base, self._log_blocks = base, 0
-        self._next_heartbeat = self._clock() + self._ttl_s / 3
+        self._next_heartbeat = time.monotonic() + self._ttl_s / 3
         self._wake.set()
         self._set_connected(True)
 
@@ -192,7 +189,7 @@ class IndexPublisher:
     async def _pause(self) -> None:
         """Wait for a change, then a little longer, so that one call carries many."""
         try:
-            async with asyncio.timeout(max(self._next_heartbeat - self._clock(), 0.0)):
+            async with asyncio.timeout(max(self._next_heartbeat - time.monotonic(), 0.0)):
                 await self._wake.wait()
                 await asyncio.sleep(self._interval_s)
         except TimeoutError:
@@ -200,9 +197,9 @@ class IndexPublisher:
         self._wake.clear()
 
     async def _heartbeat_if_due(self) -> None:
-        if self._clock() >= self._next_heartbeat:
+        if time.monotonic() >= self._next_heartbeat:
             await self._index.heartbeat(self._record_fn(), self._ttl_s)
-            self._next_heartbeat = self._clock() + self._ttl_s / 3
+            self._next_heartbeat = time.monotonic() + self._ttl_s / 3
 
     async def _publish_pending(self) -> None:
         # Later changes are published after these, so a key's changes stay in order.

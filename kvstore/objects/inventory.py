@@ -118,7 +118,7 @@ class Inventory:
 
     def _hold(self, record: store_pb2.StoredObject) -> None:
         """Keep the slots of an object that must not be evicted. What is on disk is not kept in memory."""
-        storage, disk = record.info.storage, self._store.ssd
+        storage, disk = record.info.storage, self._store.disk
         if record.record.pin == store_pb2.HARD and disk is None and storage not in self._pinned:
             slots = [self._store.host.slot_of(chunk) for run in self._runs[storage] for chunk in run.keys]
             self._pinned[storage] = [slot for slot in slots if slot is not None]

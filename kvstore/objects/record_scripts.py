@@ -15,7 +15,10 @@ changed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from moonpool.kvstore.index.redis.lua_scripts import Script
+from moonpool.kvstore.objects.errors import ChangeUnknown, RecordsUnavailable
 
 NUM_BUCKETS = 16
 
@@ -50,10 +53,20 @@ end
 local reply = {'OK', known, whole(now_ms)}
 """
 
+
+class RecordScript(Script):
+    """``failure``: the error if Redis does not answer, from its reason."""
+
+    def __init__(self, name: str, body: str, failure: Callable[[str], Exception] = ChangeUnknown) -> None:
+        super().__init__(_PRELUDE + body)
+        self.name = name
+        self.failure = failure
+
+
 # ARGV field…   Replies with each value; empty: there is none. An expired one is deleted.
-read = Script(
-    _PRELUDE
-    + """
+read = RecordScript(
+    "read",
+    """
 for i = 4, #ARGV do
   local value = redis.call('HGET', KEYS[1], ARGV[i])
   if value then
@@ -66,14 +79,15 @@ for i = 4, #ARGV do
   reply[#reply + 1] = value or ''
 end
 return reply
-"""
+""",
+    RecordsUnavailable,
 )
 
 # ARGV (field storage ttl_ms payload)…   Replies with the new value and the former one of each. A repetition
 # changes nothing.
-put = Script(
-    _PRELUDE
-    + """
+put = RecordScript(
+    "put",
+    """
 for i = 4, #ARGV, 4 do
   local field, storage, ttl_ms = ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 2])
   local former = redis.call('HGET', KEYS[1], field)
@@ -92,14 +106,14 @@ for i = 4, #ARGV, 4 do
   reply[#reply + 1] = not same and former or ''
 end
 return reply
-"""
+""",
 )
 
 # ARGV (field storage)…   Deletes those that name this storage. Replies with each deleted value, and with the
 # storage that one that is left names.
-remove = Script(
-    _PRELUDE
-    + """
+remove = RecordScript(
+    "remove",
+    """
 for i = 4, #ARGV, 2 do
   local value = redis.call('HGET', KEYS[1], ARGV[i])
   local gone, left = '', ''
@@ -116,14 +130,14 @@ for i = 4, #ARGV, 2 do
   reply[#reply + 1] = left
 end
 return reply
-"""
+""",
 )
 
 # ARGV field value payload   Replaces the payload of exactly this value; an empty one deletes it. Replies 1:
 # done.
-swap = Script(
-    _PRELUDE
-    + """
+swap = RecordScript(
+    "swap",
+    """
 local value = redis.call('HGET', KEYS[1], ARGV[4])
 if value ~= ARGV[5] then
   reply[4] = 0
@@ -137,14 +151,14 @@ else
 end
 reply[4] = 1
 return reply
-"""
+""",
 )
 
 # ARGV field version expires_ms storage payload   After Redis lost its data: sets the record unless there is
 # one of this version or a later one. Replies with the value then there.
-restore = Script(
-    _PRELUDE
-    + """
+restore = RecordScript(
+    "restore",
+    """
 local value = redis.call('HGET', KEYS[1], ARGV[4])
 if not value or header(value) < tonumber(ARGV[5]) then
   value = value_of(tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], ARGV[8])
@@ -152,5 +166,5 @@ if not value or header(value) < tonumber(ARGV[5]) then
 end
 reply[4] = value
 return reply
-"""
+""",
 )

@@ -15,7 +15,6 @@ from redis.exceptions import ConnectionError
 
 from moonpool.kvstore.errors import IndexUnavailable, raise_one
 from moonpool.kvstore.index.redis.kv_index import KVIndex
-from moonpool.kvstore.index.redis.lua_scripts import Script
 from moonpool.kvstore.index.redis.redis_calls import pairs
 from moonpool.kvstore.objects import record_scripts as scripts
 from moonpool.kvstore.objects.errors import ChangeUnknown, RecordsLost, RecordsUnavailable
@@ -46,19 +45,13 @@ class Records:
     """
 
     def __init__(
-        self,
-        index: KVIndex,
-        *,
-        restoring_s: float,
-        clock: Callable[[], float] = time.monotonic,
-        generations: Mapping[int, bytes] | None = None,
+        self, index: KVIndex, *, restoring_s: float, generations: Mapping[int, bytes] | None = None
     ) -> None:
         """``index``: the connection to Redis and the namespace. ``restoring_s``: how long nodes may take to
         notice a loss and to restore what they have. ``generations``: by bucket, as this node last knew
         them."""
         self._index = index
         self._restoring_s = restoring_s
-        self._clock = clock
         self._buckets = [
             _Bucket(f"{index.namespace}:objects:{number}") for number in range(scripts.NUM_BUCKETS)
         ]
@@ -74,12 +67,12 @@ class Records:
 
     async def check(self) -> None:
         """Raise ``RecordsUnavailable`` unless Redis answered lately or does so now."""
-        if self._clock() - self._answered_s > _FRESH_S:
-            await self._call(0, "read", scripts.read, [], _unavailable)
+        if time.monotonic() - self._answered_s > _FRESH_S:
+            await self._call(0, scripts.read, [])
 
     async def read(self, names: Sequence[Name]) -> list[Record | None]:
         """The record of each, one round trip for all; None: there is no such object."""
-        found = await self._each(names, "read", scripts.read, lambda name: [field_of(name)], 1, _unavailable)
+        found = await self._each(names, scripts.read, lambda name: [field_of(name)])
         return [
             self._values.record(field_of(name), value) for name, (value,) in zip(names, found, strict=True)
         ]
@@ -89,7 +82,7 @@ class Records:
         A record that stays unchanged meanwhile comes at least once."""
         number, at = cursor % scripts.NUM_BUCKETS, cursor // scripts.NUM_BUCKETS
         bucket = self._buckets[number]
-        await self._call(number, "read", scripts.read, [], _unavailable)
+        await self._call(number, scripts.read, [])
         match = f"{owner.hex()}*" if owner is not None else "*"
         try:
             reply = await self._index.command("HSCAN", bucket.key, at, "MATCH", match, "COUNT", _SCAN_COUNT)
@@ -131,15 +124,7 @@ class Records:
                 self._values.payload(record),
             ]
 
-        found = await self._each(
-            records,
-            "put",
-            scripts.put,
-            args,
-            2,
-            ChangeUnknown,
-            lambda each: (each[0].owner, each[0].info.key),
-        )
+        found = await self._each(records, scripts.put, args, lambda each: (each[0].owner, each[0].info.key))
         done: list[tuple[Record, Record | None]] = []
         for (put, _), (value, former) in zip(records, found, strict=True):
             field = field_of((put.owner, put.info.key))
@@ -153,13 +138,7 @@ class Records:
         """Delete the records that name this storage; returns them, and what the others name now (0: there is
         none). Repeating it is harmless."""
         found = await self._each(
-            objects,
-            "remove",
-            scripts.remove,
-            lambda each: [field_of(each[0]), _hex(each[1])],
-            2,
-            ChangeUnknown,
-            lambda each: each[0],
+            objects, scripts.remove, lambda each: [field_of(each[0]), _hex(each[1])], lambda each: each[0]
         )
         return [
             (self._values.record(field_of(name), value), int(left or b"0", 16))
@@ -180,7 +159,7 @@ class Records:
         payload = self._values.payload(body) if body.places else b""
         number = bucket_of(former.body.info.key)
         args = [field_of(former.name), former.value, payload]
-        (done,) = await self._call(number, "swap", scripts.swap, args, ChangeUnknown, restoring=restoring)
+        (done,) = await self._call(number, scripts.swap, args, restoring=restoring)
         return bool(done)
 
     # ------------------------------------------------------------------ a Redis that lost its data
@@ -191,7 +170,7 @@ class Records:
     async def look(self) -> None:
         """Notice lost buckets, also without a request for them."""
         calls = (
-            self._call(number, "read", scripts.read, [], _unavailable)
+            self._call(number, scripts.read, [])
             for number, bucket in enumerate(self._buckets)
             if not bucket.lost
         )
@@ -209,7 +188,7 @@ class Records:
             self._values.payload(record),
         ]
         number = bucket_of(record.info.key)
-        (value,) = await self._call(number, "restore", scripts.restore, args, ChangeUnknown, restoring=True)
+        (value,) = await self._call(number, scripts.restore, args, restoring=True)
         found = self._values.record(field_of((record.owner, record.info.key)), value)
         if found is None:
             raise ChangeUnknown(f"the record of {record.info.name!r} was changed by another process")
@@ -219,7 +198,7 @@ class Records:
         """This node has restored what it knows of a bucket. True: others had the time to, too; it is used
         again."""
         bucket = self._buckets[number]
-        if not bucket.lost or self._clock() < bucket.open_s:
+        if not bucket.lost or time.monotonic() < bucket.open_s:
             return False
         bucket.generation, bucket.lost = bucket.lost, b""
         self.on_generation(number, bucket.generation)
@@ -230,14 +209,11 @@ class Records:
     async def _each(
         self,
         items: Sequence[Any],
-        what: str,
-        script: Script,
+        script: scripts.RecordScript,
         args_of: Callable[[Any], list[Any]],
-        num_answers: int,
-        failure: Callable[[str], Exception],
         name_of: Callable[[Any], Name] = lambda name: name,
     ) -> list[list[bytes]]:
-        """Run a script over many items, one call for each bucket; returns ``num_answers`` for each item."""
+        """Run a script over many items, one call for each bucket; returns the answers for each item."""
         by_bucket: dict[int, list[int]] = {}
         for at, item in enumerate(items):
             by_bucket.setdefault(bucket_of(name_of(item)[1]), []).append(at)
@@ -247,27 +223,21 @@ class Records:
             for first in range(0, len(places), _BATCH)
         ]
         calls = [(number, [arg for at in places for arg in args_of(items[at])]) for number, places in parts]
-        found = await self._calls(calls, what, script, failure)
+        found = await self._calls(calls, script)
         # An unknown outcome must not be taken for a refusal.
         raise_one(found, ChangeUnknown)
         answers: list[list[bytes]] = [[]] * len(items)
         for (_, places), reply in zip(parts, found, strict=True):
             assert isinstance(reply, list)
+            count = len(reply) // len(places)
             for i, at in enumerate(places):
-                answers[at] = reply[i * num_answers : (i + 1) * num_answers]
+                answers[at] = reply[i * count : (i + 1) * count]
         return answers
 
     async def _call(
-        self,
-        number: int,
-        what: str,
-        script: Script,
-        args: Sequence[object],
-        failure: Callable[[str], Exception],
-        *,
-        restoring: bool = False,
+        self, number: int, script: scripts.RecordScript, args: Sequence[object], *, restoring: bool = False
     ) -> list[Any]:
-        (reply,) = await self._calls([(number, args)], what, script, failure, restoring=restoring)
+        (reply,) = await self._calls([(number, args)], script, restoring=restoring)
         if isinstance(reply, BaseException):
             raise reply
         return reply
@@ -275,9 +245,7 @@ class Records:
     async def _calls(
         self,
         calls: Sequence[tuple[int, Sequence[object]]],
-        what: str,
-        script: Script,
-        failure: Callable[[str], Exception],
+        script: scripts.RecordScript,
         *,
         restoring: bool = False,
     ) -> list[list[Any] | Exception]:
@@ -292,9 +260,9 @@ class Records:
             for (number, args), generation in zip(calls, known, strict=True)
         ]
         began_ms = time.time() * 1000
-        replies = await self._index.run_all(f"{what} of objects' records", script, posted)
+        replies = await self._index.run_all(f"{script.name} of objects' records", script, posted)
         return [
-            self._taken(number, generation, reply, began_ms, failure, restoring)
+            self._taken(number, generation, reply, began_ms, script.failure, restoring)
             for (number, _), generation, reply in zip(calls, known, replies, strict=True)
         ]
 
@@ -312,12 +280,12 @@ class Records:
             error = RecordsUnavailable(str(reply)) if _was_refused(reply) else failure(str(reply))
             error.__cause__ = reply
             return error
-        self._answered_s = self._clock()
+        self._answered_s = time.monotonic()
         bucket = self._buckets[number]
         if reply[0] == b"LOST":
             # Others may have noticed before. What is known here is restored first, also if that is late.
             left_s = self._restoring_s if restoring else int(reply[2]) / 1000
-            bucket.lost, bucket.open_s = reply[1], self._clock() + left_s
+            bucket.lost, bucket.open_s = reply[1], time.monotonic() + left_s
             return RecordsLost(self._restoring_s)
         if not known:
             bucket.generation = reply[1]
@@ -330,10 +298,6 @@ def _was_refused(error: IndexUnavailable) -> bool:
     """Whether nothing was sent: there was no connection."""
     # redis-py connects before it sends, and does not try again. It says so in the text alone.
     return isinstance(error.__cause__, ConnectionError) and " connecting to " in str(error.__cause__)
-
-
-def _unavailable(reason: str) -> Exception:
-    return RecordsUnavailable(reason)
 
 
 def _hex(storage: int) -> str:

@@ -9,14 +9,7 @@ from random import Random
 from moonpool.kvstore.objects import metrics
 from moonpool.kvstore.objects.catalog import Catalogue
 from moonpool.kvstore.objects.chunks import SMALL_NBYTES, folded, is_small
-from moonpool.kvstore.objects.errors import (
-    BadRequest,
-    OverQuota,
-    PinsFull,
-    PutBroken,
-    PutUnknown,
-    StoreFull,
-)
+from moonpool.kvstore.objects.errors import BadRequest, OverQuota, PinsFull, PutBroken, PutUnknown, StoreFull
 from moonpool.kvstore.objects.inventory import Inventory
 from moonpool.kvstore.objects.owner_quota import ObjectQuotas
 from moonpool.kvstore.objects.put import Put, window_chunks

@@ -37,12 +37,12 @@ class Residency:
         memory: Bytes,
         pool: PoolTier | None,
         disk: DiskTier | None,
-        copier: Copier,
         on_change: OnChange,
         saved_s: SavedSeconds | None = None,
         *,
         keep_until_written: bool = False,
     ) -> None:
+        self._copier = copier = Copier(options.host.io_threads)
         self.host = HostTier(
             memory, layout, policy=options.host.policy, saved_s=saved_s, on_evicted=self._evicted_from_host
         )

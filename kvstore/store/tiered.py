@@ -4,32 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from moonpool.kvstore.blocks.keys import BlockKey
-from moonpool.kvstore.blocks.layout import BlockFormat
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.errors import BlockCorrupt
-from moonpool.kvstore.eviction.savings import SavedSeconds
-from moonpool.kvstore.grants.table import GrantTable, Slot
-from moonpool.kvstore.store.reader import DiskWait, Lease, Pinned, Reader
+from moonpool.kvstore.store.reader import Reader
 from moonpool.kvstore.store.reservation import Reservation
-from moonpool.kvstore.store.residency import OnChange, Residency
 from moonpool.kvstore.tiers import metrics
-from moonpool.kvstore.tiers.copier import Copier
-from moonpool.kvstore.tiers.protocols import Bytes, DiskTier, PoolTier
-from moonpool.runtime.config.options import StoreOptions
+from moonpool.kvstore.tiers.protocols import Bytes
 
 _log = logging.getLogger(__name__)
 
 _VERIFY_BLOCKS = 32
-
-
-def _ignore_change(key: BlockKey, tier: Tier | None) -> None:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +40,7 @@ class StoreStats:
     ssd_load_nbytes_per_s: float
 
 
-class TieredStore(Residency):
+class TieredStore(Reader):
     """The blocks of one node. They are immutable; ``keys`` is always a run of one chain, and of each chain
     the store holds a prefix.
 
@@ -60,50 +48,6 @@ class TieredStore(Residency):
     ``get``, ``pin`` and ``prefetch`` wait for the disk, for its deadline at most; so do ``flush`` and
     ``room``, which say so.
     """
-
-    def __init__(
-        self,
-        layout: BlockFormat,
-        options: StoreOptions,
-        memory: Bytes,
-        *,
-        pool: PoolTier | None = None,
-        ssd: DiskTier | None = None,
-        on_change: OnChange = _ignore_change,
-        saved_s: SavedSeconds | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        keep_until_written: bool = False,
-    ) -> None:
-        """``memory``: uint8, the host tier; slot i is bytes ``[i * block_nbytes, (i + 1) * block_nbytes)``.
-
-        ``ssd``: closed by the store.
-        ``on_change(key, tier)``: the block's fastest copy is in ``tier`` now; None: no copy is left. It is
-        not called for blocks that the pool adds.
-        ``saved_s``: what a hit in host memory is worth to its eviction policy.
-        ``keep_until_written``: host memory keeps every block until it is on disk or its write failed; call
-        ``room`` before adding more.
-
-        Raises ``LayoutError``: ``memory`` holds no block.
-        """
-        self._copier = Copier(options.host.io_threads)
-        super().__init__(
-            layout,
-            options,
-            memory,
-            pool,
-            ssd,
-            self._copier,
-            on_change,
-            saved_s,
-            keep_until_written=keep_until_written,
-        )
-        self.layout = layout
-        self.ssd = ssd
-        self._options = options
-        self._clock = clock
-        self._reader = Reader(self, self._copier, layout.block_nbytes, clock)
-        self.grants = GrantTable(self._generation_of, longest_s=options.lease_ttl_s, clock=clock)
-        """All that was granted of host memory and the pool: leases on blocks, and puts."""
 
     async def start(self) -> None:
         """Begin writing to disk. Blocks that are on disk already are held before this."""
@@ -117,10 +61,10 @@ class TieredStore(Residency):
         await self.copied()
         if self.writes is not None:
             await self.writes.close()
-        if self._reader.promoter is not None:
-            await self._reader.promoter.close()
-        if self.ssd is not None:
-            await self.ssd.close()
+        if self._promoter is not None:
+            await self._promoter.close()
+        if self.disk is not None:
+            await self.disk.close()
         await self._copier.close()
 
     def use(self, keys: Sequence[BlockKey], found: Sequence[Tier] | None = None) -> None:
@@ -134,68 +78,6 @@ class TieredStore(Residency):
             if count := tiers.count(tier):
                 metrics.HIT_BLOCKS.labels(tier.name.lower()).inc(count)
         metrics.MISSED_BLOCKS.inc(len(keys) - len(tiers))
-
-    # ------------------------------------------------------------------ reading
-
-    async def get(
-        self, keys: Sequence[BlockKey], spans: Sequence[Bytes], disk: DiskWait | None = None
-    ) -> list[Tier]:
-        """Fill ``spans[i]`` (uint8 [block_nbytes]) with the block ``keys[i]``, verified. Returns each one's
-        tier; blocks on disk are in host memory afterwards. ``disk``: its share of the time is added to that.
-
-        Raises:
-            BlockMissing: some are not held, or could not be read in time.
-            BlockCorrupt: a copy did not match its checksum and has been dropped.
-        After an error the spans before its ``first_missing`` are filled and the others undefined; after a
-        cancellation all are undefined. Nothing is written to ``spans`` once this has ended.
-        """
-        return await self._reader.get(keys, spans, disk)
-
-    async def prefetch(self, keys: Sequence[BlockKey]) -> int:
-        """Read this chain's blocks on disk into host memory, ahead of their use. Returns how many of the
-        first blocks are in memory then."""
-        return await self._reader.prefetch(keys)
-
-    async def pin(self, keys: Sequence[BlockKey], ttl_s: float, owner: str = "a reader") -> Lease:
-        """Keep the longest prefix of ``keys`` in memory until ``release``, for at most ``ttl_s`` and
-        ``store.lease_ttl_s``. Blocks on disk are read into host memory first, as far as there is room.
-        """
-        pinned, in_pool, slots = await self._reader.pin(keys)
-        if not pinned:
-            return Lease(0, 0.0, [])
-        granted = [*((Tier.POOL, block) for block in in_pool), *((Tier.HOST, slot) for slot in slots)]
-        grant = self.grants.grant(owner, granted, ttl_s, lambda _: self._reader.release(in_pool, slots))
-        return Lease(grant.id, grant.granted_s, pinned)
-
-    @asynccontextmanager
-    async def pinned(
-        self, keys: Sequence[BlockKey], disk: DiskWait | None = None
-    ) -> AsyncIterator[list[Pinned]]:
-        """``pin`` for this process itself: inside the block, however long it takes. ``disk``: see ``get``."""
-        pinned, in_pool, slots = await self._reader.pin(keys, disk)
-        try:
-            yield pinned
-        finally:
-            self._reader.release(in_pool, slots)
-
-    def release(self, lease_id: int) -> None:
-        """End a lease. Idempotent; a lapsed or unknown one is no error."""
-        self.grants.release(lease_id)
-
-    def sweep(self) -> int:
-        """End the grants that have expired; returns how many. Call it regularly."""
-        return self.grants.sweep()
-
-    def _generation_of(self, slot: Slot) -> int:
-        tier, number = slot
-        if tier is Tier.HOST:
-            return self.host.generation_of(number)
-        assert self.pool is not None
-        return self.pool.generation_of(number)
-
-    def check_integrity(self) -> None:
-        super().check_integrity()
-        self.grants.check_integrity()
 
     # ------------------------------------------------------------------ writing
 
@@ -248,7 +130,7 @@ class TieredStore(Residency):
         metrics.EVICTED_BLOCKS.labels("host", reason).inc(len(gone))
         for key in gone:
             self.announce(key)
-        if self.ssd is not None:
+        if self.disk is not None:
             gone |= dict.fromkeys(await self._remove_from_disk(keys, reason))
             if self.writes is not None and self.writes.is_writing(gone):
                 # What has begun to be written would be there again.
@@ -257,8 +139,8 @@ class TieredStore(Residency):
         return [key for key in gone if not self.is_held(key)]
 
     async def _remove_from_disk(self, keys: Sequence[BlockKey], reason: str) -> list[BlockKey]:
-        assert self.ssd is not None
-        gone = await self.ssd.remove(keys)
+        assert self.disk is not None
+        gone = await self.disk.remove(keys)
         metrics.EVICTED_BLOCKS.labels("ssd", reason).inc(len(gone))
         for key in gone:
             self.announce(key)
@@ -268,13 +150,13 @@ class TieredStore(Residency):
         """Write the blocks that are only in memory to disk, in at most ``within_s``. Under ``selective``
         nothing is written: that policy keeps only blocks that were used again."""
         writes = self.writes
-        if self.ssd is None or writes is None or self._options.write_policy == "selective":
+        if self.disk is None or writes is None or self._options.write_policy == "selective":
             return
         try:
             async with asyncio.timeout(within_s):
                 await self.copied()
                 for key, _ in list(self.blocks()):
-                    if key not in self.ssd and not await writes.submit(key):
+                    if key not in self.disk and not await writes.submit(key):
                         break
                 await writes.drained()
         except TimeoutError:
@@ -291,38 +173,35 @@ class TieredStore(Residency):
     def stats(self) -> StoreStats:
         host, nbytes, writes = self.host, self.layout.block_nbytes, self.writes
         tiers = [TierStats("host", host.capacity, len(host), host.num_pinned, len(host) * nbytes)]
-        if self.ssd is not None:
-            capacity, num_blocks = self._options.ssd.capacity_nbytes // nbytes, len(self.ssd)
+        if self.disk is not None:
+            capacity, num_blocks = self._options.ssd.capacity_nbytes // nbytes, len(self.disk)
             tiers.append(TierStats("ssd", capacity, num_blocks, 0, num_blocks * nbytes))
         return StoreStats(
             tiers=tiers,
             num_leases=len(self.grants),
             num_queued_writes=0 if writes is None else len(writes),
             num_demoting=0 if writes is None else len(writes.evicted),
-            num_promoting=0 if self._reader.promoter is None else len(self._reader.promoter),
-            host_load_nbytes_per_s=self._reader.host_bandwidth.nbytes_per_s,
-            ssd_load_nbytes_per_s=self._reader.disk_bandwidth.nbytes_per_s,
+            num_promoting=0 if self._promoter is None else len(self._promoter),
+            host_load_nbytes_per_s=self._host_bandwidth.nbytes_per_s,
+            ssd_load_nbytes_per_s=self._disk_bandwidth.nbytes_per_s,
         )
 
-    async def verify(self, on_progress: Callable[[int, int], None] | None = None) -> list[BlockKey]:
+    async def verify(self) -> AsyncIterator[tuple[int, int, list[BlockKey]]]:
         """Check every block of host memory and disk against its checksum; a copy that fails is dropped.
-        Returns their keys. ``on_progress(done, total)`` is called every few blocks."""
+        Yields, every few blocks, how many are done, of how many, and those that failed since."""
         in_host = list(self.host.keys())
-        on_disk = [] if self.ssd is None else self.ssd.keys()
+        on_disk = [] if self.disk is None else self.disk.keys()
         total = len(in_host) + len(on_disk)
-        bad: list[BlockKey] = []
         for first in range(0, total, _VERIFY_BLOCKS):
-            last = min(first + _VERIFY_BLOCKS, total)
+            last, bad = min(first + _VERIFY_BLOCKS, total), list[BlockKey]()
             for key in in_host[first:last]:
                 slot = self.host.slot_of(key)
                 if slot is not None and not self.host.is_intact(slot):
                     self.drop_corrupt(key)
                     bad.append(key)
             some = on_disk[max(first - len(in_host), 0) : max(last - len(in_host), 0)]
-            if self.ssd is not None and some:
-                intact = await self.ssd.verify(some)
+            if self.disk is not None and some:
+                intact = await self.disk.verify(some)
                 bad += [key for key, good in zip(some, intact, strict=True) if not good]
-            if on_progress is not None:
-                on_progress(last, total)
+            yield last, total, bad
             await asyncio.sleep(0)
-        return bad

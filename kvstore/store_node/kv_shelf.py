@@ -156,10 +156,7 @@ class KvShelf:
         nbytes = num_read * source.block_nbytes
         metrics.COPIED_BYTES.labels("kv").inc(nbytes)
         return node_pb2.ReplicateReply(
-            num_blocks=num_blocks,
-            num_read=num_read,
-            nbytes=nbytes,
-            seconds=time.monotonic() - started_s,
+            num_blocks=num_blocks, num_read=num_read, nbytes=nbytes, seconds=time.monotonic() - started_s
         )
 
     async def _copy(

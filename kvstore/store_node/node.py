@@ -67,12 +67,11 @@ class StoreNode(node_pb2_grpc.NodeServicer):
 
     role = "store"
 
-    def __init__(self, config: Config, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, config: Config) -> None:
         self.config = config
         self.node_id = config.node.id or f"{self.role}-{config.node.host}-{os.getpid()}"
         self.epoch = time.time_ns()
         self.state = "starting"
-        self._clock = clock
         self._rpc_address = self._metrics_url = ""
         self._draining = asyncio.Event()
         self._objects: ObjectShelf | None = None
@@ -179,7 +178,7 @@ class StoreNode(node_pb2_grpc.NodeServicer):
             own.chunk_nbytes,
             catalogue=catalogue,
             tenant_nbytes=own.tenant_nbytes,
-            clock=self._clock,
+            clock=time.monotonic,
             rng=SystemRandom(),
         )
         stack.push_async_callback(self._objects.close)
@@ -203,7 +202,7 @@ class StoreNode(node_pb2_grpc.NodeServicer):
             records.on_generation = catalogue.remember_generation
         directory = IndexDirectory(index.redis_url, index.namespace)
         stack.push_async_callback(directory.aclose)
-        peers = StoreNodes(directory, self._agent, index.redis_url, deadline_s=deadline_s, clock=self._clock)
+        peers = StoreNodes(directory, self._agent, index.redis_url, deadline_s=deadline_s)
         stack.push_async_callback(peers.close)
         self._keeper = RecordKeeper(self.node_id, objects, records, peers)
         stack.push_async_callback(self._keeper.close)
@@ -238,9 +237,9 @@ class StoreNode(node_pb2_grpc.NodeServicer):
     async def _drain(self) -> None:
         assert self._publisher is not None
         self._publisher.announce()
-        deadline_s = self._clock() + min(_DRAIN_S, self.config.node.drain_s)
+        deadline_s = time.monotonic() + min(_DRAIN_S, self.config.node.drain_s)
         # Polled: an event would cost every lease of the node's life, for its last seconds.
-        while self._num_users() and self._clock() < deadline_s:  # noqa: ASYNC110
+        while self._num_users() and time.monotonic() < deadline_s:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
     def _num_users(self) -> int:

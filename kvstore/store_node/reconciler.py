@@ -42,9 +42,6 @@ class Reconciler:
         keeper: RecordKeeper,
         peers: StoreNodes,
         address: Callable[[], node_pb2.KvAddress],
-        *,
-        away_s: float = _AWAY_S,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``address``: of this node's memory, for those that copy from it."""
         self._node_id = node_id
@@ -53,8 +50,6 @@ class Reconciler:
         self._records = keeper.records
         self._peers = peers
         self._address = address
-        self._away_limit_s = away_s
-        self._clock = clock
         self._scanned = False  # the records that name this node were compared with what it has
         self._to_compare: list[int] = []  # storage ids of what is here, the next one last
         self._away_since_s: dict[str, float] = {}
@@ -82,10 +77,10 @@ class Reconciler:
             if not self._scanned:
                 await self._scan()
             await self._compare()
-        if self._clock() >= self._repair_s:
-            began_s = self._clock()
+        if time.monotonic() >= self._repair_s:
+            began_s = time.monotonic()
             await self._repair()
-            self._repair_s = self._clock() + _IDLE_PER_BUSY * (self._clock() - began_s)
+            self._repair_s = time.monotonic() + _IDLE_PER_BUSY * (time.monotonic() - began_s)
 
     async def _scan(self) -> None:
         """Leave the records that name this node though its bytes are gone: they were only in memory."""
@@ -154,13 +149,13 @@ class Reconciler:
     def _away(self, nodes: Mapping[str, RemoteStore]) -> set[str]:
         """The places that are not in the cluster for so long that they are taken as lost."""
         places = {each for stored in self._shelf.inventory for each in stored.record.places}
-        now_s = self._clock()
+        now_s = time.monotonic()
         self._away_since_s = {
             each: self._away_since_s.get(each, now_s)
             for each in places
             if each not in nodes and each != self._node_id
         }
-        return {each for each, since_s in self._away_since_s.items() if now_s - since_s >= self._away_limit_s}
+        return {each for each, since_s in self._away_since_s.items() if now_s - since_s >= _AWAY_S}
 
     def _target(
         self, stored: store_pb2.StoredObject, present: list[str], nodes: Mapping[str, RemoteStore]

@@ -13,12 +13,11 @@ from moonpool.kvstore.blocks import keys as block_keys
 from moonpool.kvstore.blocks.keys import KEY_NBYTES
 from moonpool.kvstore.objects import metrics
 from moonpool.kvstore.objects.chunks import is_small
+from moonpool.kvstore.objects.copies import copy_object, pull_objects
 from moonpool.kvstore.objects.errors import BadRequest, ObjectsOff, PutBroken
-from moonpool.kvstore.objects.pull import pull_objects
 from moonpool.kvstore.objects.put import Put
 from moonpool.kvstore.objects.read_leases import Opened
 from moonpool.kvstore.objects.record_values import Record
-from moonpool.kvstore.objects.replication import copy_object
 from moonpool.kvstore.objects.shelf import ObjectShelf
 from moonpool.kvstore.remote.object_store import RemoteStore
 from moonpool.kvstore.store_node.record_keeper import RecordKeeper
@@ -184,14 +183,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
         async with RemoteStore(
             request.source.node_id, address, self._agent, deadline_s=self._deadline_s
         ) as source:
-            nbytes = await copy_object(
-                source,
-                objects,
-                self._region,
-                owner,
-                wanted,
-                surplus=request.surplus,
-            )
+            nbytes = await copy_object(source, objects, self._region, owner, wanted, surplus=request.surplus)
         metrics.COPIED_BYTES.labels("objects").inc(nbytes)
         stored = objects.inventory.find(owner, request.storage)
         if request.join and stored is not None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.store import TieredStore
 from moonpool.protos import store_pb2
 
@@ -25,37 +23,22 @@ class Shelf:
 async def verify(shelves: Sequence[Shelf]) -> AsyncIterator[store_pb2.VerifyProgress]:
     """Yield progress, at most ten messages a second, one message for each damaged block, and a final one.
     Damaged copies are dropped. Closing the iterator stops it."""
-    progress: asyncio.Queue[tuple[int, int] | None] = asyncio.Queue()
-    num_damaged = before_done = before_total = 0
+    num_done = num_blocks = num_damaged = 0
+    said_s = time.monotonic()
+
+    def progress(damaged: str = "") -> store_pb2.VerifyProgress:
+        return store_pb2.VerifyProgress(
+            num_done=num_done, num_blocks=num_blocks, num_damaged=num_damaged, damaged=damaged
+        )
+
     for shelf in shelves:
-        checking = asyncio.ensure_future(_check(shelf, progress))
-        done = total = 0
-        said_s = time.monotonic()
-        try:
-            while (step := await progress.get()) is not None:
-                done, total = step
-                if time.monotonic() >= said_s + _PROGRESS_INTERVAL_S:
-                    said_s = time.monotonic()
-                    yield store_pb2.VerifyProgress(
-                        num_done=before_done + done, num_blocks=before_total + total, num_damaged=num_damaged
-                    )
-            damaged = await checking
-        finally:
-            checking.cancel()
-        before_done, before_total = before_done + done, before_total + total
-        for key in damaged:
-            num_damaged += 1
-            yield store_pb2.VerifyProgress(
-                num_done=before_done,
-                num_blocks=before_total,
-                num_damaged=num_damaged,
-                damaged=f"{shelf.name} block {key.hex()}",
-            )
-    yield store_pb2.VerifyProgress(num_done=before_done, num_blocks=before_total, num_damaged=num_damaged)
-
-
-async def _check(shelf: Shelf, progress: asyncio.Queue[tuple[int, int] | None]) -> list[BlockKey]:
-    try:
-        return await shelf.store.verify(lambda done, total: progress.put_nowait((done, total)))
-    finally:
-        progress.put_nowait(None)
+        before_done, before_blocks = num_done, num_blocks
+        async for done, total, bad in shelf.store.verify():
+            num_done, num_blocks = before_done + done, before_blocks + total
+            for key in bad:
+                num_damaged += 1
+                yield progress(f"{shelf.name} block {key.hex()}")
+            if time.monotonic() >= said_s + _PROGRESS_INTERVAL_S:
+                said_s = time.monotonic()
+                yield progress()
+    yield progress()

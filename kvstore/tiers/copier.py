@@ -11,13 +11,12 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from moonpool.kvstore.tiers.protocols import Bytes
+from moonpool.transfer.metrics import moving_average
 
 Result = TypeVar("Result")
 
 # Up to this size the copy takes about half a millisecond; waking a thread on a busy machine takes longer.
 _INLINE_NBYTES = 4 << 20
-# How much one observation moves the estimate.
-_GAIN = 0.2
 
 
 class Copier:
@@ -87,9 +86,5 @@ class Bandwidth:
         self.nbytes_per_s = 0.0
 
     def observe(self, nbytes: int, seconds: float) -> None:
-        if nbytes <= 0 or seconds <= 0:
-            return
-        seen = nbytes / seconds
-        self.nbytes_per_s = (
-            seen if not self.nbytes_per_s else self.nbytes_per_s + _GAIN * (seen - self.nbytes_per_s)
-        )
+        if nbytes > 0 and seconds > 0:
+            self.nbytes_per_s = moving_average(self.nbytes_per_s, nbytes / seconds)

@@ -7,9 +7,7 @@ from functools import cache
 from prometheus_client import Counter, Histogram
 
 HIT_BLOCKS = Counter(
-    "moonpool_store_hit_blocks_total",
-    "Blocks of requests' chains that were found.",
-    ["tier"],
+    "moonpool_store_hit_blocks_total", "Blocks of requests' chains that were found.", ["tier"]
 )
 MISSED_BLOCKS = Counter(
     "moonpool_store_missed_blocks_total", "Blocks of requests' chains that were not found."
@@ -30,8 +28,7 @@ EVICTED_BLOCKS = Counter(
     ["tier", "reason"],
 )
 REFUSED_BLOCKS = Counter(
-    "moonpool_store_refused_blocks_total",
-    "Blocks host memory refused: all are pinned or worth more.",
+    "moonpool_store_refused_blocks_total", "Blocks host memory refused: all are pinned or worth more."
 )
 WRITTEN_BLOCKS = Counter("moonpool_store_written_blocks_total", "Blocks written to disk.")
 DROPPED_WRITES = Counter(

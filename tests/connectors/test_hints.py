@@ -140,7 +140,7 @@ def test_a_dropped_prompt_leaves_its_beginning(engine: Make, tmp_path: Path) -> 
     before = count("drop", "done")
     one.serve(Request("s", 10 * BLOCK + 1))
     one.until_hit("s", 10)
-    until(lambda: len(one.node._kv.store.ssd) == 10)  # a block that is being written comes back
+    until(lambda: len(one.node._kv.store.disk) == 10)  # a block that is being written comes back
     one.serve(hinted("s-2", 12, drop_from=3 * BLOCK + 1))
     until(lambda: count("drop", "done") == before + 1)
     store = one.node._kv.store
@@ -177,7 +177,7 @@ def test_a_waiting_prompt_is_fetched_from_disk(engine: Make, tmp_path: Path) -> 
     one = engine("disk", *sets)
     one.until_hit("w", 10)
     store = one.node._kv.store
-    until(lambda: len(store.ssd) == 10)
+    until(lambda: len(store.disk) == 10)
     one.close()
     two = engine("disk", *sets)
     request = hinted("w-2", 10, prefetch=True)

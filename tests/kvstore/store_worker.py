@@ -77,7 +77,7 @@ async def _do_something(store: TieredStore, pool: FakePool, keys: list, rng: ran
     elif what < 0.95:
         await store.remove(keys[-2:])
     else:
-        await evict(store.ssd, rng.randrange(1, 6))
+        await evict(store.disk, rng.randrange(1, 6))
 
 
 if __name__ == "__main__":

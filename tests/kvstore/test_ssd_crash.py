@@ -25,7 +25,7 @@ from moonpool.kvstore.index.redis.node_record import NodeRecord
 from moonpool.kvstore.store import TieredStore
 from moonpool.kvstore.tiers.ssd import SsdTier
 from moonpool.kvstore.tiers.ssd.files.record import BlockRecord, decode, encode, recover
-from moonpool.kvstore.tiers.ssd.storage import gc_paused
+from moonpool.kvstore.tiers.ssd.files.startup import gc_paused
 from moonpool.runtime.config.options import IndexOptions, StoreOptions
 from tests.forked_command import forked_command
 from tests.kvstore.nodes import chain

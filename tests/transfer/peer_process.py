@@ -23,10 +23,9 @@ from moonpool.runtime.config.options import SecurityOptions, TcpOptions, Transfe
 from moonpool.runtime.security import process
 from moonpool.runtime.security.roles import Caller
 from moonpool.transfer import AgentDescriptor, Span, TransferAgent, TransferError, agent_memory, checksum
+from moonpool.transfer.copying import peer_memory
 from moonpool.transfer.memory.region import Region
 from moonpool.transfer.native.cuda import load_cuda
-from moonpool.transfer.paths.tcp import stream_server as serving
-from moonpool.transfer.peers import dialer as connecting
 from tests.transfer.device import DeviceRegion
 
 REGION_NBYTES = 8 << 20
@@ -159,8 +158,7 @@ class PeerProcess:
 
 def forbid_process_vm_readv() -> None:
     """As on a host where the right is missing. (It cannot be taken away from root for real.)"""
-    connecting.readable_process = lambda *_: None  # type: ignore[assignment]
-    serving.readable_process = lambda *_: None  # type: ignore[assignment]
+    peer_memory.readable_process = lambda *_: None  # type: ignore[assignment]
     agent_memory.readable_by_peers = lambda: False
 
 

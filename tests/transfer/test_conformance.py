@@ -27,11 +27,10 @@ from moonpool.transfer import (
     checksum,
 )
 from moonpool.transfer.connections import wire as wire_format
+from moonpool.transfer.copying import peer_memory
 from moonpool.transfer.native.compiled_copy import compiled_copy
 from moonpool.transfer.native.ucx import load_ucx
 from moonpool.transfer.paths.tcp import stream_path
-from moonpool.transfer.paths.tcp import stream_server as serving
-from moonpool.transfer.peers import dialer as connecting
 from tests.transfer.conftest import StartPeer
 from tests.transfer.device import DeviceRegion, use_gpu, use_stand_in
 from tests.transfer.faults import settled
@@ -108,7 +107,7 @@ async def wire(
     runtime, _, side = where.partition("-")
     transport, variant = (path, "") if path == "cuda-ipc" else path.partition("-")[::2]
     for module, name in (
-        (connecting, "readable_process"), (serving, "readable_process"), (agent_memory, "readable_by_peers")
+        (peer_memory, "readable_process"), (agent_memory, "readable_by_peers")
     ):  # fmt: skip
         monkeypatch.setattr(module, name, getattr(module, name))
     environment = {

@@ -25,10 +25,10 @@ from moonpool.transfer import (
     TransferAgent,
     checksum,
 )
+from moonpool.transfer.copying import peer_memory
 from moonpool.transfer.copying.joint_read import JointRead
 from moonpool.transfer.native.compiled_copy import compiled_copy
 from moonpool.transfer.paths.shm import ShmPath
-from moonpool.transfer.peers import dialer
 from tests.transfer.conftest import RemotePeer, StartPeer
 from tests.transfer.peer_process import pattern
 from tests.transfer.test_conformance import scattered
@@ -69,7 +69,7 @@ class Pair:
 async def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
     """Two agents of this process; mapped: neither may read the other's memory, so memfds are sent."""
     if request.param == "mapped":
-        monkeypatch.setattr(dialer, "readable_process", lambda *_: None)
+        monkeypatch.setattr(peer_memory, "readable_process", lambda *_: None)
     async with await start("here") as agent, await start("peer") as theirs:
         remote = theirs.allocate(NBYTES, "theirs")
         remote.array[:] = pattern(NBYTES, 1)

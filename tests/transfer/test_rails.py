@@ -30,7 +30,7 @@ from moonpool.transfer.copying.batch_request import Direction
 from moonpool.transfer.memory.chunks import Chunking
 from moonpool.transfer.paths.base import Path
 from moonpool.transfer.paths.tcp.stream_path import StreamPath
-from moonpool.transfer.peers import stall
+from moonpool.transfer.peers import failover
 from moonpool.transfer.peers.path_choice import PathChoice
 from tests.transfer.cables import Cabled
 from tests.transfer.conftest import StartPeer
@@ -190,8 +190,8 @@ async def test_a_rail_that_breaks_hands_its_chunks_to_the_others_at_once(
     railed: Railed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once, not when the stall is noticed: the watch is off here."""
-    monkeypatch.setattr(stall, "_MIN_S", 3600.0)
-    monkeypatch.setattr(stall, "_MAX_S", 3600.0)
+    monkeypatch.setattr(failover, "_MIN_STALL_S", 3600.0)
+    monkeypatch.setattr(failover, "_MAX_STALL_S", 3600.0)
     labels = {"path": "tcp", "direction": "read"}
     failed = REGISTRY.get_sample_value("moonpool_transfer_failed_attempts_total", labels)
     for turn in range(4):

@@ -7,7 +7,10 @@ import json
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from moonpool.transfer.errors import DescriptorError
 from moonpool.transfer.memory.lifeline import INCARNATION_NBYTES
@@ -15,8 +18,9 @@ from moonpool.transfer.memory.lifeline import INCARNATION_NBYTES
 FORMAT_VERSION = 1
 MAX_PACKED_NBYTES = 4096
 MAX_AGENT_ID_NBYTES = 128
-_MAX_TRANSPORTS = 16
-_MAX_RAILS = 16
+_NO_NUL = r"^[^\0]*$"
+_Transport = Annotated[str, Meta(max_length=32, pattern=_NO_NUL)]
+_Rail = Annotated[str, Meta(max_length=255, pattern=r"^[^\0]+:[0-9]{1,5}\Z")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +32,15 @@ class AgentDescriptor:
     tcp_port: 0: it does not listen. tcp_rails: HOST:PORT of further network interfaces.
     """
 
-    agent_id: str
-    epoch: int
-    incarnation: bytes
-    transports: tuple[str, ...]
-    boot_id: str
-    unix_name: str
-    tcp_host: str
-    tcp_port: int
-    tcp_rails: tuple[str, ...] = ()
+    agent_id: Annotated[str, Meta(max_length=MAX_AGENT_ID_NBYTES, pattern=_NO_NUL)]
+    epoch: Annotated[int, Meta(ge=0)]
+    incarnation: Annotated[bytes, Meta(min_length=INCARNATION_NBYTES, max_length=INCARNATION_NBYTES)]
+    transports: Annotated[tuple[_Transport, ...], Meta(max_length=16)]
+    boot_id: Annotated[str, Meta(max_length=64, pattern=_NO_NUL)]
+    unix_name: Annotated[str, Meta(max_length=100, pattern=_NO_NUL)]
+    tcp_host: Annotated[str, Meta(max_length=255, pattern=_NO_NUL)]
+    tcp_port: Annotated[int, Meta(ge=0, le=65535)]
+    tcp_rails: Annotated[tuple[_Rail, ...], Meta(max_length=16)] = ()
 
     @property
     def tcp_addresses(self) -> list[tuple[str, int]]:
@@ -59,31 +63,19 @@ class AgentDescriptor:
                 f"an agent descriptor has at most {MAX_PACKED_NBYTES} bytes, not {len(packed)}"
             )
         try:
-            fields = json.loads(packed)
-        except (ValueError, RecursionError) as error:
-            raise DescriptorError(f"not an agent descriptor: {error}") from None
-        if not isinstance(fields, dict) or fields.get("version") != FORMAT_VERSION:
-            raise DescriptorError(f"not an agent descriptor of version {FORMAT_VERSION}")
-        transports = fields.get("transports")
-        if not isinstance(transports, list) or len(transports) > _MAX_TRANSPORTS:
-            raise DescriptorError("transports must be a short list")
-        try:
-            incarnation = bytes.fromhex(_text(fields, "incarnation", 2 * INCARNATION_NBYTES))
-        except ValueError:
-            raise DescriptorError("incarnation must be hexadecimal") from None
-        if len(incarnation) != INCARNATION_NBYTES:
-            raise DescriptorError(f"incarnation must have {INCARNATION_NBYTES} bytes")
-        return cls(
-            agent_id=check_agent_id(_text(fields, "agent_id", MAX_AGENT_ID_NBYTES)),
-            epoch=_number(fields, "epoch", (1 << 64) - 1),
-            incarnation=incarnation,
-            transports=tuple(_text({"transport": name}, "transport", 32) for name in transports),
-            boot_id=_text(fields, "boot_id", 64),
-            unix_name=_text(fields, "unix_name", 100),
-            tcp_host=_text(fields, "tcp_host", 255),
-            tcp_port=_number(fields, "tcp_port", 65535),
-            tcp_rails=_rails(fields.get("tcp_rails", [])),
-        )
+            fields = msgspec.json.decode(packed, type=dict)
+            if fields.get("version") != FORMAT_VERSION:
+                raise ValueError("another version, or none")
+            incarnation = bytes.fromhex(fields.get("incarnation", ""))
+            found = msgspec.convert({**fields, "incarnation": incarnation}, cls, builtin_types=(bytes,))
+            if found.epoch >> 64:
+                raise ValueError("epoch must have 64 bits")
+            if not all(0 < port <= 65535 for _, port in found.tcp_addresses[1:]):
+                raise ValueError("tcp_rails must have ports up to 65535")
+        except (msgspec.MsgspecError, RecursionError, ValueError, TypeError) as error:
+            raise DescriptorError(f"no agent descriptor of version {FORMAT_VERSION}: {error}") from None
+        check_agent_id(found.agent_id)
+        return found
 
 
 def check_agent_id(agent_id: str) -> str:
@@ -92,31 +84,6 @@ def check_agent_id(agent_id: str) -> str:
             f"an agent id has 1 to {MAX_AGENT_ID_NBYTES} printable bytes, not {agent_id[:200]!r}"
         )
     return agent_id
-
-
-def _rails(values: object) -> tuple[str, ...]:
-    if not isinstance(values, list) or len(values) > _MAX_RAILS:
-        raise DescriptorError("tcp_rails must be a short list")
-    rails = tuple(_text({"tcp_rails": value}, "tcp_rails", 255) for value in values)
-    for rail in rails:
-        host, _, port = rail.rpartition(":")
-        if not host or not port.isascii() or not port.isdigit() or not 0 < int(port[:6]) <= 65535:
-            raise DescriptorError(f"tcp_rails: {rail!r} is not HOST:PORT")
-    return rails
-
-
-def _text(fields: dict[str, Any], name: str, most: int) -> str:
-    value = fields.get(name)
-    if not isinstance(value, str) or len(value) > most or "\0" in value:
-        raise DescriptorError(f"{name} must be a text of at most {most} characters")
-    return value
-
-
-def _number(fields: dict[str, Any], name: str, most: int) -> int:
-    value = fields.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
-        raise DescriptorError(f"{name} must be a number from 0 to {most}")
-    return value
 
 
 @functools.cache

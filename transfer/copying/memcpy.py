@@ -14,13 +14,7 @@ from moonpool.transfer.memory.checksum import checksums, fill_rest
 from moonpool.transfer.memory.chunks import split_runs, vectors, windows
 from moonpool.transfer.native import libc
 from moonpool.transfer.native.arrays import U32, U64, address_of
-from moonpool.transfer.native.compiled_copy import (
-    NEVER,
-    SHORT_NBYTES,
-    STRIPE_NBYTES,
-    Stop,
-    compiled_copy,
-)
+from moonpool.transfer.native.compiled_copy import NEVER, SHORT_NBYTES, STRIPE_NBYTES, Stop, compiled_copy
 
 SLICE_NBYTES = 4 << 20
 """Bytes between two looks at the stop byte: about 0.3 ms."""

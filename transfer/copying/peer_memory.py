@@ -14,13 +14,19 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from moonpool.transfer.connections.handshake import Identity
+from moonpool.transfer.connections.handshake import Authenticated, Identity
 from moonpool.transfer.connections.wire import RegionInfo
 from moonpool.transfer.copying.device import through_staging
 from moonpool.transfer.copying.memcpy import Copy, copy_from, copy_here
 from moonpool.transfer.errors import PeerLost, RegionError
 from moonpool.transfer.memory.allocation import map_shared
-from moonpool.transfer.memory.lifeline import INCARNATION_NBYTES, Process, RegionLocation, lifeline_parts
+from moonpool.transfer.memory.lifeline import (
+    INCARNATION_NBYTES,
+    Process,
+    RegionLocation,
+    lifeline_parts,
+    readable_process,
+)
 from moonpool.transfer.memory.region import Hold
 from moonpool.transfer.native.arrays import address_of
 from moonpool.transfer.native.compiled_copy import compiled_copy
@@ -94,6 +100,13 @@ class ProcessMemory:
         # None: the region has no memfd, or it cannot be mapped.
         self._maps: dict[int, npt.NDArray[np.uint8] | None] = {}
         self._witness: Witness | None = None
+
+    @classmethod
+    def of(cls, remote: Authenticated) -> ProcessMemory | None:
+        """None: we may not read its memory."""
+        peer = remote.identity
+        process = readable_process(remote.pid, peer.lifeline, peer.incarnation)
+        return None if process is None else cls(process, peer)
 
     async def reach(self, region: RegionInfo) -> bool:
         if region.on_device:

@@ -130,13 +130,7 @@ class ChunkPlan:
     """The rows of a batch, its ``chunks`` (begin, end), and the spans that are complete. Thread-safe."""
 
     def __init__(
-        self,
-        local: Spans,
-        addresses: U64,
-        remote: Spans,
-        chunking: Chunking,
-        *,
-        merge: bool = True,
+        self, local: Spans, addresses: U64, remote: Spans, chunking: Chunking, *, merge: bool = True
     ) -> None:
         """addresses: of the local spans. merge: join adjacent rows; a chunk may then complete more spans."""
         rows = Rows(addresses, remote.region, remote.offset, local.nbytes)

@@ -21,7 +21,12 @@ from moonpool.runtime.security.tls import secure
 from moonpool.transfer.agent_memory import AgentMemory
 from moonpool.transfer.connections.control import Control, ControlOwner
 from moonpool.transfer.connections.descriptor import AgentDescriptor, boot_id
-from moonpool.transfer.connections.handshake import Authenticated, handshake_as_client, receive_descriptor
+from moonpool.transfer.connections.handshake import (
+    Authenticated,
+    Identity,
+    handshake_as_client,
+    receive_descriptor,
+)
 from moonpool.transfer.connections.link import AGENTS, Link, LocalAgent, LocalLink
 from moonpool.transfer.connections.wire import Kind, Op, WireError
 from moonpool.transfer.copying.peer_memory import LIFELINE_ID, MappedMemory, PeerMemory, ProcessMemory
@@ -29,7 +34,7 @@ from moonpool.transfer.copying.pool import CopyPool
 from moonpool.transfer.errors import PathFailed, PeerLost
 from moonpool.transfer.memory.allocation import map_shared
 from moonpool.transfer.memory.device_regions import CudaRegions
-from moonpool.transfer.memory.lifeline import LIFELINE_NBYTES, living_process, name_reader, readable_process
+from moonpool.transfer.memory.lifeline import LIFELINE_NBYTES, living_process, name_reader
 from moonpool.transfer.paths.base import Path
 from moonpool.transfer.paths.cuda_ipc import CudaIpcPath, IpcMemory
 from moonpool.transfer.paths.local import LocalPath
@@ -106,51 +111,35 @@ class Dialer:
 
     def connect_back(self, control: Control) -> Peer:
         """A peer for reading from the agent that made ``control`` to us. Raises PathFailed."""
-        remote = control.remote
-        identity = remote.identity
         paths: list[Path] = []
-        process = readable_process(remote.pid, identity.lifeline, identity.incarnation)
-        if "cuda-ipc" in self._options.transports and process is not None:
-            paths.append(self._cuda_ipc_path(control, ProcessMemory(process, identity), None))
+        memory = ProcessMemory.of(control.remote)
+        if "cuda-ipc" in self._options.transports and memory is not None:
+            paths.append(self._cuda_ipc_path(control, memory, None))
         if self._memory.ucx is not None:
             paths.append(self._ucx_path(control, None))
         if not paths:
             raise PathFailed("fetch", "the memory of the writing process cannot be reached")
-        return Peer(
-            identity.agent_id,
-            identity.epoch,
-            link=control,
-            paths=paths,
-            regions=self._memory.regions,
-            verify=False,
-            turn=self._turn,
-            owns_link=False,
-        )
+        return self._peer(control.remote.identity, control, paths, owns_link=False)
 
     def reader_of(self, control: Control) -> Peer:
         """See ``TransferAgent.reader_of``. Raises PathFailed."""
-        identity, pid = control.remote.identity, control.remote.pid
-        process = None
-        if "shm" in self._options.transports:
-            process = readable_process(pid, identity.lifeline, identity.incarnation)
-        if process is None:
+        memory = ProcessMemory.of(control.remote) if "shm" in self._options.transports else None
+        if memory is None:
             raise PathFailed("shm", "the memory of the other process cannot be read from here")
-        path = ShmPath(self._pool, identity, ProcessMemory(process, identity), control.known_region, None)
+        identity = control.remote.identity
+        path = ShmPath(self._pool, identity, memory, control.known_region, None)
         control.on_region_closed(path.forget)
+        return self._peer(identity, control, [path], owns_link=False)
+
+    def _peer(
+        self, target: AgentDescriptor | Identity, link: Link, paths: Sequence[Path], *, owns_link: bool = True
+    ) -> Peer:
         return Peer(
-            identity.agent_id,
-            identity.epoch,
-            link=control,
-            paths=[path],
-            regions=self._memory.regions,
+            *(target.agent_id, target.epoch, link, paths, self._memory.regions),
             verify=self._options.checksum,
             turn=self._turn,
-            owns_link=False,
+            owns_link=owns_link,
         )
-
-    def _peer(self, target: AgentDescriptor, link: Link, paths: Sequence[Path]) -> Peer:
-        regions, verify = self._memory.regions, self._options.checksum
-        return Peer(target.agent_id, target.epoch, link, paths, regions, verify=verify, turn=self._turn)
 
     # ------------------------------------------------------------------ paths
 
@@ -158,11 +147,8 @@ class Dialer:
         self, target: AgentDescriptor, control: Control, names: list[str]
     ) -> list[Path]:
         identity, pid = control.remote.identity, control.remote.pid
-        memory: PeerMemory
-        process = readable_process(pid, identity.lifeline, identity.incarnation)
-        if process is not None:
-            memory = ProcessMemory(process, identity)
-        else:
+        memory: PeerMemory | None = ProcessMemory.of(control.remote)
+        if memory is None:
             map_region = functools.partial(self._map_region, target)
             lifeline = await map_region(LIFELINE_ID, LIFELINE_NBYTES)
             memory = MappedMemory(lifeline, map_region, living_process(pid))

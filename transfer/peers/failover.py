@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moonpool.transfer import metrics
@@ -19,11 +19,15 @@ from moonpool.transfer.memory.region import Region, RegionTable
 from moonpool.transfer.memory.span import check_bounds, spans_in
 from moonpool.transfer.paths.base import Path
 from moonpool.transfer.peers.path_choice import MemoryKinds, PathChoice
-from moonpool.transfer.peers.stall import StallWatch
 
 # A batch starts again so often because another batch's end cut the connection they shared.
 _MAX_INTERRUPTIONS = 16
 _MAX_TRIES_A_PATH = 2
+# Time without progress that counts as a stall: a fraction of the time left, within bounds. It must leave time
+# for another path, and tolerate a few lost packets and a busy processor.
+_STALL_FRACTION = 1 / 8
+_MIN_STALL_S = 0.125
+_MAX_STALL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,35 @@ class PeerRoute:
     link: Link
     paths: PathChoice
     regions: RegionTable
+
+
+class StallWatch:
+    """Detects a stalled attempt, from its creation until ``cancel``: a cut link reports nothing.
+
+    Carriers (connections) without progress between two checks are dropped, if the path has others. Otherwise
+    the attempt is stopped with PathFailed, if another path is ``untried``. Otherwise it runs to the deadline.
+    """
+
+    def __init__(self, path: Path, attempt: Attempt, *, untried: bool) -> None:
+        self._path = path
+        self._attempt = attempt
+        self._untried = untried
+        self._seen: Mapping[object, int] = {}
+        self._every_s = min(max(attempt.request.seconds_left() * _STALL_FRACTION, _MIN_STALL_S), _MAX_STALL_S)
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(self._every_s, self._look)
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        seen, self._seen = self._seen, self._path.progress(self._attempt)
+        stuck = [carrier for carrier, moved in self._seen.items() if seen.get(carrier) == moved]
+        if stuck and not self._path.drop(stuck) and self._untried and len(stuck) == len(self._seen):
+            reason = f"nothing has moved for {self._every_s:.3g} s"
+            self._attempt.stop(PathFailed(self._path.name, reason))
+            return
+        self._timer = self._loop.call_later(self._every_s, self._look)
 
 
 class Failover:

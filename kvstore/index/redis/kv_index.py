@@ -15,15 +15,9 @@ from typing import Any
 
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.tier import Tier
-from moonpool.kvstore.errors import (
-    ChangesCorrupt,
-    EntryCorrupt,
-    EpochSuperseded,
-    NodeUnknown,
-    StoreError,
-)
+from moonpool.kvstore.errors import ChangesCorrupt, EntryCorrupt, EpochSuperseded, NodeUnknown, StoreError
 from moonpool.kvstore.index.redis import lua_scripts as scripts
-from moonpool.kvstore.index.redis.changes import REMOVED, decode, encode, split
+from moonpool.kvstore.index.redis.changes import REMOVED, decode, encode, pick
 from moonpool.kvstore.index.redis.entries import Event, LogPage, NodeEntries, Registration, skipped, text
 from moonpool.kvstore.index.redis.node_record import NodeRecord, RecordCorrupt
 from moonpool.kvstore.index.redis.redis_calls import RedisCalls
@@ -281,17 +275,20 @@ class KVIndex(RedisCalls):
         return reply
 
 
-def replay(batches: Iterable[bytes], held: dict[BlockKey, Tier] | None = None) -> dict[BlockKey, Tier]:
-    """The blocks a node holds after these batches of changes; ``held``: before, it is changed. Raises
-    ``ChangesCorrupt`` after applying the groups before."""
+def replay(
+    batches: Iterable[bytes], held: dict[BlockKey, Tier] | None = None, part: int = 0, num_parts: int = 1
+) -> dict[BlockKey, Tier]:
+    """The blocks a node holds after these batches of changes; ``held``: before, it is changed. Only keys with
+    a last byte of ``part`` modulo ``num_parts``. Raises ``ChangesCorrupt`` after applying the groups before.
+    """
     held = {} if held is None else held
     for batch in batches:
         for op, packed in decode(batch):
-            for key in split(packed):
+            for key in map(BlockKey, pick(packed, part, num_parts)):
                 if op == REMOVED:
-                    held.pop(BlockKey(key), None)
+                    held.pop(key, None)
                 else:
-                    held[BlockKey(key)] = Tier(op)
+                    held[key] = Tier(op)
     return held
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import threading
+import errno
+import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
@@ -20,43 +19,24 @@ from moonpool.kvstore.errors import LayoutError
 from moonpool.kvstore.eviction import make_policy
 from moonpool.kvstore.eviction.savings import SavedSeconds
 from moonpool.kvstore.tiers.protocols import Bytes
+from moonpool.kvstore.tiers.ssd.files.block_index import IndexWriteFailed
 from moonpool.kvstore.tiers.ssd.files.directory import TierFormat
-from moonpool.kvstore.tiers.ssd.files.startup import open_directory
+from moonpool.kvstore.tiers.ssd.files.startup import gc_paused, open_directory
 from moonpool.kvstore.tiers.ssd.jobs.disk import Disk
 from moonpool.kvstore.tiers.ssd.jobs.read import WantedBlock
+from moonpool.kvstore.tiers.ssd.jobs.write import WriteJob
 from moonpool.kvstore.tiers.ssd.slot_map import OnDropped, SlotMap, SsdTierStats
-from moonpool.kvstore.tiers.ssd.writer import BlockWriter
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+log = logging.getLogger(__name__)
+
 # Segment files stay open: a large tier has larger ones, not thousands.
 _MIN_SEGMENT_NBYTES = 256 << 20
 _MAX_SEGMENTS = 64
-
-
-_lock = threading.Lock()
-_num_inside = 0
-_was_enabled = False
-
-
-@contextmanager
-def gc_paused() -> Iterator[None]:
-    """Pause Python's garbage collector: it costs two fifths of the time to make a hundred thousand records.
-    Its former state returns when the last block inside ends."""
-    global _num_inside, _was_enabled
-    with _lock:
-        if _num_inside == 0:
-            _was_enabled = gc.isenabled()
-            gc.disable()
-        _num_inside += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _num_inside -= 1
-            if _num_inside == 0 and _was_enabled:
-                gc.enable()
+# After a disk had no room for another segment, ask it again this much later, not at every block.
+_ROOM_RETRY_S = 30.0
 
 
 class SsdTier:
@@ -73,7 +53,10 @@ class SsdTier:
         self._slot_map = slot_map
         self._cache = slot_map.cache
         self._disk = disk
-        self._writer = BlockWriter(slot_map, disk, clock)
+        self._clock = clock
+        self._being_written: dict[BlockKey, WriteJob] = {}
+        self._growing = asyncio.Lock()
+        self._grow_from_s = -_ROOM_RETRY_S
         self._cleaning: set[asyncio.Task[bool]] = set()
 
     @classmethod
@@ -215,8 +198,62 @@ class SsdTier:
             self._slot_map.counts.num_given_up += num_new
         elif num_new:
             blocks = [self._bytes(source) for source in sources]
-            await self._writer.put(keys, blocks, parents, checksums or [None] * len(keys))
+            await self._put(keys, blocks, parents, checksums or [None] * len(keys))
         return [key in self._cache for key in keys]
+
+    async def _put(
+        self,
+        keys: Sequence[BlockKey],
+        sources: Sequence[Bytes],
+        parents: Sequence[BlockKey | None],
+        checksums: Sequence[int | None],
+    ) -> None:
+        """Return when the admitted blocks are stored, have failed, or were given up."""
+        num_new = sum(key not in self._cache for key in keys)
+        await self._grow(num_new)
+        while others := [self._being_written[key] for key in keys if key in self._being_written]:
+            if not await self._disk.ended(others[0].batch):
+                self._slot_map.counts.num_given_up += num_new
+                return
+        blocks = self._slot_map.reserve(keys, sources, parents, checksums, self._being_written)
+        if not blocks:
+            return
+        stale, also_gone = self._slot_map.stale({block.slot for block in blocks})
+        before = {self._being_written[parent] for parent in parents if parent in self._being_written}
+
+        def on_done(writing: WriteJob) -> None:
+            for block in blocks:
+                del self._being_written[block.key]
+            self._slot_map.stored(writing)
+
+        writing = self._disk.write(blocks, before, stale, also_gone, on_done)
+        self._being_written.update((block.key, writing) for block in blocks)
+        await writing.batch.wait()
+
+    async def _grow(self, num_blocks: int) -> None:
+        """Make segments until this many blocks need no eviction, or there are no more."""
+        segments = self._disk.segments
+        async with self._growing:
+            while (
+                self._cache.num_free < num_blocks
+                and segments.num_segments < segments.max_segments
+                and self._clock() >= self._grow_from_s
+                and not self._disk.is_stalled
+            ):
+                await self._disk.grow(self._grown)
+
+    def _grown(self, error: OSError | IndexWriteFailed | None) -> None:
+        self._slot_map.grow()
+        if error is not None:
+            self._grow_from_s = self._clock() + _ROOM_RETRY_S
+            self._slot_map.counts.num_no_space += 1
+            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            what = "no room for another segment" if full else "cannot make another segment"
+            num_segments = self._disk.segments.num_segments
+            then = f"blocks are evicted to make room in the {num_segments} there are"
+            if not num_segments:
+                then = f"nothing is kept on disk; it is tried again every {_ROOM_RETRY_S:g} s"
+            log.error("%s: %s (%s); %s", self._disk.directory, what, error, then)
 
     async def remove(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Drop blocks and their descendants; durable when it returns or, if the disk stalls, when it answers

@@ -36,8 +36,8 @@ def name(number: int) -> bytes:
 
 EXPECTED = [
     [
-        BlockStored([name(1), name(2)], None, list(range(100, 132)), 16, "GPU"),
-        BlockStored([name(3)], name(2), list(range(200, 216)), 16, "GPU"),
+        BlockStored([name(1), name(2)], None, list(range(100, 132)), 16, medium="GPU"),
+        BlockStored([name(3)], name(2), list(range(200, 216)), 16, medium="GPU"),
     ],
     [BlockRemoved([name(3)], "GPU", 0)],
     [AllBlocksCleared()],
@@ -48,7 +48,11 @@ def plain(event: Any) -> Any:
     """Without what only some engines say."""
     return (
         BlockStored(
-            event.block_hashes, event.parent_block_hash, event.token_ids, event.block_size, event.medium
+            event.block_hashes,
+            event.parent_block_hash,
+            event.token_ids,
+            event.block_size,
+            medium=event.medium,
         )
         if isinstance(event, BlockStored)
         else event
@@ -102,7 +106,7 @@ def test_locality_in_each_shape(locality: str | None) -> None:
                 st.none() | st.binary(min_size=1),
                 st.lists(st.integers(0, 2**31 - 1), max_size=8),
                 st.integers(1, 64),
-                st.none() | st.sampled_from(["GPU", "CPU"]),
+                medium=st.none() | st.sampled_from(["GPU", "CPU"]),
             ),
             st.builds(BlockRemoved, st.lists(st.binary(), max_size=3), st.none() | st.just("GPU")),
             st.just(AllBlocksCleared()),

