@@ -73,7 +73,6 @@ log = logging.getLogger(__name__)
 # Timelines kept; a few kilobytes each.
 _TIMELINES_KEPT = 2048
 
-
 # Blocks of the index that are read and encoded in one turn of the loop.
 _PART_BLOCKS = 4096
 
@@ -99,7 +98,6 @@ class Conductor:
         first_roles: Sequence[str] = STAGES,
         leader: Conductor | None = None,
         clock: Callable[[], float] = time.monotonic,
-        rng: random.Random | None = None,
     ) -> None:
         """``clock`` must run with the event loop's time. Other conductors connect to ``peer_host`` and
         ``peer_port`` (0: a free one). ``provider``: starts and stops nodes; closed here.
@@ -112,7 +110,7 @@ class Conductor:
         if not index.redis_url:
             raise ConfigError("index.redis_url is empty: say where the index is", "index.redis_url")
         self.model, self.price = model, price
-        rng = rng or random.Random()
+        rng = random.Random()
         cost_model = CostModel(RegionLinks.parse(options.region_links, node_price=price))
         activity = Activity(time.time)
         conductor_id = f"conductor-{uuid.UUID(int=rng.getrandbits(128)).hex[:12]}"

@@ -138,6 +138,14 @@ class Answer(ABC):
         """The name of a call: the same at every conductor that goes on with the answer."""
         return "call_" + blake2b(f"{self._id} {choice} {call}".encode(), digest_size=12).hexdigest()
 
+    def _call(self, index: int, call: CallDelta) -> dict[str, Any]:
+        """A call, or a part of it: the first one has the name."""
+        function = {"arguments": call.arguments}
+        if not call.name:
+            return {"function": function}
+        written = {"name": call.name, **function}
+        return {"id": self.call_id(index, call.index), "type": "function", "function": written}
+
     def whole(
         self,
         choices: Sequence[tuple[Choice, Outcome]],
@@ -145,7 +153,12 @@ class Answer(ABC):
         explained: Sequence[dict[str, Any]] | None = None,
     ) -> bytes:
         """The answer without streaming. ``explained``: the placements of its sequences, if requested."""
-        answer: dict[str, Any] = {
+        answer = self.fields(choices, usage)
+        return orjson.dumps(answer if explained is None else answer | {"moonpool": explained})
+
+    def fields(self, choices: Sequence[tuple[Choice, Outcome]], usage: Usage) -> dict[str, Any]:
+        """The fields of the answer without streaming."""
+        return {
             "id": self._id,
             "object": self.whole_object,
             "created": self._created,
@@ -153,9 +166,6 @@ class Answer(ABC):
             "choices": [self._whole_choice(choice, outcome) for choice, outcome in choices],
             "usage": usage.to_dict(),
         }
-        if explained is not None:
-            answer["moonpool"] = explained
-        return orjson.dumps(answer)
 
     def _whole_choice(self, choice: Choice, outcome: Outcome) -> dict[str, Any]:
         written = self.choice(choice.index, outcome) | {
@@ -219,14 +229,6 @@ class ChatAnswer(Answer):
         new = {"tool_calls": calls} | ({"content": delta.text} if delta.text else {})
         written = {"index": choice.index, "delta": new, **self._rest(choice, delta)}
         return self._head + orjson.dumps(written) + self._tail
-
-    def _call(self, index: int, call: CallDelta) -> dict[str, Any]:
-        """A call, or a part of it: the first one has the name."""
-        function = {"arguments": call.arguments}
-        if not call.name:
-            return {"function": function}
-        written = {"name": call.name, **function}
-        return {"id": self.call_id(index, call.index), "type": "function", "function": written}
 
 
 def completion_logprobs(entries: Sequence[TokenEntry], tokenizer: Tokenizer) -> dict[str, Any]:

@@ -38,9 +38,43 @@ from moonpool.runtime.structure.grammars import GrammarsBusy, StructureInvalid, 
 
 log = logging.getLogger(__name__)
 
+# The answer to an error of a class, the first one that fits: status and code.
+_ANSWERS: Mapping[type[Exception], tuple[int, str]] = {
+    RequestRejected: (429, "rate_limit_exceeded"),
+    GrammarsBusy: (429, "rate_limit_exceeded"),
+    NoNodes: (503, "no_nodes"),
+    OutsideRegions: (503, "outside_regions"),
+    ConductorClosed: (503, "draining"),
+    NoStructures: (501, "structure_unsupported"),
+    StructureUnsupported: (501, "structure_unsupported"),
+    StructureInvalid: (400, "invalid_structure"),
+    RequestInvalid: (400, "invalid_request"),
+    DuplicateRequest: (409, "duplicate_request"),
+    MigrationFailed: (409, "not_migrated"),
+    DeadlineExceeded: (504, "deadline_exceeded"),
+    RequestEndsLives: (400, "request_ends_nodes"),  # not 500: clients would send it again
+    RequestFailed: (500, "request_failed"),
+    ChatTemplateError: (400, "invalid_value"),
+    NodeMissing: (404, "node_not_found"),
+    FleetUnchanged: (409, "fleet_unchanged"),
+    AdapterInvalid: (400, "invalid_adapter"),
+    AdapterMissing: (404, "model_not_found"),
+    AdapterFailed: (503, "adapter_failed"),
+    ProviderFailed: (503, "provider_failed"),
+    IndexUnavailable: (503, "index_unavailable"),
+}
+# OpenAI's types of errors, where they are not the request's.
+_KINDS = {
+    429: "rate_limit_error",
+    500: "server_error",
+    501: "not_implemented_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
 
 class ApiError(MoonpoolError):
-    """The answer to a request that failed. ``param``: the wrong field."""
+    """The answer to a request that failed. ``param``: the wrong field; ``kind``: None: by the status."""
 
     failure = FailureClass.REQUEST
 
@@ -50,14 +84,14 @@ class ApiError(MoonpoolError):
         message: str,
         *,
         param: str | None = None,
-        kind: str = "invalid_request_error",
+        kind: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
-        self.kind = kind
+        self.kind = kind or _KINDS.get(status, "invalid_request_error")
         self.error_code = code
         self.headers = dict(headers or {})
 
@@ -109,70 +143,21 @@ def as_api_error(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
-        case RequestRejected():
-            # Retry-After is in whole seconds; 0 would mean at once.
-            wait = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
-            return ApiError(
-                429, str(error), kind="rate_limit_error", code="rate_limit_exceeded", headers=wait
-            )
-        case NoNodes():
-            return unavailable(str(error), "no_nodes", error.retry_after_s)
-        case OutsideRegions():
-            return unavailable(str(error), "outside_regions")
-        case ConductorClosed():
-            return unavailable(str(error), "draining")
-        case NoStructures() | StructureUnsupported():
-            return ApiError(501, str(error), kind="not_implemented_error", code="structure_unsupported")
-        case StructureInvalid():
-            return bad_request(str(error), None, "invalid_structure")
-        case GrammarsBusy():
-            return ApiError(
-                429,
-                str(error),
-                kind="rate_limit_error",
-                code="rate_limit_exceeded",
-                headers={"Retry-After": "1"},
-            )
-        case RequestInvalid():
-            return bad_request(str(error), None, "invalid_request")
-        case DuplicateRequest():
-            return ApiError(409, str(error), code="duplicate_request")
-        case MigrationFailed():
-            return ApiError(409, str(error), code="not_migrated")
-        case DeadlineExceeded():
-            return ApiError(504, str(error), kind="timeout_error", code="deadline_exceeded")
-        case RequestEndsLives():
-            # Not 500: clients would send it again.
-            return ApiError(400, str(error), code="request_ends_nodes")
-        case RequestFailed():
-            return ApiError(500, str(error), kind="server_error", code="request_failed")
-        case ChatTemplateError():
-            return bad_request(str(error), "messages")
-        case NodeMissing():
-            return ApiError(404, str(error), code="node_not_found")
-        case FleetUnchanged():
-            return ApiError(409, str(error), code="fleet_unchanged")
-        case AdapterInvalid():
-            return bad_request(str(error), None, "invalid_adapter")
-        case AdapterMissing():
-            return ApiError(404, str(error), code="model_not_found")
-        case AdapterFailed():
-            return unavailable(str(error), "adapter_failed")
-        case ProviderFailed():
-            return unavailable(str(error), "provider_failed")
-        case IndexUnavailable():
-            return unavailable(str(error), "index_unavailable")
         case web.HTTPException():
             return _from_http(error)
         case ConnectionError():
             return ApiError(400, "the connection was closed", code="disconnected")
-        case MoonpoolError():
-            log.error("%s: %s", type(error).__name__, error)
-            return ApiError(500, str(error), kind="server_error", code="internal_error")
-        case _:
-            log.error("unexpected %s", type(error).__name__, exc_info=error)
-            message = f"internal error ({type(error).__name__}); the conductor's log has the details"
-            return ApiError(500, message, kind="server_error", code="internal_error")
+    for kind, (status, code) in _ANSWERS.items():
+        if isinstance(error, kind):
+            param = "messages" if kind is ChatTemplateError else None
+            wait = _retry_after(getattr(error, "retry_after_s", 1.0)) if status in (429, 503) else None
+            return ApiError(status, str(error), param=param, code=code, headers=wait)
+    if isinstance(error, MoonpoolError):
+        log.error("%s: %s", type(error).__name__, error)
+        return ApiError(500, str(error), code="internal_error")
+    log.error("unexpected %s", type(error).__name__, exc_info=error)
+    message = f"internal error ({type(error).__name__}); the conductor's log has the details"
+    return ApiError(500, message, code="internal_error")
 
 
 def name_of(error: Exception) -> str:
@@ -182,8 +167,12 @@ def name_of(error: Exception) -> str:
 
 def unavailable(message: str, code: str, retry_after_s: float = 1.0) -> ApiError:
     """503: the same request may succeed later, or elsewhere."""
-    wait = {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
-    return ApiError(503, message, kind="service_unavailable_error", code=code, headers=wait)
+    return ApiError(503, message, code=code, headers=_retry_after(retry_after_s))
+
+
+def _retry_after(seconds: float) -> dict[str, str]:
+    """Whole seconds; 0 would mean at once."""
+    return {"Retry-After": str(max(1, math.ceil(seconds)))}
 
 
 def _from_http(error: web.HTTPException) -> ApiError:

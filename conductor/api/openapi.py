@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from importlib.metadata import version
 from typing import Any, Literal
@@ -66,6 +67,8 @@ def _listed(items: Schema) -> Schema:
 
 
 _STRING, _INTEGER, _NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"}
+_ANYTHING: Schema = {"type": "object"}
+_REPORT = _object(environment=_ANYTHING, rows=_list_of(_ANYTHING))
 
 _USAGE = _object(
     prompt_tokens=_INTEGER,
@@ -103,9 +106,7 @@ _ANSWERS = {
         "tool_calls",
         message=_object(role={"const": "assistant"}, content={"type": ["string", "null"]}),
     ),
-    "Response": _object(
-        id=_STRING, object={"const": "response"}, status=_STRING, output=_list_of({"type": "object"})
-    ),
+    "Response": _object(id=_STRING, object={"const": "response"}, status=_STRING, output=_list_of(_ANYTHING)),
     "Prefetch": _object(
         id=_STRING, object={"const": "prefetch"}, prompt_tokens=_INTEGER, cached_tokens=_INTEGER
     ),
@@ -174,128 +175,106 @@ def document() -> dict[str, Any]:
 
 
 def _paths() -> dict[str, Any]:
-    anything: Schema = {"type": "object"}
+    """Each path with its methods; the names in braces are its parameters."""
+    paths: dict[str, dict[str, Any]] = {}
+    for method, pages in (("post", _posts()), ("get", _gets())):
+        for path, page in pages.items():
+            names = re.findall(r"{(\w+)}", path)
+            own = [{"name": name, "in": "path", "required": True, "schema": _TEXT} for name in names]
+            paths.setdefault(path, {})[method] = page | {"parameters": own + page.get("parameters", [])}
+    return paths
+
+
+def _gets() -> dict[str, Any]:
     limit: Schema = {"type": "integer", "minimum": 1, "maximum": MAX_LISTED, "default": 50}
-    about = _object(moonpool=_STRING, options=_list_of(anything))
-    report = _object(environment=anything, rows=_list_of(anything))
-    pages = {
+    about = _object(moonpool=_STRING, options=_list_of(_ANYTHING))
+    day = {"type": "string", "format": "date"}
+    days = {"type": "integer", "minimum": 1, "maximum": KEEP_DAYS, "default": 1}
+    form = {"enum": list(TIMELINE_FORMATS), "default": "json"}
+    usage = _object(day=_STRING, model=_STRING, tenant=_STRING, cost=_NUMBER)
+    nodes = _object(nodes=_list_of(_ANYTHING))
+    return {
         "/v1/models": _page("The served model and its LoRA adapters", _listed(_ref("Model"))),
-        "/v1/models/{name}": _page("The model or an adapter by its name", _ref("Model"), 404, name="path"),
-        "/v1/cluster": _page("Nodes, their load and tiers", _object(nodes=_list_of(anything))),
-        "/v1/cell": _page("Load and hot prefixes, for routers of cells", anything),
-        "/v1/fleet": _page(
-            "Nodes, as the index and their provider know them", _object(nodes=_list_of(anything))
+        "/v1/models/{name}": _page("The model or an adapter by its name", _ref("Model"), 404),
+        "/v1/cluster": _page("Nodes, their load and tiers", nodes),
+        "/v1/cell": _page("Load and hot prefixes, for routers of cells", _ANYTHING),
+        "/v1/cell/prefixes": _page("Hot prefixes, for other cells", _object(prefixes=_list_of(_ANYTHING))),
+        "/v1/fleet": _page("Nodes, as the index and their provider know them", nodes),
+        "/v1/fleet/rollout": _page("The latest rollout", _ANYTHING),
+        "/v1/fleet/canary": _page(
+            "The latest canary of each model, its counts and what they say", _listed(_ANYTHING)
         ),
-        "/v1/requests": _page("The latest requests, newest first", _listed(anything), 400, limit=limit),
-        "/v1/requests/{id}/timeline": _page(
-            "The timeline of a request",
-            anything,
-            400,
-            404,
-            id="path",
-            format={"enum": list(TIMELINE_FORMATS), "default": "json"},
-        ),
+        "/v1/requests": _page("The latest requests, newest first", _listed(_ANYTHING), 400, limit=limit),
+        "/v1/requests/{id}/timeline": _page("The timeline of a request", _ANYTHING, 400, 404, format=form),
         "/v1/usage": _page(
             "Tokens, seconds of nodes and cost by tenant, model and day (UTC), and the nodes' whole time",
-            _listed(_object(day=_STRING, model=_STRING, tenant=_STRING, cost=_NUMBER)),
-            400,
-            503,
-            day={"type": "string", "format": "date"},
-            days={"type": "integer", "minimum": 1, "maximum": KEEP_DAYS, "default": 1},
+            *(_listed(usage), 400, 503),
+            day=day,
+            days=days,
         ),
         "/v1/about": _page("Code, machine and options of this conductor, without secrets", about),
-        "/v1/report": _page("The cluster as the record of a run, with figures since the start", report),
+        "/v1/report": _page("The cluster as the record of a run, with figures since the start", _REPORT),
         "/v1/benchmarks": _page("Results of benchmarks, newest first", _listed(_object(name=_STRING))),
-        "/v1/benchmarks/{name}": _page(
-            "One result, as `moonpool bench … --json` wrote it", report, 404, name="path"
-        ),
-        "/v1/prometheus-targets": _page("The nodes, for Prometheus' service discovery", _list_of(anything)),
+        "/v1/benchmarks/{name}": _page("One result, as `moonpool bench … --json` wrote it", _REPORT, 404),
+        "/v1/prometheus-targets": _page("The nodes, for Prometheus' service discovery", _list_of(_ANYTHING)),
         "/healthz": _page("The process answers", _object(status={"const": "ok"})),
         "/readyz": _ready(),
     }
+
+
+def _posts() -> dict[str, Any]:
     changed = _object(role=_STRING, count=_INTEGER, started=_list_of(_STRING), stopped=_list_of(_STRING))
-    scaled = _page("Change the number of nodes", changed, 400, 409, 503, role="path", count="path")
     switched = _object(node_id=_STRING, role=_STRING, former=_STRING, num_requests=_INTEGER)
     moved = _object(node_id=_STRING, model=_STRING, former=_STRING, num_requests=_INTEGER, num_left=_INTEGER)
+    migrated = _object(request_id=_STRING, moves=_list_of(_ANYTHING))
     ending = _object(node_id=_STRING, by=_STRING)
+    least = {"type": "integer", "minimum": 1, "default": LEAST_REQUESTS}
     return {
-        "/v1/fleet/scale/{role}/{count}": {"post": scaled},
-        "/v1/fleet/switch/{node}/{role}": {
-            "post": _page("Change the role of a node", switched, 404, 409, 503, node="path", role="path")
-        },
-        "/v1/fleet/switch/{node}/model/{name}": {
-            "post": _page(
-                "Have a node drain, and serve another model", moved, 404, 409, 503, node="path", name="path"
-            )
-        },
-        "/v1/cell/prefixes": {
-            "get": _page("Hot prefixes, for other cells", _object(prefixes=_list_of(anything))),
-            "post": _page("Read hot prefixes of another cell", _object(copied=_INTEGER), 400),
-        },
-        "/v1/fleet/drain/{node}": {"post": _page("Drain and end a node", ending, 404, 503, node="path")},
-        "/v1/fleet/rollout": {
-            "get": _page("The latest rollout", anything),
-            "post": _page("Replace all nodes by ones with other settings", anything, 400, 409, set=_TEXT),
-        },
-        "/v1/fleet/rollout/abort": {"post": _page("Roll back the rollout that runs", anything, 409)},
-        "/v1/fleet/canary": {
-            "get": _page("The latest canary of each model, its counts and what they say", _listed(anything))
-        },
-        "/v1/fleet/canary/{name}/start/{candidate}/{share}": {
-            "post": _page(
-                "Send a share (percent) of the requests for a model to another one",
-                anything,
-                *(400, 404, 409, 503),
-                name="path",
-                candidate="path",
-                share="path",
-                tenant=_TEXT,
-                least={"type": "integer", "minimum": 1, "default": LEAST_REQUESTS},
-                auto={"enum": ["0", "1"], "default": "0"},
-            )
-        },
-        "/v1/fleet/canary/{name}/share/{share}": {
-            "post": _page(
-                "Change the share of a canary that runs; its counts begin anew",
-                anything,
-                *(400, 404, 409, 503),
-                name="path",
-                share="path",
-            )
-        },
-        "/v1/fleet/canary/{name}/promote": {
-            "post": _page("Have the candidate answer for the model", anything, 404, 409, 503, name="path")
-        },
-        "/v1/fleet/canary/{name}/rollback": {
-            "post": _page("Have the model before it answer again", anything, 404, 409, 503, name="path")
-        },
-        "/v1/load_lora_adapter": {
-            "post": _with_body(
-                _page("Load a LoRA adapter on all nodes", _STRING, 400, 503),
-                ("lora_name", "lora_path"),
-                load_inplace={"type": "boolean", "description": "Replace another content of that name."},
-            )
-        },
-        "/v1/unload_lora_adapter": {
-            "post": _with_body(_page("Unload a LoRA adapter", _STRING, 400, 404, 503), ("lora_name",))
-        },
-        "/v1/completions": {"post": _generation("CompletionBody", "Completion", "Continue a prompt")},
-        "/v1/chat/completions": {"post": _generation("ChatBody", "ChatCompletion", "Answer in a chat")},
-        "/v1/responses": {"post": _call("Response", "Answer, in OpenAI's Responses API")},
-        "/v1/prefetch": {"post": _call("Prefetch", "Compute or load the prompt of `messages`")},
-        "/tokenize": {"post": _call("Tokens", "Token ids of a `prompt`, or of the prompt of `messages`")},
-        "/detokenize": {"post": _call("Text", "The text of `tokens`")},
-        "/v1/embeddings": {"post": _call("Error", "Refused: the served model generates text")},
-        "/v1/requests/{id}/migrate": {
-            "post": _page(
-                "Move a running request to another decode node",
-                _object(request_id=_STRING, moves=_list_of(anything)),
-                409,
-                id="path",
-                target=_TEXT,
-            )
-        },
-        **{path: {"get": page} for path, page in pages.items()},
+        "/v1/fleet/scale/{role}/{count}": _page("Change the number of nodes", changed, 400, 409, 503),
+        "/v1/fleet/switch/{node}/{role}": _page("Change the role of a node", switched, 404, 409, 503),
+        "/v1/fleet/switch/{node}/model/{name}": _page(
+            "Have a node drain, and serve another model", moved, 404, 409, 503
+        ),
+        "/v1/cell/prefixes": _page("Read hot prefixes of another cell", _object(copied=_INTEGER), 400),
+        "/v1/fleet/drain/{node}": _page("Drain and end a node", ending, 404, 503),
+        "/v1/fleet/rollout": _page(
+            "Replace all nodes by ones with other settings", _ANYTHING, 400, 409, set=_TEXT
+        ),
+        "/v1/fleet/rollout/abort": _page("Roll back the rollout that runs", _ANYTHING, 409),
+        "/v1/fleet/canary/{name}/start/{candidate}/{share}": _page(
+            "Send a share (percent) of the requests for a model to another one",
+            *(_ANYTHING, 400, 404, 409, 503),
+            tenant=_TEXT,
+            least=least,
+            auto={"enum": ["0", "1"], "default": "0"},
+        ),
+        "/v1/fleet/canary/{name}/share/{share}": _page(
+            "Change the share of a canary that runs; its counts begin anew", _ANYTHING, 400, 404, 409, 503
+        ),
+        "/v1/fleet/canary/{name}/promote": _page(
+            "Have the candidate answer for the model", _ANYTHING, 404, 409, 503
+        ),
+        "/v1/fleet/canary/{name}/rollback": _page(
+            "Have the model before it answer again", _ANYTHING, 404, 409, 503
+        ),
+        "/v1/load_lora_adapter": _with_body(
+            _page("Load a LoRA adapter on all nodes", _STRING, 400, 503),
+            ("lora_name", "lora_path"),
+            load_inplace={"type": "boolean", "description": "Replace another content of that name."},
+        ),
+        "/v1/unload_lora_adapter": _with_body(
+            _page("Unload a LoRA adapter", _STRING, 400, 404, 503), ("lora_name",)
+        ),
+        "/v1/completions": _generation("CompletionBody", "Completion", "Continue a prompt"),
+        "/v1/chat/completions": _generation("ChatBody", "ChatCompletion", "Answer in a chat"),
+        "/v1/responses": _call("Response", "Answer, in OpenAI's Responses API"),
+        "/v1/prefetch": _call("Prefetch", "Compute or load the prompt of `messages`"),
+        "/tokenize": _call("Tokens", "Token ids of a `prompt`, or of the prompt of `messages`"),
+        "/detokenize": _call("Text", "The text of `tokens`"),
+        "/v1/embeddings": _call("Error", "Refused: the served model generates text"),
+        "/v1/requests/{id}/migrate": _page(
+            "Move a running request to another decode node", migrated, 409, target=_TEXT
+        ),
     }
 
 
@@ -314,8 +293,12 @@ def _describe(schema: Schema) -> None:
     schema["description"] = f"Other fields are ignored, except these, which are refused: {refused}."
 
 
+def _json(schema: Schema) -> Schema:
+    return {"application/json": {"schema": schema}}
+
+
 def _errors(*statuses: int) -> dict[str, Any]:
-    content = {"application/json": {"schema": _ref("Error")}}
+    content = _json(_ref("Error"))
     return {str(status): {"description": _ERRORS[str(status)], "content": content} for status in statuses}
 
 
@@ -331,51 +314,36 @@ _SLO_HEADERS = [
 
 
 def _generation(body: str, answer: str, summary: str) -> dict[str, Any]:
-    return {
-        "summary": summary,
-        "parameters": [
-            {
-                "name": "x-moonpool-explain",
-                "in": "header",
-                "description": "1: the answer includes placements, their reasons and each prefix's outcome.",
-                "schema": {"type": "string", "enum": ["0", "1"]},
-            },
-            *_SLO_HEADERS,
-        ],
-        "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(body)}}},
-        "responses": {
-            "200": {
-                "description": "The answer; as events, ended by `data: [DONE]`, where stream is true.",
-                "content": {
-                    "application/json": {"schema": _ref(answer)},
-                    "text/event-stream": {"schema": _STRING},
-                },
-            },
-            **_errors(400, 401, 403, 404, 405, 409, 413, 429, 500, 501, 503, 504),
-        },
+    explain = {
+        "name": "x-moonpool-explain",
+        "in": "header",
+        "description": "1: the answer includes placements, their reasons and each prefix's outcome.",
+        "schema": {"type": "string", "enum": ["0", "1"]},
     }
+    page = _call(answer, summary, _ref(body))
+    page["responses"]["200"] = {
+        "description": "The answer; as events, ended by `data: [DONE]`, where stream is true.",
+        "content": _json(_ref(answer)) | {"text/event-stream": {"schema": _STRING}},
+    }
+    return page | {"parameters": [explain, *_SLO_HEADERS]}
 
 
-def _call(answer: str, summary: str) -> dict[str, Any]:
-    """A request whose body is described elsewhere."""
-    body = {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}
-    content = {"application/json": {"schema": _ref(answer)}}
+def _call(answer: str, summary: str, body: Schema = _ANYTHING) -> dict[str, Any]:
+    """``body``: _ANYTHING: it is described elsewhere."""
     errors = _errors(400, 401, 403, 404, 405, 409, 413, 429, 500, 501, 503, 504)
-    answers = {"200": {"description": summary, "content": content}, **errors}
-    return {"summary": summary, "requestBody": body, "responses": answers}
+    answers = {"200": {"description": summary, "content": _json(_ref(answer))}, **errors}
+    return {"summary": summary, "requestBody": _body(body), "responses": answers}
 
 
-def _page(summary: str, schema: Schema, *errors: int, **parameters: Schema | str) -> dict[str, Any]:
-    """``parameters``: "path" for one in the path, else the schema of one in the query."""
-    described = [
-        {"name": name, "in": "path", "required": True, "schema": _TEXT}
-        if isinstance(kind, str)
-        else {"name": name, "in": "query", "schema": kind}
-        for name, kind in parameters.items()
-    ]
-    content = {"application/json": {"schema": schema}}
-    answers = {"200": {"description": summary, "content": content}, **_errors(*errors, 401, 403, 405)}
-    return {"summary": summary, "parameters": described, "responses": answers}
+def _body(schema: Schema) -> dict[str, Any]:
+    return {"required": True, "content": _json(schema)}
+
+
+def _page(summary: str, schema: Schema, *errors: int, **query: Schema) -> dict[str, Any]:
+    """``query``: the schemas of its parameters."""
+    parameters = [{"name": name, "in": "query", "schema": kind} for name, kind in query.items()]
+    answers = {"200": {"description": summary, "content": _json(schema)}, **_errors(*errors, 401, 403, 405)}
+    return {"summary": summary, "parameters": parameters, "responses": answers}
 
 
 def _with_body(page: dict[str, Any], texts: tuple[str, ...], **optional: Schema) -> dict[str, Any]:
@@ -383,14 +351,13 @@ def _with_body(page: dict[str, Any], texts: tuple[str, ...], **optional: Schema)
     schema = _object(**dict.fromkeys(texts, _TEXT))
     schema["properties"] |= optional
     page["responses"]["200"]["content"] = {"text/plain": {"schema": _STRING}}
-    return page | {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    return page | {"requestBody": _body(schema)}
 
 
 def _ready() -> dict[str, Any]:
     schema = _object(ready={"type": "boolean"}, status=_STRING)
-    schema["properties"]["degraded"] = _list_of(
-        _STRING
-    )  # only for those with a key, where keys are configured
+    # Only for those with a key, where keys are configured.
+    schema["properties"]["degraded"] = _list_of(_STRING)
     page = _page("Whether requests can be served", schema)
     unavailable = "No request can be served: no node, or draining"
     page["responses"]["503"] = page["responses"]["200"] | {"description": unavailable}

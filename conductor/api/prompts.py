@@ -54,18 +54,14 @@ async def chat_prompt(body: ChatBody, template: ChatTemplate | None, tokenizer: 
             "messages",
             "no_chat_template",
         )
+    tools = [tool.model_dump(exclude_unset=True) for tool in body.tools]
     text = template.render(
         [message.model_dump(exclude_unset=True) for message in body.messages],
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
-        variables=body.chat_template_kwargs | _tools(body),
+        variables=body.chat_template_kwargs | ({"tools": tools} if tools else {}),
     )
     return await _text_prompt(text, "messages", tokenizer, add_special_tokens=body.add_special_tokens)
-
-
-def _tools(body: ChatBody) -> dict[str, Any]:
-    tools = [tool.model_dump(exclude_unset=True) for tool in body.tools]
-    return {"tools": tools} if tools else {}
 
 
 def output_limit(prompt: Prompt, body: GenerationBody, default: int | None, model: ServedModel) -> int:

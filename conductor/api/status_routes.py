@@ -83,7 +83,7 @@ async def metrics(http: web.Request) -> web.Response:
             merged = await asyncio.to_thread(read_page, context.workers_page, GROUP_TIMEOUT_S)
         except OSError as error:
             why = f"the page of all workers cannot be read: {error}"
-            raise ApiError(503, why, kind="service_unavailable_error", code="metrics_unavailable") from error
+            raise ApiError(503, why, code="metrics_unavailable") from error
         return web.Response(body=merged.encode(), headers={"Content-Type": CONTENT_TYPE_LATEST})
     context.metrics.see_cluster(http.app[LANES].counts())
     encode, content_type = generate_latest, CONTENT_TYPE_LATEST

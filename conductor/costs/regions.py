@@ -50,7 +50,7 @@ class RegionLinks:
             given = dict(fact.partition("=")[::2] for fact in facts)
             if len(ends) != 2 or not all(ends) or ends[0] == ends[1] or given.keys() - set(_FIGURES):
                 raise _wrong(text)
-            figures = {name: _figure(text, name, value) for name, value in given.items()}
+            figures = {name: _figure(text, value) for name, value in given.items()}
             rate = figures.get("gbit_s", math.inf)
             if not rate or frozenset(ends) in links:
                 raise _wrong(text)
@@ -70,7 +70,7 @@ class RegionLinks:
         return nbytes * self.between(one, other).price / self._node_price if self._node_price else 0.0
 
 
-def _figure(text: str, name: str, value: str) -> float:
+def _figure(text: str, value: str) -> float:
     try:
         figure = float(value)
     except ValueError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import stat
-from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,11 @@ MAX_ROWS = 2000
 
 CHECKOUT = Path(__file__).resolve().parents[2] / "bench" / "results"
 
+_Read = tuple[dict[str, Any] | None, str]  # the report in a file, or why it is not shown
+
 
 class ResultUnknown(LookupError):
     """The file does not exist, or is not a benchmark result."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Read:
-    version: tuple[int, int]  # of the file: modification time, size
-    report: dict[str, Any] | None
-    problem: str
 
 
 class BenchResults:
@@ -39,24 +34,24 @@ class BenchResults:
     def __init__(self, directory: str) -> None:
         """``directory``: empty for the one of the checkout."""
         self._directory = Path(directory) if directory else CHECKOUT
-        self._known: dict[str, _Read] = {}
 
     def listed(self) -> list[dict[str, Any]]:
         """Name, date and reached limits of each file, or why it is not shown.
 
         The latest run first, by the date in the file: a checkout gives all files one date.
         """
-        found = [self._summary(name, read) for name, read in self._read_all().items()]
+        found = [_summary(name, *read) for name, read in self._read_all().items()]
         return sorted(found, key=lambda one: one.get("date", ""), reverse=True)
 
     def report(self, name: str) -> dict[str, Any]:
         """One file, as ``moonpool.runtime.reports.report`` documents it. Raises ``ResultUnknown``."""
-        read = self._read_all().get(name)
-        if read is None:
+        read = self._read_all()
+        if name not in read:
             raise ResultUnknown(f"there is no {name!r} among the benchmark results")
-        if read.report is None:
-            raise ResultUnknown(f"{name} is not shown: {read.problem}")
-        return read.report
+        report, problem = read[name]
+        if report is None:
+            raise ResultUnknown(f"{name} is not shown: {problem}")
+        return report
 
     def _read_all(self) -> dict[str, _Read]:
         found = []
@@ -69,30 +64,25 @@ class BenchResults:
             if stat.S_ISREG(status.st_mode):
                 found.append((status.st_mtime_ns, status.st_size, path))
         found.sort(reverse=True)
-        reads = {}
-        for changed_ns, nbytes, path in found[:MAX_FILES]:
-            read = self._known.get(path.name)
-            if read is None or read.version != (changed_ns, nbytes):
-                read = _Read((changed_ns, nbytes), *_parse(path, nbytes))
-            reads[path.name] = read
-        self._known = reads  # atomic: several threads may be here
-        return reads
-
-    def _summary(self, name: str, read: _Read) -> dict[str, Any]:
-        if read.report is None:
-            return {"name": name, "problem": read.problem}
-        rows = read.report["rows"]
-        return {
-            "name": name,
-            "date": read.report["environment"]["date"],
-            "num_rows": len(rows),
-            "num_limits": sum("limit" in row for row in rows),
-            "num_reached": sum(_reached(row) for row in rows if "limit" in row),
-        }
+        return {path.name: _parse(path, nbytes, changed_ns) for changed_ns, nbytes, path in found[:MAX_FILES]}
 
 
-def _parse(path: Path, nbytes: int) -> tuple[dict[str, Any] | None, str]:
-    """The report in a file, or why it is not shown."""
+def _summary(name: str, report: dict[str, Any] | None, problem: str) -> dict[str, Any]:
+    if report is None:
+        return {"name": name, "problem": problem}
+    rows = report["rows"]
+    return {
+        "name": name,
+        "date": report["environment"]["date"],
+        "num_rows": len(rows),
+        "num_limits": sum("limit" in row for row in rows),
+        "num_reached": sum(_reached(row) for row in rows if "limit" in row),
+    }
+
+
+@lru_cache(maxsize=MAX_FILES)
+def _parse(path: Path, nbytes: int, changed_ns: int) -> _Read:
+    """``changed_ns``: when the file was changed: only then it is read again."""
     if nbytes > MAX_NBYTES:
         return None, f"it is {nbytes} bytes long, and at most {MAX_NBYTES} are read"
     try:

@@ -211,7 +211,7 @@ class FleetAdmin:
     ) -> str:
         """As ``start``, with settings for this node alone. ``rollout``: its epoch. Raises
         ``ProviderFailed``."""
-        node_id = await provider.start_with(role, self.model, settings, rollout)
+        node_id = await provider.start(role, self.model, settings=settings, rollout=rollout)
         log.info("%s starts with %s: %s", node_id, ", ".join(settings) or "the former settings", why)
         self._on_change("started", node_id, why)
         return node_id
@@ -222,7 +222,7 @@ class FleetAdmin:
         assert self.provider is not None
         await self.before_stop(node_id)
         if rollout and isinstance(self.provider, VersionedProvider):
-            await self.provider.stop_for(node_id, rollout)
+            await self.provider.stop(node_id, rollout=rollout)
         else:
             await self.provider.stop(node_id, fence)
         log.info("%s drains and ends: %s", node_id, why)

@@ -44,7 +44,6 @@ class Member:
         engine: EngineFacts | None = None,
         learned: LearnedCosts | None = None,
         engine_key: str = "",
-        unix_clock: Callable[[], float] = time.time,
     ) -> None:
         """``engine``: facts of another project's engine. Its server asks for ``engine_key``, and its cost is
         one of ``learned``.
@@ -88,7 +87,6 @@ class Member:
         self.first_token_s: float | None = None  # from now to the first token of a request placed here
         self._joined_s = clock()
         self._clock = clock
-        self._unix_clock = unix_clock
         self.adapters = MemberAdapters(self.client)
         self._steps = StepWindow()
         self.gated = bool(record.extra.get("gated"))  # it gets no requests until a rollout's gate has passed
@@ -184,7 +182,7 @@ class Member:
             self.view.cost.measured(Profile.from_record(record.profile), self._clock())
         for other_id, nbytes_per_s in record.links.items():
             self._cost_model.links.measured(other_id, self.node_id, nbytes_per_s)
-        self.clock_offset.observe(record.unix_s, self._unix_clock())
+        self.clock_offset.observe(record.unix_s, time.time())
         if self.engine is not None:
             # Its store node does not know the engine's load: its server tells.
             record = replace(record, load=self.record.load)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterable, Callable, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
@@ -34,6 +35,7 @@ _REOPEN_LONGEST_S = 1.0
 _MAX_CANCELS = 4096
 
 RequestKey = tuple[str, int]  # request id, attempt
+_Reply = TypeVar("_Reply", bound=Message)
 
 
 class Dependent(Protocol):
@@ -105,11 +107,7 @@ class NodeClient:
 
     async def prefill(self, request: node_pb2.PrefillRequest, timeout_s: float) -> node_pb2.PrefillReply:
         """Cancelling this call cancels the work on the node."""
-        with rpc.node_errors(self.node_id):
-            reply: node_pb2.PrefillReply = await self._prefill.Prefill(
-                request, timeout=timeout_s, metadata=rpc.request_metadata()
-            )
-        return reply
+        return await self._ask(self._prefill.Prefill, request, timeout_s, metadata=rpc.request_metadata())
 
     async def replicate(
         self, source: node_pb2.KvAddress, keys: Sequence[bytes], timeout_s: float, *, surplus: bool = True
@@ -117,42 +115,31 @@ class NodeClient:
         """Have the node read its missing blocks of a chain from ``source``. ``surplus``: they are
         evicted first once they are unused."""
         request = node_pb2.ReplicateRequest(source=source, keys=b"".join(keys), surplus=surplus)
-        with rpc.node_errors(self.node_id):
-            reply: node_pb2.ReplicateReply = await self._node.Replicate(request, timeout=timeout_s)
-        return reply
+        return await self._ask(self._node.Replicate, request, timeout_s)
 
     async def evict(self, keys: Sequence[bytes], num_blocks: int, timeout_s: float) -> int:
         """Have the node drop the last blocks of a chain. Returns how many it dropped."""
         request = node_pb2.EvictRequest(keys=b"".join(keys), num_blocks=num_blocks)
-        with rpc.node_errors(self.node_id):
-            reply: node_pb2.EvictReply = await self._node.Evict(request, timeout=timeout_s)
+        reply: node_pb2.EvictReply = await self._ask(self._node.Evict, request, timeout_s)
         return reply.num_blocks
 
     async def hint(self, request: node_pb2.HintRequest, timeout_s: float) -> int:
         """Have the node keep a chain, or let it go. Returns how many of its blocks."""
-        with rpc.node_errors(self.node_id):
-            reply: node_pb2.HintReply = await self._node.Hint(request, timeout=timeout_s)
+        reply: node_pb2.HintReply = await self._ask(self._node.Hint, request, timeout_s)
         return reply.num_blocks
 
     async def switch(self, role: str, limit_s: float) -> node_pb2.SwitchReply:
         """Have the node change its role, and wait up to ``limit_s`` for requests of the former one."""
         request = node_pb2.SwitchRequest(role=role, limit_s=limit_s)
-        with rpc.node_errors(self.node_id):
-            reply: node_pb2.SwitchReply = await self._roles.Switch(
-                request, timeout=limit_s + _SWITCH_MARGIN_S
-            )
-        return reply
+        return await self._ask(self._roles.Switch, request, limit_s + _SWITCH_MARGIN_S)
 
     async def load_adapter(self, request: node_pb2.LoadAdapterRequest) -> node_pb2.Adapter:
         """Have the node read and check a LoRA adapter, and know it by its name."""
-        with rpc.node_errors(self.node_id):
-            reply: node_pb2.Adapter = await self._adapters.Load(request, timeout=_ADAPTER_TIMEOUT_S)
-        return reply
+        return await self._ask(self._adapters.Load, request, _ADAPTER_TIMEOUT_S)
 
     async def unload_adapter(self, name: str) -> node_pb2.Adapter:
         """Have the node forget a LoRA adapter. An unknown name is no error."""
-        with rpc.node_errors(self.node_id):
-            await self._adapters.Unload(node_pb2.UnloadAdapterRequest(name=name), timeout=_ADAPTER_TIMEOUT_S)
+        await self._ask(self._adapters.Unload, node_pb2.UnloadAdapterRequest(name=name), _ADAPTER_TIMEOUT_S)
         return node_pb2.Adapter(name=name)
 
     async def list_adapters(self) -> list[node_pb2.Adapter]:
@@ -161,18 +148,22 @@ class NodeClient:
         more = True
         while more:
             request = node_pb2.ListAdaptersRequest(after=found[-1].name if found else "")
-            with rpc.node_errors(self.node_id):
-                reply: node_pb2.ListAdaptersReply = await self._adapters.List(
-                    request, timeout=_ADAPTER_TIMEOUT_S
-                )
+            reply: node_pb2.ListAdaptersReply = await self._ask(
+                self._adapters.List, request, _ADAPTER_TIMEOUT_S
+            )
             found += reply.adapters
             more = reply.more and len(reply.adapters) > 0 and len(found) < _MOST_ADAPTERS
         return found
 
     async def drain(self) -> None:
         """Have the node accept nothing new, finish its requests and end."""
+        await self._ask(self._node.Drain, node_pb2.DrainRequest(), _DRAIN_TIMEOUT_S)
+
+    async def _ask(
+        self, call: Callable[..., Awaitable[_Reply]], request: Message, timeout_s: float, **options: Any
+    ) -> _Reply:
         with rpc.node_errors(self.node_id):
-            await self._node.Drain(node_pb2.DrainRequest(), timeout=_DRAIN_TIMEOUT_S)
+            return await call(request, timeout=timeout_s, **options)
 
     def cancel(self, key: RequestKey) -> None:
         """Have the node stop ``key``, now or when it is reachable again. Returns at once."""
@@ -214,8 +205,7 @@ class NodeClient:
             key = next(iter(self._cancels))
             request = node_pb2.CancelRequest(request_id=key[0], attempt=key[1])
             try:
-                with rpc.node_errors(self.node_id):
-                    await self._node.Cancel(request, timeout=_CANCEL_TIMEOUT_S)
+                await self._ask(self._node.Cancel, request, _CANCEL_TIMEOUT_S)
             except NodeUnavailable:
                 return  # sent again when the node is back
             except MoonpoolError as error:
@@ -247,11 +237,7 @@ class DecodeClient(NodeClient):
         self._decode = node_pb2_grpc.DecodeNodeStub(self._channel)
 
     async def decode(self, request: node_pb2.DecodeRequest, timeout_s: float) -> node_pb2.DecodeReply:
-        with rpc.node_errors(self.node_id):
-            reply: node_pb2.DecodeReply = await self._decode.Decode(
-                request, timeout=timeout_s, metadata=rpc.request_metadata()
-            )
-        return reply
+        return await self._ask(self._decode.Decode, request, timeout_s, metadata=rpc.request_metadata())
 
     async def _watch(self) -> None:
         pause_s = _REOPEN_FIRST_S

@@ -31,7 +31,7 @@ class ClockOffset:
 class StepWindow:
     """Collects consecutive steps without a pause until there are enough to measure."""
 
-    __slots__ = ("_count", "_since_s", "_sum_s", "_until_s", "actual_s", "plain_s")
+    __slots__ = ("_count", "_since_s", "_sum_s", "actual_s", "plain_s")
 
     def __init__(self) -> None:
         self.plain_s = 0.0  # expected for the last full window
@@ -39,7 +39,6 @@ class StepWindow:
         self._count = 0
         self._sum_s = 0.0
         self._since_s = -1.0  # end of the step before the first one; -1: the node was idle
-        self._until_s = 0.0
 
     def add(self, plain_s: float, now_s: float, num_steps: int, *, goes_on: bool) -> bool:
         """A message of ``num_steps`` arrived. Returns True when ``plain_s`` and ``actual_s`` are new.

@@ -12,12 +12,12 @@ from moonpool.runtime.reports.conditions import CacheState, Conditions, ModelFac
 from moonpool.runtime.reports.report import Environment, NodeFacts, Report, Row
 
 _UNKNOWN = "not known: no node says"
-# Of the API's metrics: our name, the report's, unit and factor.
+# Of the API's metrics: our name, the report's, and the unit of counts.
 _LATENCIES = (
-    ("time_to_first_token_seconds", "TTFT", "ms", 1e3),
-    ("time_per_output_token_seconds", "TPOT", "ms", 1e3),
-    ("inter_token_latency_seconds", "ITL", "ms", 1e3),
-    ("request_seconds", "E2E", "ms", 1e3),
+    ("time_to_first_token_seconds", "TTFT"),
+    ("time_per_output_token_seconds", "TPOT"),
+    ("inter_token_latency_seconds", "ITL"),
+    ("request_seconds", "E2E"),
 )
 _COUNTS = (
     ("prompt_tokens", "prompt tokens", "tokens"),
@@ -112,24 +112,20 @@ def _rows(one: Served) -> Iterator[Row]:
     for name, metric, unit in _COUNTS:
         if name in one.counted:
             yield Row(case, metric, one.counted[name], unit)
-    for name, metric, unit, factor in _LATENCIES:
-        if (row := _latency(case, metric, unit, factor, one.counted.get(name, {}))) is not None:
+    for name, metric in _LATENCIES:
+        if (row := _latency(case, metric, one.counted.get(name, {}))) is not None:
             yield row
     for tier, tokens in _held(one.cluster):
         yield Row(f"{one.name}, now", f"cached tokens, {tier}", float(tokens), "tokens")
 
 
-def _latency(case: str, metric: str, unit: str, factor: float, histogram: Mapping[str, Any]) -> Row | None:
-    """None: nothing was measured. A percentile beyond the last bucket is left out; the value is the median,
-    or the mean where the median is beyond."""
-    buckets = [(float(bound), count) for bound, count in histogram.get("buckets", ())]
+def _latency(case: str, metric: str, histogram: Mapping[str, Any]) -> Row | None:
+    """In milliseconds. None: nothing was measured. A percentile beyond the last bucket is left out; the value
+    is the median, or the mean where the median is beyond."""
+    buckets = [(1e3 * float(bound), count) for bound, count in histogram.get("buckets", ())]
     if not buckets or not (count := buckets[-1][1]):
         return None
     finite = [each for each in buckets if each[0] != float("inf")]
-    p50, p90, p95, p99 = (_scaled(histogram_quantile(finite, count, q), factor) for q in _FRACTIONS)
-    middle = factor * histogram["sum"] / count if p50 is None else p50
-    return Row(case, metric, middle, unit, p50=p50, p90=p90, p95=p95, p99=p99)
-
-
-def _scaled(value: float | None, factor: float) -> float | None:
-    return None if value is None else factor * value
+    p50, p90, p95, p99 = (histogram_quantile(finite, count, q) for q in _FRACTIONS)
+    middle = 1e3 * histogram["sum"] / count if p50 is None else p50
+    return Row(case, metric, middle, "ms", p50=p50, p90=p90, p95=p95, p99=p99)

@@ -13,6 +13,8 @@ Facts = dict[str, Any]  # a node of ``/v1/cluster``
 
 # The state of a node without a ready replica: the first of these that a replica has.
 _NOT_READY = ("draining", "gated", "starting", "unreachable")
+# Equal for all replicas of a node.
+_SAME = ("role", "host", "region", "zone", "versions", "machine", "weights", "model")
 
 
 def grouped(nodes: Iterable[Facts]) -> list[Facts]:
@@ -66,25 +68,17 @@ def _node(node_id: str, replicas: list[Facts]) -> Facts:
     states = [one["state"] for one in replicas]
     joins = [one["join_s"] for one in replicas if one["join_s"] is not None]
     ranks = f"dp {replica['count']}" + (f" × {first['ranks']}" if first["ranks"] else "")
-    node: Facts = {
+    node: Facts = {name: first[name] for name in _SAME} | {
         "node_id": node_id,
-        "role": first["role"],
-        "host": first["host"],
-        "region": first["region"],
-        "zone": first["zone"],
         "pid": replica["node_pid"],
         "ranks": ranks,
         "num_replicas": replica["count"],
         "join_s": max(joins, default=None),
         "state": _state(states, replica["count"]),
         "num_serving": _num_serving(states),
-        "versions": first["versions"],
-        "machine": first["machine"],
-        "weights": first["weights"],
         "reasons": [f"{one['node_id']}: {reason}" for one in replicas for reason in one["reasons"]],
         "health": _health([one["health"] for one in replicas]),
         "metrics_url": replica["metrics_url"],
-        "model": first["model"],
         "load": {name: sum(one["load"][name] for one in replicas) for name in first["load"]},
         "tiers": _tiers(replicas),
         "num_placed": sum(one["num_placed"] for one in replicas),

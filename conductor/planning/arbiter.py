@@ -50,14 +50,12 @@ class Arbiter:
         *,
         clock: Callable[[], float],
         on_decision: Callable[[str, str, str], None],
-        period_s: float = PERIOD_S,
     ) -> None:
         """``on_decision``: as of ``Planner``."""
         self._models = {one.name: one for one in models}
         self._lease = lease
         self._clock = clock
         self._on_decision = on_decision
-        self._period_s = period_s
         self._since_s: float | None = None
         self._stranded_s = dict.fromkeys(self._models, 0.0)
         self._fresh_s: dict[str, float] = {}  # a look before this does not know the last loan
@@ -75,7 +73,7 @@ class Arbiter:
     async def _run(self) -> None:
         while True:
             await self.round()
-            await asyncio.sleep(self._period_s)
+            await asyncio.sleep(PERIOD_S)
 
     async def round(self) -> None:
         """Count what is stranded, and lend if this conductor has the planners' lease."""

@@ -12,11 +12,9 @@ from moonpool.conductor.fleet.administration import FleetAdmin, can_become
 from moonpool.conductor.fleet.errors import FleetUnchanged, NodeMissing, ProviderFailed
 from moonpool.conductor.fleet.providers.provider import SuppliedNode
 from moonpool.conductor.fleet.registry import NodeRegistry
-from moonpool.conductor.fleet.role_pressure import kv_free, queue_s
 from moonpool.conductor.observing import planner_metrics as metrics
 from moonpool.conductor.observing.demand import Demand
 from moonpool.conductor.observing.slo import Slo
-from moonpool.conductor.planning.joins import join_phases, longest_join_s
 from moonpool.conductor.planning.lease import Held, PlannerLease
 from moonpool.conductor.planning.observation import Nodes, Observation, observe
 from moonpool.conductor.planning.plan import (
@@ -34,6 +32,7 @@ from moonpool.conductor.planning.plan import (
     idle,
     plan,
 )
+from moonpool.conductor.planning.role_figures import join_phases, kv_free, longest_join_s, queue_s
 from moonpool.conductor.planning.supply import Supply
 from moonpool.conductor.planning.window import DemandWindow
 from moonpool.kvstore.errors import IndexUnavailable

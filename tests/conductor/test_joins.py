@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from moonpool.conductor.fleet.member import Member
-from moonpool.conductor.planning.joins import join_phases, longest_join_s
 from moonpool.conductor.planning.observation import UNKNOWN_JOIN_S
+from moonpool.conductor.planning.role_figures import join_phases, longest_join_s
 from moonpool.engine.node.join_phases import JoinPhases
 from moonpool.kvstore.index.redis.node_record import JOIN_PHASES
 

@@ -17,7 +17,7 @@ import pytest
 
 from moonpool.conductor.fleet.errors import ProviderFailed
 from moonpool.conductor.fleet.providers import ray as ray_provider
-from moonpool.conductor.fleet.providers.ray_address import check_answers
+from moonpool.conductor.fleet.providers.ray import check_answers
 
 
 @asynccontextmanager

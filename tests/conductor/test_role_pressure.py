@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from moonpool.conductor.fleet.role_pressure import kv_free, queue_s
 from moonpool.conductor.placing.decode_schedule import DecodeSchedule
+from moonpool.conductor.planning.role_figures import kv_free, queue_s
 
 
 def member(role: str, *, prompts_s: float = 0.0, waiting: int = 0, free: int = 0) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import orjson
 from aiohttp import web
 
 from moonpool.conductor.api.answer import ChatAnswer, Outcome, Usage
@@ -26,21 +25,10 @@ class PrefetchAnswer(ChatAnswer):
     id_prefix = "prefetch-"
     whole_object = "prefetch"
 
-    def whole(
-        self,
-        choices: Sequence[tuple[Choice, Outcome]],
-        usage: Usage,
-        explained: Sequence[dict[str, Any]] | None = None,
-    ) -> bytes:
-        answer: dict[str, Any] = {
-            "id": self._id,
-            "object": self.whole_object,
-            "created": self._created,
-            "model": self._model,
-            "prompt_tokens": usage.prompt_tokens,
-            "cached_tokens": usage.cached_tokens,
-        }
-        return orjson.dumps(answer if explained is None else {**answer, "moonpool": explained})
+    def fields(self, choices: Sequence[tuple[Choice, Outcome]], usage: Usage) -> dict[str, Any]:
+        counted = {"prompt_tokens": usage.prompt_tokens, "cached_tokens": usage.cached_tokens}
+        head = {"id": self._id, "object": self.whole_object, "created": self._created, "model": self._model}
+        return head | counted
 
 
 async def prefetch(http: web.Request) -> web.StreamResponse:

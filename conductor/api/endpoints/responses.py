@@ -67,7 +67,6 @@ async def _earlier(context: ApiContext, tenant: str, response_id: str) -> list[d
             503,
             "responses of other conductors are unknown while Redis does not answer: try again, or send the "
             "whole conversation as input",
-            kind="service_unavailable_error",
             param="previous_response_id",
             code="responses_unknown",
             headers={"Retry-After": "1"},

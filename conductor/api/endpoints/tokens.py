@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import orjson
 from aiohttp import web
 
 from moonpool.conductor.api.answer import token_label
@@ -15,6 +14,7 @@ from moonpool.conductor.api.models.lanes import LANES
 from moonpool.conductor.api.prompts import Prompt, chat_prompt, completion_prompts
 from moonpool.conductor.api.request_body import read_object
 from moonpool.conductor.api.schemas import ChatBody, CompletionBody, parse
+from moonpool.conductor.api.status_routes import reply
 
 
 async def tokenize(http: web.Request) -> web.Response:
@@ -28,7 +28,7 @@ async def tokenize(http: web.Request) -> web.Response:
     prompt = await _prompt(given, context)
     token_ids = prompt.token_ids.tolist()
     labels = [token_label(token_id, context.tokenizer) for token_id in token_ids] if strings else None
-    return _reply(
+    return reply(
         {
             "count": len(token_ids),
             "max_model_len": context.conductor.model.max_model_len,
@@ -47,7 +47,7 @@ async def detokenize(http: web.Request) -> web.Response:
     if not isinstance(token_ids, list) or any(type(i) is not int or not 0 <= i < size for i in token_ids):
         raise bad_request(f"tokens: must be a list of token ids from 0 to {size - 1}", "tokens")
     text = context.tokenizer.decode(np.array(token_ids, np.int32), skip_special=False)
-    return _reply({"prompt": text})
+    return reply({"prompt": text})
 
 
 async def embeddings(http: web.Request) -> web.Response:
@@ -74,7 +74,3 @@ async def _model_of(given: dict[str, Any], http: web.Request) -> ApiContext:
         return lanes.first
     lane, _ = lanes.known(str(name))
     return await lane.context()
-
-
-def _reply(value: dict[str, Any]) -> web.Response:
-    return web.Response(body=orjson.dumps(value), content_type="application/json")

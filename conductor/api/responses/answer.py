@@ -31,16 +31,10 @@ class ResponseAnswer(Answer):
 
     # ------------------------------------------------------------------ one object
 
-    def whole(
-        self,
-        choices: Sequence[tuple[Choice, Outcome]],
-        usage: Usage,
-        explained: Sequence[Item] | None = None,
-    ) -> bytes:
+    def fields(self, choices: Sequence[tuple[Choice, Outcome]], usage: Usage) -> Item:
         ((_, self.outcome),) = choices
         self._items = self._items_of(self.outcome)
-        written = self._response(usage)
-        return orjson.dumps(written if explained is None else {**written, "moonpool": explained})
+        return self._response(usage)
 
     def logprobs(self, entries: Sequence[TokenEntry]) -> Item:
         raise AssertionError("the Responses API is not asked for logprobs")
@@ -92,17 +86,10 @@ class ResponseAnswer(Answer):
 
     def _message(self) -> Item:
         """The answer as a message of the conversation."""
-        calls = [
-            {
-                "id": self.call_id(0, call.index),
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in self.outcome.calls
-        ]
+        calls = [self._call(0, call) for call in self.outcome.calls]
         content = "".join(self.outcome.text)
         message: Item = {"role": "assistant", "content": content}
-        return {**message, "content": content or None, "tool_calls": calls} if calls else message
+        return message | {"content": content or None, "tool_calls": calls} if calls else message
 
     # ------------------------------------------------------------------ items
 
@@ -116,15 +103,9 @@ class ResponseAnswer(Answer):
         return items
 
     def _text_item(self, text: str, status: str) -> Item:
-        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-        content = [part]
-        return {
-            "type": "message",
-            "id": f"msg_{self._id}",
-            "status": status,
-            "role": "assistant",
-            "content": content,
-        }
+        content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
+        head = {"type": "message", "id": f"msg_{self._id}", "status": status}
+        return head | {"role": "assistant", "content": content}
 
     def _call_item(self, index: int, name: str) -> Item:
         call_id = self.call_id(0, index)

@@ -7,25 +7,11 @@ from typing import Any
 
 from moonpool.conductor.api.errors import ApiError, bad_request
 
-# Fields with the same meaning in both, and their names in a chat.
-_SAME = {
-    "model": "model",
-    "stream": "stream",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "max_output_tokens": "max_completion_tokens",
-    "parallel_tool_calls": "parallel_tool_calls",
-    "service_tier": "service_tier",
-    "user": "user",
-    "seed": "seed",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "stop": "stop",
-    "cache_salt": "cache_salt",
-    "cache_hint": "cache_hint",
-    "priority": "priority",
-    "chat_template_kwargs": "chat_template_kwargs",
-}
+# Fields with the same name and meaning in both.
+_SAME = (
+    *("model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "user", "priority"),
+    *("parallel_tool_calls", "service_tier", "cache_salt", "cache_hint", "chat_template_kwargs"),
+)
 # Ignoring these would change the meaning of a request.
 _REFUSED = {
     "background": "responses in the background are not supported",
@@ -45,7 +31,9 @@ def chat_of(given: Mapping[str, Any], earlier: Sequence[dict[str, Any]]) -> dict
     for name, why in _REFUSED.items():
         if given.get(name):
             raise bad_request(f"{name}: {why}", name, "unsupported_parameter")
-    chat = {ours: given[theirs] for theirs, ours in _SAME.items() if given.get(theirs) is not None}
+    chat = {name: given[name] for name in _SAME if given.get(name) is not None}
+    if given.get("max_output_tokens") is not None:
+        chat["max_completion_tokens"] = given["max_output_tokens"]
     instructions = given.get("instructions")
     system = [{"role": "system", "content": instructions}] if instructions else []
     chat["messages"] = [*system, *earlier, *messages_of(given.get("input"))]

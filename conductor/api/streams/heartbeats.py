@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from types import TracebackType
 
 from aiohttp import web
 
@@ -31,9 +30,7 @@ class Heartbeats:
         self._task = asyncio.create_task(self._beat())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await cancel_and_wait(self._task)
 
     async def stop(self) -> None:

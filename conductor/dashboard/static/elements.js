@@ -19,6 +19,8 @@ export function bytes(value) {
   return `${value.toFixed(unit && value < 100 ? 1 : 0)} ${units[unit]}`;
 }
 
+export const clock = (unix_s) => new Date(unix_s * 1000).toLocaleTimeString([], { hour12: false });
+
 export const percent = (share) => (Number.isFinite(share) ? `${(100 * share).toFixed(1)} %` : "–");
 
 export function element(name, text, className) {

@@ -246,15 +246,12 @@ def _message(error: ApiException) -> str:
 
 def _workload(kind: Kind, found: Mapping[str, Any]) -> Workload:
     conditions = found.get("status", {}).get("conditions", ())
-    trouble = next((one.get("message", "") for one in conditions if _holds(one, "ReplicaFailure")), "")
+    failed = {"type": "ReplicaFailure", "status": "True"}
+    trouble = next((one.get("message", "") for one in conditions if failed.items() <= one.items()), "")
     metadata = found["metadata"]
     # Kubernetes fills the number in; a custom resource may leave it out.
     replicas = found["spec"].get("replicas", 1)
     return Workload(kind, metadata["name"], metadata["labels"][ROLE_LABEL], replicas, trouble)
-
-
-def _holds(condition: Mapping[str, Any], name: str) -> bool:
-    return bool(condition.get("type") == name and condition.get("status") == "True")
 
 
 def _pod(found: Any) -> Pod:  # V1Pod, of which an API server leaves nothing out that is read here

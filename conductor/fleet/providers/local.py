@@ -26,31 +26,24 @@ class LocalProvider:
         self._channel = rpc.channel(address)
         self._supervisor = fleet_pb2_grpc.SupervisorStub(self._channel)
 
-    async def start(self, role: str, model: str, fence: int = 0) -> str:
-        return await self._start(fleet_pb2.StartNodeRequest(role=role, model=model, fence=fence))
-
-    async def start_with(self, role: str, model: str, settings: Sequence[str], rollout: int) -> str:
-        request = fleet_pb2.StartNodeRequest(role=role, model=model, settings=settings, rollout=rollout)
-        return await self._start(request)
+    async def start(
+        self, role: str, model: str, fence: int = 0, *, settings: Sequence[str] = (), rollout: int = 0
+    ) -> str:
+        request = fleet_pb2.StartNodeRequest(
+            role=role, model=model, fence=fence, settings=settings, rollout=rollout
+        )
+        with self._failures(f"a {role} node was not started"):
+            reply = await self._supervisor.Start(request, timeout=_TIMEOUT_S)
+        return str(reply.node_id)
 
     async def settle(self, settings: Sequence[str]) -> None:
         with self._failures("later nodes will not have the new settings"):
             request = fleet_pb2.SettleRequest(settings=settings, model=self._model)
             await self._supervisor.Settle(request, timeout=_TIMEOUT_S)
 
-    async def _start(self, request: fleet_pb2.StartNodeRequest) -> str:
-        with self._failures(f"a {request.role} node was not started"):
-            reply = await self._supervisor.Start(request, timeout=_TIMEOUT_S)
-        return str(reply.node_id)
-
-    async def stop(self, node_id: str, fence: int = 0) -> None:
-        await self._stop(fleet_pb2.StopNodeRequest(node_id=node_id, fence=fence))
-
-    async def stop_for(self, node_id: str, rollout: int) -> None:
-        await self._stop(fleet_pb2.StopNodeRequest(node_id=node_id, rollout=rollout))
-
-    async def _stop(self, request: fleet_pb2.StopNodeRequest) -> None:
-        with self._failures(f"{request.node_id} was not stopped"):
+    async def stop(self, node_id: str, fence: int = 0, *, rollout: int = 0) -> None:
+        request = fleet_pb2.StopNodeRequest(node_id=node_id, fence=fence, rollout=rollout)
+        with self._failures(f"{node_id} was not stopped"):
             await self._supervisor.Stop(request, timeout=_TIMEOUT_S)
 
     async def switch(self, node_id: str, role: str, model: str, fence: int = 0) -> None:

@@ -67,14 +67,15 @@ class Provider(Protocol):
 class VersionedProvider(Provider, Protocol):
     """A provider that can start nodes with other settings than those before: ``section.key=value``.
 
-    ``rollout``: the epoch of the rollout that asks; one older than it has seen is refused.
+    ``settings``: of this node alone. ``rollout``: the epoch of the rollout that asks; one older than it has
+    seen is refused. 0: none asks.
     """
 
-    async def start_with(self, role: str, model: str, settings: Sequence[str], rollout: int) -> str:
-        """As ``start``, with these settings for this node alone."""
+    async def start(
+        self, role: str, model: str, fence: int = 0, *, settings: Sequence[str] = (), rollout: int = 0
+    ) -> str: ...
 
-    async def stop_for(self, node_id: str, rollout: int) -> None:
-        """As ``stop``."""
+    async def stop(self, node_id: str, fence: int = 0, *, rollout: int = 0) -> None: ...
 
     async def settle(self, settings: Sequence[str]) -> None:
         """Have all nodes that are started from now on have these settings."""

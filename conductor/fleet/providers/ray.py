@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import secrets
 import threading
 import time
@@ -13,9 +14,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeVar
 
+import grpc.aio
+
 from moonpool.conductor.fleet.errors import ProviderFailed
 from moonpool.conductor.fleet.providers.provider import FAILED, STOPPING, SuppliedNode
-from moonpool.conductor.fleet.providers.ray_address import check_answers
 from moonpool.runtime.config.loading import to_toml
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.errors import ConfigError
@@ -30,6 +32,9 @@ _LOOK_S = 1.0
 _FAILED_KEPT = 16
 _ENDED = "ended"  # ray_node.ENDED
 _ROLES = ("prefill", "decode", "both")
+ANSWER_S = 4.0
+_AUTO = "auto"
+_SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class RayProvider:
@@ -179,6 +184,31 @@ async def _in_thread(call: Callable[[], T]) -> T:
 
     threading.Thread(target=run, name="call to Ray", daemon=True).start()
     return await asyncio.wrap_future(done)
+
+
+async def check_answers(address: str, answer_s: float = ANSWER_S) -> None:
+    """``address``: as in ``fleet.ray``. One that Ray finds by itself, or reaches by TLS, is not tried. Where
+    nothing answers, Ray itself would try for half a minute.
+
+    Raises ``ProviderFailed``: no gRPC server answered there within ``answer_s``.
+    """
+    if address == _AUTO:
+        address = os.environ.get("RAY_ADDRESS") or _AUTO
+    if address == _AUTO or os.environ.get("RAY_USE_TLS", "").lower() in ("1", "true"):
+        return
+    options = (("grpc.enable_http_proxy", 0),)  # as Ray's own
+    async with grpc.aio.insecure_channel(address.removeprefix("ray://"), options) as channel:
+        try:
+            # Any server of gRPC knows the method, or says that it does not.
+            await channel.unary_unary("/grpc.health.v1.Health/Check", bytes, bytes)(b"", timeout=answer_s)
+        except grpc.aio.AioRpcError as error:
+            if error.code() in _SILENT:
+                why = error.details() if error.code() is grpc.StatusCode.UNAVAILABLE else ""
+                raise ProviderFailed(
+                    f"no Ray cluster answers at {address}: {why or f'no answer within {answer_s:g} s'}. Give "
+                    "the address of its client server, as ray://HOST:10001, or ray://auto on one of its "
+                    "machines"
+                ) from error
 
 
 def _check_redis(url: str, machines: Sequence[str], is_here: Callable[[str], bool]) -> None:

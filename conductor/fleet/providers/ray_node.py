@@ -158,7 +158,7 @@ class RayRankHost:
             while True:
                 while not (leader := await asyncio.to_thread(self._leader) or leader):  # noqa: ASYNC110
                     await asyncio.sleep(_LOOK_S)
-                await self._follow(leader, directory, file)
+                await self._follow(leader, file)
         except Exception:
             # Whatever it is: Ray's log of this actor is told, and a new one starts afresh.
             traceback.print_exc()
@@ -166,7 +166,7 @@ class RayRankHost:
             shutil.rmtree(directory, ignore_errors=True)
             os._exit(1)  # Ray makes a new one
 
-    async def _follow(self, leader: str, directory: Path, file: Path) -> None:
+    async def _follow(self, leader: str, file: Path) -> None:
         """Run the ranks for the node at ``leader`` until one ends, or the node listens elsewhere."""
         command = [
             sys.executable,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
@@ -28,40 +29,31 @@ class Stopped(Exception):
     """The rollout does not go on; the text says why."""
 
 
+@dataclass(eq=False, slots=True)
 class RolloutSteps:
-    """Changes ``status``, and the fleet. Raises ``Stopped``, and what ``saved`` and the fleet raise."""
+    """Changes ``status``, and the fleet. Raises ``Stopped``, and what ``saved`` and the fleet raise.
 
-    def __init__(
-        self,
-        status: RolloutStatus,
-        epoch: int,
-        fleet: FleetAdmin,
-        provider: VersionedProvider,
-        registry: NodeRegistry,
-        probe: Callable[[str], Awaitable[float]],
-        clock: Callable[[], float],
-        saved: Callable[[], Awaitable[None]],
-        aborted: Callable[[], bool],
-    ) -> None:
-        """``saved``: awaited after each change of ``status``, and before what must not be done twice."""
-        self._status = status
-        self._epoch = epoch
-        self._fleet = fleet
-        self._provider = provider
-        self._registry = registry
-        self._probe = probe
-        self._clock = clock
-        self._saved = saved
-        self._aborted = aborted
+    ``saved``: awaited after each change of ``status``, and before what must not be done twice.
+    """
+
+    status: RolloutStatus
+    epoch: int
+    fleet: FleetAdmin
+    provider: VersionedProvider
+    registry: NodeRegistry
+    probe: Callable[[str], Awaitable[float]]
+    clock: Callable[[], float]
+    saved: Callable[[], Awaitable[None]]
+    aborted: Callable[[], bool]
 
     async def replace_all(self) -> None:
         """Until no node is of the former version: those that came meanwhile are."""
-        moves = self._status.moves
+        moves = self.status.moves
         while True:
             for move in moves:
                 if move.state != "done":
                     await self._replace(move)
-            supplied = {node.node_id: node for node in await self._fleet.supplied()}
+            supplied = {node.node_id: node for node in await self.fleet.supplied()}
             known = tuple(supplied)
             for move in moves:
                 supplied.pop(move.new, None)
@@ -69,69 +61,69 @@ class RolloutSteps:
             if not left:
                 break
             moves.append(Replacement(left[0].node_id, left[0].role, known))
-            await self._saved()
-        await self._provider.settle(self._status.settings)
+            await self.saved()
+        await self.provider.settle(self.status.settings)
 
     async def roll_back(self) -> None:
         """Remove the newcomers; where the node before it has gone, after one like that has joined."""
         why = "the rollout is rolled back"
-        for move in reversed(self._status.moves):
+        for move in reversed(self.status.moves):
             if move.state in ("draining", "done"):
                 if not move.again:
                     move.again = await self._start(move.role, (), why)
-                    await self._saved()
+                    await self.saved()
                 await self._joined(move.again, is_open=True, abortable=False)
             await self._remove(move.new, why, abortable=False)
             move.state = "removed"
-            await self._saved()
+            await self.saved()
 
     async def _replace(self, move: Replacement) -> None:
         if not move.new:
             move.new = await self._newcomer(move)
-            await self._saved()
+            await self.saved()
         if move.state != "draining":
             members = await self._joined(move.new)
             move.state = "watched"
             await self._watch(move, members[0])
             move.state = "draining"
-            await self._saved()
+            await self.saved()
             await self._joined(move.new, is_open=True)
         await self._remove(move.old, f"{move.new} replaces it")
         move.state = "done"
-        await self._saved()
+        await self.saved()
 
     async def _newcomer(self, move: Replacement) -> str:
         """Start it, unless the conductor before this one did, and ended before it told."""
-        if self._status.num_conductors > 1:
-            for node in await self._fleet.supplied():
+        if self.status.num_conductors > 1:
+            for node in await self.fleet.supplied():
                 if node.counts and node.role == move.role and node.node_id not in move.known:
                     return node.node_id
-        return await self._start(move.role, (*self._status.settings, _GATED), f"it replaces {move.old}")
+        return await self._start(move.role, (*self.status.settings, _GATED), f"it replaces {move.old}")
 
     async def _start(self, role: str, settings: Sequence[str], why: str) -> str:
-        return await self._fleet.start_with(self._provider, role, settings, why, self._epoch)
+        return await self.fleet.start_with(self.provider, role, settings, why, self.epoch)
 
     async def _remove(self, node_id: str, why: str, *, abortable: bool = True) -> None:
         """Drain a node, if it is there: its requests move to others. Returns when it has ended."""
-        if node_id in {node.node_id for node in await self._fleet.supplied() if node.counts}:
-            await self._fleet.stop(node_id, why, rollout=self._epoch)
-        until_s = self._clock() + DRAIN_S
-        while node_id in {node.node_id for node in await self._fleet.supplied() if node.state != FAILED}:
+        if node_id in {node.node_id for node in await self.fleet.supplied() if node.counts}:
+            await self.fleet.stop(node_id, why, rollout=self.epoch)
+        until_s = self.clock() + DRAIN_S
+        while node_id in {node.node_id for node in await self.fleet.supplied() if node.state != FAILED}:
             await self._pause(until_s, f"{node_id} did not end within {DRAIN_S:g} s", abortable)
 
     async def _joined(self, node_id: str, *, is_open: bool = False, abortable: bool = True) -> list[Member]:
         """The node, once it can be reached; ``is_open``: once requests go there."""
-        until_s = self._clock() + JOIN_S
+        until_s = self.clock() + JOIN_S
         while True:
-            supplied = {node.node_id: node for node in await self._fleet.supplied()}
+            supplied = {node.node_id: node for node in await self.fleet.supplied()}
             if node_id not in supplied or not supplied[node_id].counts:
                 reason = supplied[node_id].reason if node_id in supplied else "it has ended"
                 raise Stopped(f"{node_id} did not start: {reason or 'it ends'}")
-            members = [one for one in self._registry.members.values() if one.owner == node_id]
+            members = [one for one in self.registry.members.values() if one.owner == node_id]
             for member in members:
-                if why := self._registry.incompatible(member.record):
+                if why := self.registry.incompatible(member.record):
                     raise Stopped(f"{node_id} cannot serve beside the other nodes: {why}")
-            now_s = self._clock()
+            now_s = self.clock()
             if members and all((one.available if is_open else one.serves)(now_s) for one in members):
                 return members
             await self._pause(until_s, f"{node_id} did not join within {JOIN_S:g} s", abortable)
@@ -148,9 +140,9 @@ class RolloutSteps:
                 f"{move.new} is slow: a short request takes {move.probe_s:.2g} s there, and "
                 f"{move.old_probe_s:.2g} s on {move.old}"
             )
-        ends_s = self._clock() + self._status.watch_s
-        while (now_s := self._clock()) < ends_s:
-            found = self._registry.members.get(member.node_id)
+        ends_s = self.clock() + self.status.watch_s
+        while (now_s := self.clock()) < ends_s:
+            found = self.registry.members.get(member.node_id)
             if found is None or found.record.epoch != epoch:
                 raise Stopped(f"{move.new} ended or began anew while it was watched")
             if not found.client.connected:
@@ -164,10 +156,10 @@ class RolloutSteps:
     async def _probed(self, node_id: str) -> float:
         """The median seconds of short requests on a node, which may have to wait for their turn there."""
         seconds: list[float] = []
-        until_s, failure = self._clock() + JOIN_S / 3, ""
+        until_s, failure = self.clock() + JOIN_S / 3, ""
         while len(seconds) < _PROBES:
             try:
-                seconds.append(await self._probe(node_id))
+                seconds.append(await self.probe(node_id))
                 continue
             except ConductorError as error:
                 failure = str(error)
@@ -176,8 +168,8 @@ class RolloutSteps:
 
     async def _pause(self, until_s: float, failure: str, abortable: bool = True) -> None:
         """Raises ``Stopped``: an operator aborted it, or it is ``until_s``, for the reason ``failure``."""
-        if abortable and self._aborted():
+        if abortable and self.aborted():
             raise Stopped("an operator aborted it")
-        if self._clock() > until_s:
+        if self.clock() > until_s:
             raise Stopped(failure)
         await asyncio.sleep(_LOOK_S)

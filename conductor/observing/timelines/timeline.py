@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from moonpool.conductor.observing.timelines.crowding import seen
 from moonpool.conductor.observing.timelines.delivery import Delivery
@@ -136,15 +136,9 @@ class RequestTimeline:
         }
 
 
-@runtime_checkable
-class _HasDict(Protocol):
-    """A fact that is converted to JSON types only when a timeline is read: a placement."""
-
-    def to_dict(self) -> dict[str, Any]: ...
-
-
 def _plain(value: Any) -> Any:
-    return value.to_dict() if isinstance(value, _HasDict) else value
+    """A placement is converted to JSON types only when a timeline is read."""
+    return value.to_dict() if hasattr(value, "to_dict") else value
 
 
 class TimelineRing:

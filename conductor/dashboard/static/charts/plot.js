@@ -1,11 +1,10 @@
 // A line or area chart over time that fills its box. Its legend, in the caption, has the latest values or those at the cursor.
-import { element, within } from "../elements.js";
+import { clock, element, within } from "../elements.js";
 import { colour } from "../theme.js";
 
 const LEAST_S = 30; // width of the time axis of a page that was just opened
 const FALLBACK = { width: 300, height: 120 };
 
-const clock = (unix_s) => new Date(unix_s * 1000).toLocaleTimeString([], { hour12: false });
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
 
 export class Plot {

@@ -1,5 +1,5 @@
-// The planner: how many nodes of each role there are, how many the load needs, and why; and requests that move.
-import { byId, cell, fill, percent, row, say } from "../elements.js";
+// What becomes of the nodes: how many of each role the load needs, and why; requests that move, models and canaries.
+import { byId, cell, fill, format, percent, row, say } from "../elements.js";
 
 export function drawPlan(planner) {
   if (!planner) return; // a snapshot of an older version
@@ -22,4 +22,20 @@ export function drawMoves(moves) {
 function joins(phases) {
   const parts = Object.entries(phases ?? {}).map(([phase, seconds]) => `${phase.replace("_", " ")} ${seconds.toFixed(2)} s`);
   return parts.length ? `joins: ${parts.join(", ")}` : "";
+}
+
+// The models of a cluster with several: what each has idle while others lack nodes, and what was lent.
+export function drawModels(models) {
+  const several = models ?? [];
+  byId("models").hidden = several.length === 0;
+  fill(byId("models").querySelector("table"), several.map((one) => row(one.name, one.num_nodes, one.num_idle ?? "–", one.num_requests,
+    cell(one.queues ? "yes" : "no"), cell(format.format(Math.round(one.stranded_node_s ?? 0)), "number"), cell(one.loan ?? "", "soft"))));
+}
+
+const failed = ({ errors, requests }) => (requests ? `${percent(errors / requests)} of ${format.format(requests)} failed` : "no requests");
+
+// Models that are tried beside others, in a sentence each.
+export function canariesOf(cluster) {
+  return (cluster?.canaries ?? []).filter((one) => one.state === "running").map(({ name, candidate, share, sides, verdict }) =>
+    `Canary of ${name}: ${candidate} with ${share} %, ${failed(sides.candidate)}, before ${failed(sides.stable)}: ${verdict}`).join("; ");
 }

@@ -1,7 +1,7 @@
 // The cluster now: its figures, what they were, its nodes and its events.
 import { NodeGrid } from "../charts/node_grid.js";
 import { Plots } from "../charts/plot.js";
-import { byId, bytes, element, format, patch, percent, say, within } from "../elements.js";
+import { byId, bytes, clock, element, format, patch, percent, say, within } from "../elements.js";
 import * as history from "../history.js";
 import { stateOf } from "../nodes.js";
 import { byRole, drawMap } from "../panels/cluster_map.js";
@@ -48,7 +48,7 @@ function drawEvents(events) {
   byId("events").querySelector(".none").hidden = events.length > 0;
   patch(list, [...events].reverse().slice(0, EVENTS_SHOWN).map((event) => {
     const item = element("li", undefined, { left: "bad", unhealthy: "bad", joined: "good", healthy: "good", retry: "warn" }[event.kind]);
-    item.append(element("time", new Date(event.unix_s * 1000).toLocaleTimeString([], { hour12: false })),
+    item.append(element("time", clock(event.unix_s)),
       element("b", `${event.kind} ${event.node}`), element("span", event.text));
     return item;
   }));

@@ -1,12 +1,9 @@
 // The nodes with their load and state, one of them in detail, and the plan.
 import { bytes, cell, element, fill, format, patch, percent, pill, row, say, scrolling, seconds, table, within } from "../elements.js";
-import { List } from "../list.js";
 import { heldBy, regionOf, stateClass, stateOf } from "../nodes.js";
-import { canariesOf } from "../panels/canaries.js";
-import { drawModels } from "../panels/models.js";
-import { drawMoves, drawPlan } from "../panels/plan.js";
+import { canariesOf, drawModels, drawMoves, drawPlan } from "../panels/plan.js";
 import { TIER_COLUMNS, tierRows } from "../panels/tiers.js";
-import { Detail } from "./detail.js";
+import { Listing } from "./listing.js";
 
 const load = (node, name) => node.load?.[name] ?? 0;
 const filled = (node) => {
@@ -76,53 +73,32 @@ function nodeView(node, frame) {
     element("h4", "Transfers"), routesOf(node, frame)];
 }
 
-export function mount(root, page) {
-  const search = root.querySelector("[type=search]"), role = root.querySelector("#role"), state = root.querySelector("#node-state");
-  const list = new List(root.querySelector("#nodes"), {
-    label: "Table of the nodes", columns: columnsOf(page), key: (node) => node.node_id, none: ["No node here."], live: page.live,
-    sorted: (sort) => page.change({ sort }), picked: page.live ? (node) => page.change({ node }, true) : undefined,
-  });
-  const panel = root.querySelector("#node");
-  if (!page.live) panel.remove();
-  const detail = page.live && new Detail(panel, () => {
-    const { id } = detail;
-    page.change({ node: "" }, true);
-    list.focus(id);
-  });
-  if (page.live) {
-    search.oninput = () => page.change({ q: search.value });
-    role.onchange = () => page.change({ role: role.value });
-    state.onchange = () => page.change({ state: state.value });
-  }
+function isShown(page, node, words) {
+  if (page.param("role") && node.role !== page.param("role")) return false;
+  if (page.param("state") && (page.param("state") === "ready") !== (node.state === "ready")) return false;
+  const text = [node.node_id, node.host, stateOf(node), ...(node.reasons ?? [])].join(" ").toLowerCase();
+  return words.every((word) => text.includes(word));
+}
 
-  function isShown(node, words) {
-    if (page.param("role") && node.role !== page.param("role")) return false;
-    if (page.param("state") && (page.param("state") === "ready") !== (node.state === "ready")) return false;
-    const text = [node.node_id, node.host, stateOf(node), ...(node.reasons ?? [])].join(" ").toLowerCase();
-    return words.every((word) => text.includes(word));
-  }
+export function mount(root, page) {
+  const listing = new Listing(root, page, {
+    name: "node", box: "#nodes", panel: "#node", filters: { role: "#role", state: "#node-state" },
+    label: "Table of the nodes", columns: columnsOf(page), key: (node) => node.node_id, none: ["No node here."],
+  });
+  const { list } = listing;
 
   function drawDetail(frame, lines) {
-    detail.open(page.param("node"));
-    if (!detail.id) return;
-    const node = lines.find((one) => one.node_id === detail.id);
-    patch(detail.content, node ? nodeView(node, frame) : [element("p", "No node of this name is in the cluster.", "none")]);
+    listing.open();
+    if (!listing.id) return;
+    const node = lines.find((one) => one.node_id === listing.id);
+    patch(listing.content, node ? nodeView(node, frame) : [element("p", "No node of this name is in the cluster.", "none")]);
   }
 
   function draw(frame) {
     const lines = frame.nodes.flatMap((node) => [node, ...(node.replicas ?? [])]);
-    const words = page.param("q").toLowerCase().split(/\s+/).filter(Boolean);
-    const shown = lines.filter((node) => isShown(node, words));
     if (!list.columns.includes(REGION) && lines.some(regionOf)) list.add(REGION);
-    if (page.live) {
-      if (document.activeElement !== search) search.value = page.param("q");
-      role.value = page.param("role");
-      state.value = page.param("state");
-      drawDetail(frame, lines);
-      say(root.querySelector(".count"), `${format.format(shown.length)} of ${format.format(lines.length)}`);
-    }
-    list.sortBy(page.param("sort"));
-    list.draw(shown, page.param("node"));
+    if (page.live) drawDetail(frame, lines);
+    listing.draw(lines, (node, words) => isShown(page, node, words));
     drawPlan(frame.now.planner);
     drawMoves(frame.now.cluster.migrations);
     drawModels(frame.now.cluster.models);

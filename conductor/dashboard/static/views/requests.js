@@ -1,13 +1,11 @@
 // The latest requests, filtered and searched; beside them the timeline of one.
 import { outcomeOf } from "../cache_words.js";
-import { cell, element, format, json, pill, say, seconds, within } from "../elements.js";
-import { List } from "../list.js";
+import { cell, clock, element, json, pill, seconds, within } from "../elements.js";
 import { timelineView } from "../panels/timeline.js";
-import { Detail } from "./detail.js";
+import { Listing } from "./listing.js";
 
 const CLASSES = { done: "good", running: "warn", cancelled: "soft" };
 const number = (value) => cell(seconds(value), "number");
-const clock = (unix_s) => new Date(unix_s * 1000).toLocaleTimeString([], { hour12: false });
 
 function columnsOf(page) {
   const link = (request) => {
@@ -45,56 +43,36 @@ const none = () => {
 };
 
 export function mount(root, page) {
-  const search = root.querySelector("[type=search]"), status = root.querySelector("#status");
-  const list = new List(root.querySelector(".rows"), {
-    label: "Table of requests", columns: columnsOf(page), key: (one) => one.id, none: none(), live: page.live,
-    sorted: (sort) => page.change({ sort }), picked: page.live ? (request) => page.change({ request }, true) : undefined,
-  });
-  const panel = root.querySelector("#timeline");
-  if (!page.live) panel.remove();
-  const detail = page.live && new Detail(panel, () => {
-    const { id } = detail;
-    page.change({ request: "" }, true);
-    list.focus(id);
+  const listing = new Listing(root, page, {
+    name: "request", box: ".rows", panel: "#timeline", filters: { status: "#status" },
+    label: "Table of requests", columns: columnsOf(page), key: (one) => one.id, none: none(),
   });
   let fetched = ""; // state of the request when its timeline was fetched
-  if (page.live) {
-    search.oninput = () => page.change({ q: search.value });
-    status.onchange = () => page.change({ status: status.value });
-  }
 
   async function showTimeline(id) {
     const path = `/v1/requests/${encodeURIComponent(id)}/timeline`;
-    panel.querySelector(".json").href = path;
+    listing.panel.querySelector(".json").href = path;
     let parts;
     try {
       parts = timelineView(await json(path));
     } catch (error) {
       parts = [element("p", error.message, "bad")];
     }
-    if (detail.id === id) detail.content.replaceChildren(...parts);
+    if (listing.id === id) listing.content.replaceChildren(...parts);
   }
 
   function drawDetail(requests) {
-    const id = page.param("request"), changed = detail.open(id);
+    const changed = listing.open(), { id } = listing;
     const request = requests.find((one) => one.id === id), state = request ? `${request.status} ${request.output_tokens}` : "";
-    if (changed) detail.content.replaceChildren();
+    if (changed) listing.content.replaceChildren();
     if (id && (changed || state !== fetched)) showTimeline(id);
     fetched = state;
   }
 
   function draw(frame) {
-    const words = page.param("q").toLowerCase().split(/\s+/).filter(Boolean);
-    const shown = frame.requests.filter((one) => isShown(one, words, page.param("status")));
-    if (page.live) {
-      if (document.activeElement !== search) search.value = page.param("q");
-      status.value = page.param("status");
-      drawDetail(frame.requests);
-      say(root.querySelector(".count"), `${format.format(shown.length)} of the latest ${format.format(frame.requests.length)}`);
-    }
-    list.sortBy(page.param("sort"));
-    list.draw(shown, page.param("request"));
+    if (page.live) drawDetail(frame.requests);
+    listing.draw(frame.requests, (one, words) => isShown(one, words, page.param("status")), "of the latest");
   }
 
-  return { draw, recolour() {}, unmount: () => list.remove() };
+  return { draw, recolour() {}, unmount: () => listing.list.remove() };
 }

@@ -1,11 +1,15 @@
-"""What waits for the nodes of a role, and the room in their pools: for autoscalers."""
+"""What the nodes of a role tell: what waits for them, the room in their pools, and how long they joined."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from moonpool.conductor.fleet.member import Member
-from moonpool.kvstore.index.redis.node_record import stages_of
+from moonpool.conductor.planning.observation import UNKNOWN_JOIN_S
+from moonpool.kvstore.index.redis.node_record import JOIN_PHASES, stages_of
+
+FIRST_TOKEN = "first_token"
 
 
 def of_role(members: Iterable[Member], role: str) -> list[Member]:
@@ -33,3 +37,22 @@ def kv_free(members: Iterable[Member], role: str) -> float:
     loads = [one.record.load for one in of_role(members, role)]
     num_blocks = sum(load.num_blocks for load in loads)
     return sum(load.free_blocks for load in loads) / num_blocks if num_blocks else 1.0
+
+
+def longest_join_s(members: Iterable[Member]) -> float:
+    """The longest of these nodes; ``UNKNOWN_JOIN_S`` where none is known."""
+    told = [member.record.extra.get("join_s") for member in members]
+    known = [float(one) if isinstance(one, int | float) else UNKNOWN_JOIN_S for one in told]
+    return max(known, default=UNKNOWN_JOIN_S)
+
+
+def join_phases(members: Iterable[Member]) -> dict[str, float]:
+    """The longest of these nodes in each phase of their start, and until their first token, in seconds."""
+    found: dict[str, float] = {}
+    for member in members:
+        given = member.record.extra.get("join")
+        known = {phase: given.get(phase) for phase in JOIN_PHASES} if isinstance(given, dict) else {}
+        for phase, seconds in {**known, FIRST_TOKEN: member.first_token_s}.items():
+            if isinstance(seconds, int | float) and math.isfinite(seconds):
+                found[phase] = max(found.get(phase, 0.0), round(float(seconds), 3))
+    return found
