@@ -200,7 +200,6 @@ class Engine:
             self._scheduler, self._reservations, runner, costs, self._worker, self._clock, self._report_step
         )
         self.adapter_loader = AdapterLoader(
-            self._packings[0],
             runner.adapters,
             self.adapter_shapes,
             self._adapter_keys(),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import aclosing, contextmanager
 
 from moonpool.engine.batching.sequence import FinishReason, Sequence
 from moonpool.engine.batching.step_plan import StepEvent
@@ -145,17 +145,10 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
     async def Follow(
         self, request: node_pb2.FollowRequest, context: RpcContext
     ) -> AsyncIterator[node_pb2.KvChunk]:
-        key = (request.request_id, request.attempt)
-        handover = self._handover(key)
-        handover.followed.set()
-        try:
+        with self._followed((request.request_id, request.attempt)) as handover:
             async with aclosing(handover.chunks(request.follower)) as chunks:
                 async for chunk in chunks:
                     yield chunk
-        finally:
-            handover.taken.set()
-            if key not in self._prefills:
-                self._handovers.pop(key, None)
 
     async def prefilled_here(self, sequence: Sequence) -> node_pb2.TokenOut:
         """Wait until the prompt of this request is computed on this node, and move its blocks to
@@ -163,16 +156,22 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
 
         Raises HandoverFailed, or the error of the prefill; ``sequence`` has no blocks then.
         """
-        handover = self._handover(sequence.key)
-        handover.followed.set()
-        try:
+        with self._followed(sequence.key) as handover:
             prefilled, token = await handover.finished()
             self.engine.take_prefilled(sequence, prefilled)
             return token
+
+    @contextmanager
+    def _followed(self, key: Key) -> Iterator[Handover]:
+        """The handover of a request, which is taken at the end of the block."""
+        handover = self._handover(key)
+        handover.followed.set()
+        try:
+            yield handover
         finally:
             handover.taken.set()
-            if sequence.key not in self._prefills:
-                self._handovers.pop(sequence.key, None)
+            if key not in self._prefills:
+                self._handovers.pop(key, None)
 
     # ------------------------------------------------------------------ the work
 

@@ -6,9 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from moonpool.engine.adapters.packing import AdapterPacking
 from moonpool.engine.adapters.pages import AdapterPages
-from moonpool.engine.adapters.peft import PeftAdapter
 from moonpool.engine.adapters.residency import AdapterRef
 from moonpool.engine.adapters.shapes import AdapterKeys, AdapterShape, AdapterShapes
 from moonpool.engine.ranks.process_handle import RankProcess
@@ -33,7 +31,6 @@ class AdapterLoader:
 
     def __init__(
         self,
-        packing: AdapterPacking,
         pages: AdapterPages,
         shapes: AdapterShapes,
         keys: AdapterKeys | None,
@@ -41,11 +38,11 @@ class AdapterLoader:
         shards: Sequence[Shard],
         reader: ThreadPoolExecutor,
     ) -> None:
-        """packing, pages: rank 0's; ranks: the others; shards: of all; keys: None where a store cannot have
+        """pages: rank 0's; ranks: the others; shards: of all; keys: None where a store cannot have
         the blocks; reader: the thread that reads files here."""
         self.from_store: FromStore | None = None
         self.from_peer: FromPeer | None = None
-        self._packing, self._pages, self._shapes, self._keys = packing, pages, shapes, keys
+        self._pages, self._shapes, self._keys = pages, shapes, keys
         self._ranks, self._shards, self._reader = ranks, shards, reader
 
     async def num_blocks(self, ref: AdapterRef) -> int:
@@ -71,11 +68,9 @@ class AdapterLoader:
 
         def place() -> None:
             if source == FILE:
-                self._pages.write(
-                    self._packing.pack(PeftAdapter.read(ref.path, ref.digest, self._packing.config)),
-                    of_ranks[0],
-                )
-            self._pages.place(shape.ranks, number, of_ranks[0])
+                self._pages.load(ref.path, ref.digest, shape.ranks, number, of_ranks[0])
+            else:
+                self._pages.place(shape.ranks, number, of_ranks[0])
 
         own = asyncio.get_running_loop().run_in_executor(self._reader, place)
         files = (ref.path, ref.digest) if source == FILE else None

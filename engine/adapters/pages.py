@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.adapters.packing import AdapterPacking, Lines, Ranks
+from moonpool.engine.adapters.peft import PeftAdapter
 from moonpool.engine.model.inputs import StepInputs
 from moonpool.kernels.dispatch import add_lora
 
@@ -105,6 +107,12 @@ class AdapterPages:
                     del self._loaded[other]
             lines = (begins[blocks] + rest).astype(np.int32)
             self._loaded[number] = _Loaded(frozenset(block_ids), lines, own)
+
+    def load(self, path: Path, digest: str, ranks: Ranks, number: int, block_ids: Sequence[int]) -> None:
+        """Write the adapter at ``path`` that ``digest`` names, and ``place`` it. Raises AdapterRefused."""
+        packing = self._packing
+        self.write(packing.pack(PeftAdapter.read(path, digest, packing.config)), block_ids)
+        self.place(ranks, number, block_ids)
 
     def step(self, inputs: StepInputs) -> StepAdapters | None:
         """Return what adds the adapters of these tokens; None: they have none. All are loaded."""

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from queue import SimpleQueue
 
 import grpc
@@ -27,9 +26,9 @@ from moonpool.runtime.config.options import Config, TransferOptions
 from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.message_checks import check_message
 from moonpool.runtime.observing.log import setup_logging
-from moonpool.runtime.redaction import hide_arguments, hide_in_tracebacks
 from moonpool.runtime.security import process
 from moonpool.runtime.security.roles import NODE, Caller
+from moonpool.runtime.service.lifecycle import parse_arguments
 
 log = logging.getLogger(__name__)
 
@@ -203,8 +202,6 @@ class LeaderCall:
 
 def joined(argv: Sequence[str] | None = None) -> LeaderCall:
     """Join the leader that the command line names. Raises ConfigError."""
-    hide_arguments()
-    hide_in_tracebacks()
     parser = argparse.ArgumentParser(prog="moonpool ranks", allow_abbrev=False)
     parser.add_argument(
         "--leader",
@@ -212,9 +209,7 @@ def joined(argv: Sequence[str] | None = None) -> LeaderCall:
         metavar="HOST:PORT",
         help="where the node listens for ranks of other machines: its engine.parallel.listen",
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of options; -: stdin")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set one option")
-    arguments = parser.parse_args(argv)
+    arguments = parse_arguments(parser, argv)
     config = load_config(arguments.config, arguments.set)
     call = LeaderCall(config, arguments.leader, dict(os.environ))
     name = config.node.id or socket.gethostname()

@@ -16,7 +16,8 @@ import sys
 import threading
 import time
 from base64 import b64encode
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from torch import Tensor
 
 from moonpool.engine.adapters.packing import AdapterPacking
 from moonpool.engine.adapters.pages import AdapterPages
-from moonpool.engine.adapters.peft import PeftAdapter
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.checkpoint.weights import Checkpoint
 from moonpool.engine.collectives.board import SharedBoard, SharedMemory
@@ -93,7 +93,7 @@ def report(kind: str, **facts: object) -> None:
 class LeaderCommands:
     """The thread that executes the leader's commands. Ends the process when the leader ends.
 
-    link, pool, expert_load, experts, adapters, packing: of the open model, set before "loaded" is reported.
+    link, pool, expert_load, experts, adapters: of the open model, set before "loaded" is reported.
     """
 
     def __init__(self, call: LeaderCall | None) -> None:
@@ -105,7 +105,6 @@ class LeaderCommands:
         self.expert_load: Tensor | None = None
         self.experts: ExpertSwitches | None = None
         self.adapters: AdapterPages | None = None
-        self.packing: AdapterPacking | None = None
         self._agent: TransferAgent | None = None
         self._reader: AgentReader | None = None
         self._writable: WriteGrant | None = None
@@ -157,13 +156,9 @@ class LeaderCommands:
                     assert self.expert_load is not None
                     report("expert_load", table=self.expert_load.tolist())
                 case {"experts": number, **words}:
-                    switch = loop.create_task(self._prepare_experts(number, words))
-                    self._loads.add(switch)
-                    switch.add_done_callback(self._loads.discard)
+                    self._begin(self._prepare_experts(number, words))
                 case {"adapter": number, **words}:
-                    load = loop.create_task(self._load_adapter(number, words))
-                    self._loads.add(load)
-                    load.add_done_callback(self._loads.discard)
+                    self._begin(self._load_adapter(number, words))
                 case {"read": number, **words}:
                     self._reads[number] = loop.create_task(
                         self._read(number, RankRead.unpack(words["request"]))
@@ -173,6 +168,12 @@ class LeaderCommands:
                         self._reads[number].cancel()
         # A launcher starts a rank again that failed.
         os._exit(0 if self.call is None else 1)
+
+    def _begin(self, load: Coroutine[Any, Any, None]) -> None:
+        """Run a load beside the commands."""
+        task = asyncio.create_task(load)
+        self._loads.add(task)
+        task.add_done_callback(self._loads.discard)
 
     async def _start_agent(self, words: dict[str, Any]) -> None:
         if self._agent is not None:
@@ -210,19 +211,12 @@ class LeaderCommands:
     async def _load_adapter(self, number: int, words: dict[str, Any]) -> None:
         """Know an adapter that is in our blocks, or load it from its files, beside the steps. One command at
         a time."""
-        pages, packing = self.adapters, self.packing
-        assert pages is not None and packing is not None
-        path, blocks = words.get("path", ""), words["blocks"]
-
-        def load() -> None:
-            if path:
-                pages.write(
-                    packing.pack(PeftAdapter.read(Path(path), words["digest"], packing.config)), blocks
-                )
-            pages.place(np.array(words["ranks"], np.int32), number, blocks)
-
+        pages = self.adapters
+        assert pages is not None
+        path, ranks = words.get("path", ""), np.array(words["ranks"], np.int32)
+        load = partial(pages.load, Path(path), words["digest"]) if path else pages.place
         try:
-            await asyncio.to_thread(load)
+            await asyncio.to_thread(load, ranks, number, words["blocks"])
         except AdapterRefused as error:
             report("adapter", number=number, path=str(error.path), error=error.reason)
         except Exception as error:
@@ -319,8 +313,8 @@ def _run(assignment: Assignment, board: SharedBoard, commands: LeaderCommands) -
     pool = pool_tensor(layout, num_blocks, device, None if memory is None else memory.array)
     commands.pool = pool if memory is None else memory
     commands.expert_load = model.expert_load
-    commands.packing = AdapterPacking(config, shard, TORCH_DTYPES[assignment.dtype], layout.block_nbytes)
-    commands.adapters = model.adapters = AdapterPages(commands.packing, pool)
+    packing = AdapterPacking(config, shard, TORCH_DTYPES[assignment.dtype], layout.block_nbytes)
+    commands.adapters = model.adapters = AdapterPages(packing, pool)
     rank_step = RankStep(model, pool, link, board, clock, assignment)
     commands.experts = rank_step.experts
     report("loaded", identity=assignment.identity(config))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import count, cycle, islice
-from typing import Protocol
 
 from moonpool.engine.batching.sequence import Sequence
 
@@ -13,18 +12,11 @@ _MATCH_TOKENS = 3
 _LONGEST_MATCH = 64
 
 
-class Proposer(Protocol):
-    """Proposes the next tokens of one sequence. What it keeps can be made anew from the sequence's tokens."""
-
-    def propose(self, sequence: Sequence, most: int) -> list[int]:
-        """Return at most ``most`` tokens that may follow the sequence's; it may have got more since."""
-
-
 class NgramProposer:
     """The tokens after the last place where the newest three tokens stand already.
 
     It is the prompt lookup of Saxena (2023), over prompt and output. A call takes constant time for each new
-    token.
+    token. One for each sequence; what it keeps can be made anew from the sequence's tokens.
     """
 
     def __init__(self) -> None:
@@ -32,6 +24,7 @@ class NgramProposer:
         self._num_indexed = _MATCH_TOKENS  # tokens of the sequence before this position have been entered
 
     def propose(self, sequence: Sequence, most: int) -> list[int]:
+        """Return at most ``most`` tokens that may follow the sequence's; it may have got more since."""
         position = self._look_up(sequence)
         return [] if position is None else _following(sequence, position, most)
 

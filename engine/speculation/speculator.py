@@ -17,7 +17,7 @@ from prometheus_client import Counter
 from moonpool.engine.batching.sequence import Sequence
 from moonpool.engine.batching.step_plan import Draft
 from moonpool.engine.speculation.draft_model import DraftModel
-from moonpool.engine.speculation.history import NgramProposer, Proposer, SuffixProposer
+from moonpool.engine.speculation.history import NgramProposer, SuffixProposer
 from moonpool.runtime.config.engine_options import SpeculativeOptions
 
 _log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ _FAILURES = Counter(
     "moonpool_proposer_failures", "Sequences that decode plainly since their proposer raised", ["method"]
 )
 
-_PROPOSERS: dict[str, Callable[[], Proposer]] = {"ngram": NgramProposer, "suffix": SuffixProposer}
+_PROPOSERS: dict[str, type[NgramProposer]] = {"ngram": NgramProposer, "suffix": SuffixProposer}
 
 # An estimate that each verified token moves by a tenth reacts within a sentence. New sequences begin with the
 # estimate over all of them, which moves by a hundredth: text without repetitions costs the first ones only.
@@ -59,7 +59,7 @@ _MOST_TIMES = 4.0
 class _Drafting:
     """The proposals of one sequence. acceptance: estimated probability that a proposed token is accepted."""
 
-    proposer: Proposer | None  # its own; None: the draft model
+    proposer: NgramProposer | None  # its own; None: the draft model
     plain: bool  # nothing is proposed
     acceptance: float
 
@@ -216,7 +216,7 @@ class Speculator:
                 self._of(sequence).plain = True
             return [[] for _ in wanted]
 
-    def _own(self, sequence: Sequence) -> Proposer:
+    def _own(self, sequence: Sequence) -> NgramProposer:
         proposer = self._of(sequence).proposer
         assert proposer is not None
         return proposer

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from moonpool.errors import TooLittleMemory
 from moonpool.local.node_configs import (
-    alone_on,
     config_of,
     free_gpus,
     gpu_options,
     gpu_spans,
     node_configs,
     num_gpus_of,
+    options_on,
 )
 from moonpool.local.played_hosts import NodeOverHosts, PlayedHost
 from moonpool.local.preflight import available_nbytes, check_model
@@ -84,17 +84,12 @@ class Children:
 
     def first_nodes(self, *, on_demand: bool = False) -> list[Child]:
         """Those that ``cluster.*`` names. ``on_demand``: others start when they are asked for."""
-        counts, configs = self._config.cluster, node_configs(self._config)
-        if on_demand and not self._config.planner.min_warm:
-            return [self._node("store", (), range(0)) for _ in range(counts.store)]
-        if self._config.fleet.provider == "ray":  # its machines have the others
-            return [self._node("store", (), range(0)) for _ in range(counts.store)]
-        roles = [role for role in _COMPUTE for _ in range(getattr(counts, role))]
-        spans = gpu_spans(configs, self._gpus) if self._gpus else [range(0)] * len(configs)
-        nodes = [
-            self._node(role, gpu, span)
-            for role, gpu, span in zip(roles, gpu_options(configs, self._gpus), spans, strict=True)
-        ]
+        counts, configs, nodes = self._config.cluster, node_configs(self._config), list[Child]()
+        # On Ray, its machines have the others.
+        if self._config.fleet.provider != "ray" and (self._config.planner.min_warm or not on_demand):
+            roles = [role for role in _COMPUTE for _ in range(getattr(counts, role))]
+            options, spans = gpu_options(configs, self._gpus), gpu_spans(configs, self._gpus)
+            nodes += [self._node(*each) for each in zip(roles, options, spans, strict=True)]
         return nodes + [self._node("store", (), range(0)) for _ in range(counts.store)]
 
     def settle(self, settings: Sequence[str]) -> None:
@@ -129,7 +124,7 @@ class Children:
                 f"no {role} node was started: the {self._gpus} GPUs of this machine have nodes; stop one "
                 "first, or let a provider of several machines supply nodes"
             )
-        return self._node(role, alone_on(config, span), span, settings)
+        return self._node(role, options_on(config, span), span, settings)
 
     def moved(self, name: str, role: str, former: Children) -> Child:
         """The node ``name`` of another model, ``former``, with ours: on its GPUs, not started.

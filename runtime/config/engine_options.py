@@ -1,4 +1,4 @@
-"""Options of the model and of the engine that runs it."""
+"""Options of the models and their adapters, and of the engine that runs one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moonpool.runtime.config.section import Section, option, require, section
+from moonpool.runtime.errors import ConfigError
 
 
 def shipped(name: str) -> Path:
@@ -52,6 +53,55 @@ class ModelOptions(Section, name="model"):
     def served_name(self) -> str:
         """The model's name in the API."""
         return self.name or (self.directory.resolve().name if self.path else "moonpool-demo")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelsOptions(Section, name="models"):
+    served: tuple[str, ...] = option(
+        (),
+        "names",
+        "models behind one API, each NAME=DIRECTORY (NAME= for the shipped one); the first answers requests "
+        "without a name; empty: model.path alone",
+    )
+    path: str = option("", "path", "TOML file of more models, their options, and routes among them")
+
+    def _check(self) -> None:
+        for each in self.served:
+            name, equals, _ = each.partition("=")
+            require(bool(name and equals), "models.served", "a list of NAME=DIRECTORY", each)
+
+
+@dataclass(frozen=True, slots=True)
+class LoraOptions(Section, name="lora"):
+    adapters: tuple[str, ...] = option(
+        (), "names", "LoRA adapters in PEFT's format that a node serves from its start, each NAME=DIRECTORY"
+    )
+    directory: str = option(
+        "", "path", "a directory of such directories: a node serves them under their names"
+    )
+
+    @property
+    def paths(self) -> dict[str, Path]:
+        """The directories of ``adapters``, by name."""
+        return {name: Path(path) for name, _, path in (each.partition("=") for each in self.adapters)}
+
+    def listed(self) -> dict[str, Path]:
+        """The directories in ``directory``, by name. Raises ConfigError."""
+        if not self.directory:
+            return {}
+        try:
+            return {path.name: path for path in sorted(Path(self.directory).iterdir()) if path.is_dir()}
+        except OSError as error:
+            raise ConfigError(
+                f"lora.directory: {self.directory} cannot be listed: {error.strerror}", key="lora.directory"
+            ) from error
+
+    def _check(self) -> None:
+        for each in self.adapters:
+            name, _, path = each.partition("=")
+            require(bool(name and path), "lora.adapters", "a list of NAME=DIRECTORY", each)
+        unique = len(self.paths) == len(self.adapters)
+        require(unique, "lora.adapters", "a list of different names", self.adapters)
 
 
 @dataclass(frozen=True, slots=True)

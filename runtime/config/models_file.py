@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moonpool.runtime.config.loading import override
-from moonpool.runtime.config.models_options import ModelsOptions
-from moonpool.runtime.config.options import Config
+from moonpool.runtime.config.options import Config, ModelsOptions
 from moonpool.runtime.config.routes import Route, read_route
 from moonpool.runtime.errors import ConfigError
 

@@ -6,10 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moonpool.runtime.config.engine_options import EngineOptions, ModelOptions, ParallelOptions
+from moonpool.runtime.config.engine_options import (
+    EngineOptions,
+    LoraOptions,
+    ModelOptions,
+    ModelsOptions,
+    ParallelOptions,
+)
 from moonpool.runtime.config.fleet_options import FleetOptions, PlannerOptions
-from moonpool.runtime.config.lora_options import LoraOptions
-from moonpool.runtime.config.models_options import ModelsOptions
 from moonpool.runtime.config.section import require, section
 from moonpool.runtime.config.security_options import SecurityOptions
 from moonpool.runtime.config.service_options import (

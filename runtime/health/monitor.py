@@ -25,6 +25,13 @@ from moonpool.runtime.observing import failures
 log = logging.getLogger(__name__)
 
 
+# What the node's record has of a ``GpuReading``.
+_OF_GPU = (
+    *("gpu", "utilization", "memory_free_nbytes", "memory_taken_nbytes", "temperature_celsius"),
+    *("power_watts", "energy_joules", "throttles"),
+)
+
+
 class NodeUnfit(MoonpoolError):
     """A GPU of this node is lost or computes wrongly. All requests have ended.
 
@@ -119,19 +126,7 @@ class HealthMonitor:
         if now.disk is not None:
             figures |= {"disk_free_nbytes": now.disk.free_nbytes, "disk_write_s": round(now.disk.write_s, 4)}
         if now.gpus:
-            figures["gpus"] = [
-                {
-                    "gpu": gpu.gpu,
-                    "utilization": gpu.utilization,
-                    "memory_free_nbytes": gpu.memory_free_nbytes,
-                    "memory_taken_nbytes": gpu.memory_taken_nbytes,
-                    "temperature_celsius": gpu.temperature_celsius,
-                    "power_watts": gpu.power_watts,
-                    "energy_joules": gpu.energy_joules,
-                    "throttles": list(gpu.throttles),
-                }
-                for gpu in now.gpus
-            ]
+            figures["gpus"] = [{name: getattr(gpu, name) for name in _OF_GPU} for gpu in now.gpus]
         return figures
 
     def read(self) -> None:

@@ -62,27 +62,17 @@ class Conditions:
 
     def as_json(self, noises: Sequence[float]) -> dict[str, Any]:
         """``noises``: those of the rows."""
-        noise: dict[str, Any] = {"rounds": self.rounds, "load": [round(load, 2) for load in self.load]}
+        content = asdict(self)
+        noise = {"rounds": content.pop("rounds"), "load": [round(load, 2) for load in content.pop("load")]}
         if noises:
             noise["spread"] = median(noises)
-        return {
-            "models": [asdict(model) for model in self.models],
-            "cache": asdict(self.cache),
-            "warm_up": self.warm_up,
-            "seeds": dict(self.seeds),
-            "noise": noise,
-        }
+        return content | {"models": list(content["models"]), "noise": noise}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Conditions:
-        return cls(
-            [ModelFacts(**model) for model in content["models"]],
-            CacheState(**content["cache"]),
-            content["warm_up"],
-            content["seeds"],
-            content["noise"]["rounds"],
-            content["noise"]["load"],
-        )
+        models = [ModelFacts(**model) for model in content["models"]]
+        cache, noise = CacheState(**content["cache"]), content["noise"]
+        return cls(models, cache, content["warm_up"], content["seeds"], noise["rounds"], noise["load"])
 
     def facts(self) -> dict[str, str]:
         """What must be equal for figures to be comparable, as texts."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import grpc
@@ -58,15 +59,16 @@ def lose(channel: grpc.aio.Channel) -> None:
         direct.close()
 
 
-def _connection(address: str, tls: PeerTls | None) -> grpc.aio.Channel:
+def connection(api: Any, address: str, tls: PeerTls | None) -> Any:
+    """A channel of ``api``, which is ``grpc`` or ``grpc.aio``."""
     # Addresses come from others: without a scheme, one such as unix:PATH would reach sockets of this machine.
     target = f"dns:///{address}"
     if tls is None:
-        return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+        return api.insecure_channel(target, options=CHANNEL_OPTIONS)
     # Nodes change their addresses: their certificates are valid for one name.
     options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", SERVER_NAME)]
     credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.cert)
-    return grpc.aio.secure_channel(target, credentials, options=options)
+    return api.secure_channel(target, credentials, options=options)
 
 
 def request_metadata() -> tuple[tuple[str, str], ...]:
@@ -109,7 +111,7 @@ class _Channel:
         self.direct = DirectConnection(address) if direct else None
         self._security = security
         self._tls = security.tls
-        self._channel = _connection(address, self._tls)
+        self._channel: grpc.aio.Channel = connection(grpc.aio, address, self._tls)
         self._closed = False
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -134,13 +136,13 @@ class _Channel:
         over_grpc = self._calls("unary_unary", args, options)
         if self.direct is None:
             return over_grpc
-        return self._directly(self.direct.call, over_grpc, *args, **options)
+        return self._directly(partial(self.direct.begin, DirectCall), over_grpc, *args, **options)
 
     def unary_stream(self, *args: Any, **options: Any) -> Callable[..., _CheckedCall]:
         over_grpc = self._calls("unary_stream", args, options)
         if self.direct is None:
             return over_grpc
-        return self._directly(self.direct.stream, over_grpc, *args, **options)
+        return self._directly(partial(self.direct.begin, DirectStream), over_grpc, *args, **options)
 
     def _directly(
         self,
@@ -187,7 +189,7 @@ class _Channel:
         tls = self._security.tls
         if tls is not self._tls:
             self._tls, old = tls, self._channel
-            self._channel = _connection(self._address, tls)
+            self._channel = connection(grpc.aio, self._address, tls)
             closing = asyncio.create_task(old.close(_OLD_CALLS_S))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)

@@ -7,7 +7,7 @@ import json
 import socket
 from collections import deque
 from collections.abc import Callable, Generator
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -40,39 +40,18 @@ class DirectConnection:
         self._calls: dict[int, DirectCall | DirectStream] = {}
         self._number = 0
 
-    def call(
+    def begin(
         self,
+        kind: type[DirectCall] | type[DirectStream],
         method: str,
         message: bytes,
         decode: Callable[[bytes], Any],
         *,
         timeout: float | None = None,
         metadata: Metadata = (),
-    ) -> DirectCall | None:
-        """Begin a call. None: nothing of this user takes direct calls there; nothing was sent."""
-        return self._begin(DirectCall, method, message, decode, timeout, metadata)
-
-    def stream(
-        self,
-        method: str,
-        message: bytes,
-        decode: Callable[[bytes], Any],
-        *,
-        timeout: float | None = None,
-        metadata: Metadata = (),
-    ) -> DirectStream | None:
-        """As ``call``, of a method that streams."""
-        return self._begin(DirectStream, method, message, decode, timeout, metadata)
-
-    def _begin(
-        self,
-        kind: type[C],
-        method: str,
-        message: bytes,
-        decode: Callable[[bytes], Any],
-        timeout: float | None,
-        metadata: Metadata,
-    ) -> C | None:
+    ) -> DirectCall | DirectStream | None:
+        """Begin a call. ``kind``: whether the method streams. None: nothing of this user takes direct calls
+        there; nothing was sent."""
         frames = self._frames if self._frames is not None and self._frames.open else self._connect()
         if frames is None:
             return None
@@ -273,6 +252,3 @@ class DirectStream:
     def _late(self) -> None:
         self._connection.cancel(self._number)
         self.fail(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
-
-
-C = TypeVar("C", DirectCall, DirectStream)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -88,9 +88,10 @@ async def serve(
         await server.stop(None)
         raise
     await server.start()
-    return Server(
-        server, _direct(servicers, f"{host}:{bound_port}", boundary) if direct else None
-    ), bound_port
+    # Where certificates are demanded: a Unix socket shows none.
+    direct = direct and security.tls is None
+    beside = _direct(servicers, f"{host}:{bound_port}", boundary) if direct else None
+    return Server(server, beside), bound_port
 
 
 def bind(
@@ -110,8 +111,6 @@ def bind(
 
 
 def _direct(servicers: Sequence[Servicer], address: str, boundary: _Boundary) -> DirectServer | None:
-    if boundary.demands_certificates:
-        return None  # a Unix socket shows none
     handlers = Handlers()
     for add, servicer in servicers:
         add(servicer, handlers)
@@ -132,44 +131,50 @@ class _Boundary(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         handler = await continuation(details)
         if handler is None:
             return None  # no such method: gRPC answers UNIMPLEMENTED
-        about, parent, admit = self._facts(details.method, details.invocation_metadata)
+        serve = self._served(handler, details.method, details.invocation_metadata)
         # As if the caller sent a stream: gRPC receives no message then before ``_first`` reads it, and those
         # of callers that are refused never.
-        if handler.unary_unary is not None:
-            return grpc.stream_unary_rpc_method_handler(
-                _unary(handler.unary_unary, details.method, about, parent, admit),
-                handler.request_deserializer,
-                handler.response_serializer,
-            )
-        if handler.unary_stream is not None:
-            return grpc.stream_stream_rpc_method_handler(
-                _stream(handler.unary_stream, details.method, about, parent, admit),
-                handler.request_deserializer,
-                handler.response_serializer,
-            )
-        raise NotImplementedError(f"{details.method}: client streams are not used in Moonpool")
+        streams = handler.unary_unary is None
+        form = grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler
+        return form(serve, handler.request_deserializer, handler.response_serializer)
 
     async def answer(self, handler: Any, method: str, metadata: Metadata, context: Any) -> Any:
         """The reply to a direct call; None after a stream, which is written to ``context``.
 
         ``AbortError``: ``context.abort`` was called."""
-        facts = self._facts(method, metadata)
-        if handler.unary_unary is not None:
-            return await _unary(handler.unary_unary, method, *facts)(None, context)
-        return await _stream(handler.unary_stream, method, *facts)(None, context)
+        return await self._served(handler, method, metadata)(None, context)
 
-    @property
-    def demands_certificates(self) -> bool:
-        return self._security.tls is not None
+    def _served(self, handler: Any, method: str, metadata: Any) -> Callable[[Any, Any], Awaitable[Any]]:
+        """A function that admits the caller and runs the method, for one call with this metadata."""
+        unary, stream = handler.unary_unary, handler.unary_stream
+        if unary is None and stream is None:
+            raise NotImplementedError(f"{method}: client streams are not used in Moonpool")
+        about, parent = metadata_value(metadata, REQUEST_ID), metadata_value(metadata, tracing.TRACEPARENT)
+        name, token = short_name(method), metadata_value(metadata, process.TOKEN)
 
-    def _facts(self, method: str, metadata: Any) -> tuple[str, str, Callable[[Any], None]]:
-        """Request id, parent span, and a function that admits the caller or raises."""
-        token = metadata_value(metadata, process.TOKEN)
+        async def call(_: Any, context: Any) -> Any:
+            request_id.set(about)
+            try:
+                with tracing.server_span(name, parent), _logged(method, about):
+                    process.caller.set(self._security.admit(name, token, context.auth_context))
+                    request = await _first(context)
+                    if unary is not None:
+                        reply = await unary(request, context)
+                        _audited(context, method, "ok")
+                        return reply
+                    async for response in stream(request, context):
+                        await context.write(response)
+            except grpc.aio.AbortError:
+                raise
+            except asyncio.CancelledError as cancelled:
+                error = cancelled.args[0] if cancelled.args else None
+                if not isinstance(error, MoonpoolError):
+                    raise  # by the caller, or at the server's end
+                await _abort(context, error, method)
+            except Exception as error:
+                await _abort(context, error, method)
 
-        def admit(context: Any) -> None:
-            process.caller.set(self._security.admit(short_name(method), token, context.auth_context))
-
-        return metadata_value(metadata, REQUEST_ID), metadata_value(metadata, tracing.TRACEPARENT), admit
+        return call
 
 
 class MessageMalformed(MoonpoolError):
@@ -177,48 +182,6 @@ class MessageMalformed(MoonpoolError):
 
     code = "INVALID_ARGUMENT"
     failure = FailureClass.REQUEST
-
-
-def _unary(
-    behaviour: Any, method: str, about: str, parent: str, admit: Callable[[Any], None]
-) -> Callable[[Any, Any], Any]:
-    async def call(_: Any, context: Any) -> Any:
-        request_id.set(about)
-        try:
-            with tracing.server_span(short_name(method), parent), _logged(method, about):
-                admit(context)
-                reply = await behaviour(await _first(context), context)
-                _audited(context, method, "ok")
-                return reply
-        except grpc.aio.AbortError:
-            raise
-        except Exception as error:
-            await _abort(context, error, method)
-
-    return call
-
-
-def _stream(
-    behaviour: Any, method: str, about: str, parent: str, admit: Callable[[Any], None]
-) -> Callable[[Any, Any], Any]:
-    async def call(_: Any, context: Any) -> None:
-        request_id.set(about)
-        try:
-            with tracing.server_span(short_name(method), parent), _logged(method, about):
-                admit(context)
-                async for response in behaviour(await _first(context), context):
-                    await context.write(response)
-        except grpc.aio.AbortError:
-            raise
-        except asyncio.CancelledError as cancelled:
-            error = cancelled.args[0] if cancelled.args else None
-            if not isinstance(error, MoonpoolError):
-                raise  # by the caller, or at the server's end
-            await _abort(context, error, method)
-        except Exception as error:
-            await _abort(context, error, method)
-
-    return call
 
 
 def end_stream(serving: asyncio.Task[Any], error: MoonpoolError) -> None:

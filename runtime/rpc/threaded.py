@@ -8,20 +8,17 @@ from typing import Any, cast
 
 import grpc
 
-from moonpool.runtime.rpc.bounds import CHANNEL_OPTIONS, SERVER_OPTIONS, metadata_value
+from moonpool.runtime.rpc.bounds import SERVER_OPTIONS, metadata_value
+from moonpool.runtime.rpc.client import connection
 from moonpool.runtime.rpc.server import bind, count_refused
 from moonpool.runtime.security import process
 from moonpool.runtime.security.posture import check_listening
-from moonpool.runtime.security.roles import SERVER_NAME, NotPermitted, Unauthenticated
+from moonpool.runtime.security.roles import NotPermitted, Unauthenticated
 
 
 def threaded_channel(address: str) -> grpc.Channel:
     """A channel to ``host:port``. Give each call ``process.current().metadata(method)``."""
-    target = f"dns:///{address}"
-    if (tls := process.current().tls) is None:
-        return grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
-    options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", SERVER_NAME)]
-    return grpc.secure_channel(target, grpc.ssl_channel_credentials(tls.ca, tls.key, tls.cert), options)
+    return cast(grpc.Channel, connection(grpc, address, process.current().tls))
 
 
 def serve_threaded(

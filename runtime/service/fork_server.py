@@ -135,6 +135,8 @@ class ForkedProcess:
         """``status`` says the process's id and passes a pidfd, and later says its exit code."""
         self.pid = 0
         self.returncode: int | None = None
+        self.stdin: asyncio.WriteTransport | None = None  # our ends of its pipes, where it has any
+        self.stdout: asyncio.StreamReader | None = None
         status.setblocking(False)
         self._status = status
         self._pidfd = -1

@@ -103,6 +103,15 @@ def freeze_garbage() -> None:
 ServiceMain = Callable[[Config, ServiceContext], Awaitable[None]]
 
 
+def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse a process's command line, with ``--config`` and ``--set``, and hide the secrets in it."""
+    hide_arguments()
+    hide_in_tracebacks()
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of options; -: stdin")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set one option")
+    return parser.parse_args(argv)
+
+
 def run_service(
     main: ServiceMain,
     argv: Sequence[str] | None = None,
@@ -116,12 +125,8 @@ def run_service(
     ``context.draining``, the second cancels ``main``, the third ends the process. SIGUSR1 prints every
     thread's stack on stderr. ``parser``: of arguments of this role alone.
     """
-    hide_arguments()
-    hide_in_tracebacks()
     parser = parser or argparse.ArgumentParser(prog=f"moonpool {role}", allow_abbrev=False)
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of options; -: stdin")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set one option")
-    arguments = parser.parse_args(argv)
+    arguments = parse_arguments(parser, argv)
     try:
         config = load_config(arguments.config, arguments.set)
         name = config.node.id or f"{role}@{socket.gethostname()}-{os.getpid()}"

@@ -7,7 +7,6 @@ import logging
 import os
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from moonpool.runtime.service.fork_server import ForkedProcess, ForkServer, current_fork_server
 from moonpool.runtime.service.tied_command import tied_command
@@ -16,26 +15,7 @@ log = logging.getLogger(__name__)
 
 DEFAULT_LIMIT_NBYTES = 1 << 16
 
-
-class Writer(Protocol):
-    def write(self, data: bytes, /) -> None: ...
-    def close(self) -> None: ...
-
-
-class Process(Protocol):
-    """What ``asyncio.subprocess.Process`` and a forked process have in common."""
-
-    @property
-    def pid(self) -> int: ...
-    @property
-    def returncode(self) -> int | None: ...
-    @property
-    def stdin(self) -> Writer | None: ...
-    @property
-    def stdout(self) -> asyncio.StreamReader | None: ...
-    async def wait(self) -> int: ...
-    def terminate(self) -> None: ...
-    def kill(self) -> None: ...
+Process = asyncio.subprocess.Process | ForkedProcess
 
 
 async def spawn(
@@ -70,28 +50,6 @@ async def spawn(
     )
 
 
-class _Forked:
-    """A ``Process`` made by the fork server, with its pipes."""
-
-    def __init__(
-        self,
-        process: ForkedProcess,
-        stdin: asyncio.WriteTransport | None,
-        stdout: asyncio.StreamReader | None,
-    ) -> None:
-        self._process = process
-        self.stdin = stdin
-        self.stdout = stdout
-        self.pid = process.pid
-        self.wait = process.wait
-        self.terminate = process.terminate
-        self.kill = process.kill
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.returncode
-
-
 async def _fork(
     server: ForkServer,
     command: Sequence[str],
@@ -121,7 +79,9 @@ async def _fork(
         else:
             theirs.append(os.dup(1 if stdout is None else stdout))
         theirs.append(os.dup(2 if stderr is None else stderr))
-        return _Forked(await server.fork(command, environment, theirs), writer, reader)
+        process = await server.fork(command, environment, theirs)
+        process.stdin, process.stdout = writer, reader
+        return process
     except BaseException:
         if writer is not None:
             writer.close()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 _MAX_ERROR_CHARS = 300
 
@@ -19,16 +22,6 @@ def brief(message: str) -> str:
     return first[:_MAX_ERROR_CHARS]
 
 
-class Matcher(Protocol):
-    """What is used of ``llguidance.LLMatcher``. It raises nothing: after an error it stays in it."""
-
-    def consume_tokens(self, sampled_tokens: list[int]) -> bool: ...
-    def is_error(self) -> bool: ...
-    def get_error(self) -> str: ...
-    def unsafe_compute_mask_ptr(self, trg_pointer: int, trg_byte_size: int) -> Any: ...
-    def deep_copy(self) -> Self: ...
-
-
 class Automaton:
     """A function of the structure and the output tokens alone, so any node rebuilds it from the lineage.
 
@@ -36,9 +29,9 @@ class Automaton:
     next. error: why the sequence cannot go on; empty: it can. One call at a time, from any thread.
     """
 
-    def __init__(self, matcher: Matcher, vocab_size: int, end_ids: Sequence[int]) -> None:
-        """``matcher``: at the beginning, used by this automaton alone. ``end_ids``: tokens that end a
-        sequence, the matcher's own first."""
+    def __init__(self, matcher: LLMatcher, vocab_size: int, end_ids: Sequence[int]) -> None:
+        """``matcher``: at the beginning, used by this automaton alone. It raises nothing: after an error it
+        stays in it. ``end_ids``: tokens that end a sequence, the matcher's own first."""
         self.mask = np.zeros(-(-vocab_size // 32), np.int32)
         self.error = ""
         self._matcher = matcher

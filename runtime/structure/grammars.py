@@ -18,11 +18,13 @@ import numpy.typing as npt
 
 from moonpool.runtime.errors import MoonpoolError
 from moonpool.runtime.failures import FailureClass
-from moonpool.runtime.structure.automaton import Automaton, Matcher
+from moonpool.runtime.structure.automaton import Automaton
 from moonpool.runtime.structure.refusals import refusal, unsound
 from moonpool.runtime.structure.schemas import WHITESPACE, enforceable
 
 if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
     from moonpool.protos import node_pb2
 
 log = logging.getLogger(__name__)
@@ -89,7 +91,7 @@ class Grammars:
         self._file = directory / "tokenizer.json"
         self._vocab_size = vocab_size
         self._end_ids = sorted(i for i in end_ids if 0 <= i < vocab_size)
-        self._compiled: OrderedDict[Structure, Future[Matcher]] = OrderedDict()
+        self._compiled: OrderedDict[Structure, Future[LLMatcher]] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="moonpool-grammars")
         self._tokenizer: Any = None
 
@@ -129,7 +131,7 @@ class Grammars:
             await asyncio.to_thread(automaton.advance, output_ids)
         return automaton
 
-    async def _matcher(self, structure: Structure) -> Matcher:
+    async def _matcher(self, structure: Structure) -> LLMatcher:
         """Return the compiled structure, at its beginning. Whoever cancels this leaves the work to others."""
         if why := self.lacking:
             raise StructureUnsupported(f"structured output is not supported here: {why}")
@@ -146,11 +148,11 @@ class Grammars:
             while len(self._compiled) > _KEPT:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(structure)
-        if not compiling.done():
-            await _done(compiling)
-        return compiling.result()
+        if compiling.done():
+            return compiling.result()
+        return await asyncio.shield(asyncio.wrap_future(compiling))
 
-    def _compile(self, structure: Structure) -> Matcher:
+    def _compile(self, structure: Structure) -> LLMatcher:
         import llguidance
 
         if self._tokenizer is None:
@@ -168,7 +170,7 @@ class Grammars:
         limits = llguidance.LLParserLimits(
             max_items_in_row=500, step_max_items=10_000, step_lexer_fuel=50_000
         )
-        matcher: Matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             schema = json.loads(structure.text) if structure.kind == "json" else None
             raise StructureInvalid(refusal(matcher.get_error(), schema))
@@ -196,11 +198,3 @@ def _grammar_of(structure: Structure) -> str:
             return "start: " + " | ".join(map(json.dumps, json.loads(structure.text)))
         case _:
             return grammar_from("grammar", structure.text)
-
-
-async def _done(future: Future[Matcher]) -> None:
-    """Return when it is done, however it ends."""
-    done = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    future.add_done_callback(lambda _: loop.call_soon_threadsafe(done.set))
-    await done.wait()
