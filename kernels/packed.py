@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moonpool.kernels.cpu.cpu_features import has_amx
+from moonpool.kernels.cpu.decoder_layers import LinearStruct, linear_struct
 from moonpool.kernels.cpu.library import LINEAR_PAIRS, Function, Library, load
 from moonpool.kernels.cpu.memory import weight_memory
 from moonpool.kernels.dispatch import grouped_matmul
@@ -95,6 +97,17 @@ class PackedLinear:
     def form(self) -> str:
         """The form in use, for reports: ``torch``, or ``packed`` with the dtype of the packed weight."""
         return "torch" if self._packed is None else f"packed {str(self._packed.dtype).removeprefix('torch.')}"
+
+    def struct(self, dtype: torch.dtype) -> LinearStruct | None:
+        """The layer for activations of ``dtype`` as the library has it; None: torch multiplies. Its addresses
+        are valid while this object exists."""
+        packed = self._packed
+        function = None if packed is None else packed.function(sys.maxsize, dtype)
+        if function is None or packed is None:
+            return None
+        return linear_struct(
+            function, packed.address, None, None, self._bias_address, self.in_features, self.out_features
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         packed, n = self._packed, x.shape[0]

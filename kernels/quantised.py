@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moonpool.kernels import dispatch
+from moonpool.kernels.cpu.decoder_layers import LinearStruct, linear_struct
 from moonpool.kernels.cpu.library import DTYPE_NAMES, Library, load
 from moonpool.kernels.cpu.memory import weight_memory
 from moonpool.kernels.packed import MAX_GIL_HELD_PRODUCTS, PackedLinear
@@ -87,6 +88,13 @@ class QuantisedLinear:
     def form(self) -> str:
         """The form in use, for reports."""
         return f"{self.kind}, {'torch or Triton' if self._library is None else 'packed'}"
+
+    def struct(self, dtype: torch.dtype) -> LinearStruct | None:
+        """As ``PackedLinear.struct``."""
+        if self._library is None or self._order is not None or dtype not in self._gil_released:
+            return None
+        function = self._gil_released[dtype]
+        return linear_struct(function, *self._addresses, self.in_features, self.out_features, self._group)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._order is not None:

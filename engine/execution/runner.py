@@ -32,6 +32,7 @@ from moonpool.engine.model.inputs import StepInputs
 from moonpool.engine.model.transformer import Model
 from moonpool.engine.sharding.parallel_plan import ParallelPlan, Shard
 from moonpool.engine.sharding.tensor_slices import TensorSlices
+from moonpool.kernels.cpu.memory import weight_memory
 from moonpool.kvstore.blocks.layout import KVLayout
 from moonpool.runtime.config.options import EngineOptions
 from moonpool.runtime.service.load_progress import Progress
@@ -270,6 +271,8 @@ def pool_tensor(
 ) -> Tensor:
     """Return a rank's blocks, [num_blocks, *layout.shape], on a CPU over ``memory`` where it is given."""
     dtype, shape = TORCH_DTYPES[layout.dtype], (num_blocks, *layout.shape)
-    if memory is None or device.type != "cpu":
+    if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
+    if memory is None:
+        return weight_memory(num_blocks * layout.block_nbytes).view(dtype).view(shape)
     return torch.from_numpy(memory[: num_blocks * layout.block_nbytes]).view(dtype).view(shape)

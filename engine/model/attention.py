@@ -42,13 +42,13 @@ class Attention:
         self._shard = shard
         self.link = link
         self.max_len = max_len
-        self._scale = config.scale or config.head_dim**-0.5
+        self.scale = config.scale or config.head_dim**-0.5
         tables: dict[RopeConfig, tuple[Tensor, Tensor]] = {}
         for rope in dict.fromkeys(config.ropes):
             rotated = config.head_dim if config.latent is None else config.latent.rope_dim
             cos, sin = rope_tables(rope, rotated, max_len, dtype)
             tables[rope] = cos.to(device), sin.to(device)
-        self._cos_sin = [tables[config.ropes[i]] for i in shard.layers]
+        self.cos_sin = [tables[config.ropes[i]] for i in shard.layers]
         self._packing = Packing.of([config.windows[i] for i in shard.layers])
         self._pool: Tensor | None = None
         self._views: dict[int, Tensor] = {}  # of that pool, by full layer
@@ -64,7 +64,7 @@ class Attention:
         scales: dict[str, Any] = {}
         if pool.dtype == FP8:
             scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
-        rules = {"scale": self._scale, "window": layer.window, "soft_cap": self._config.soft_cap, **scales}
+        rules = {"scale": self.scale, "window": layer.window, "soft_cap": self._config.soft_cap, **scales}
         if self._config.latent is not None:
             rules["key_only"] = self._config.latent.rope_dim
         if self._config.qk_norm == "all":
@@ -110,12 +110,12 @@ class Attention:
         num_heads, head_dim = len(self._shard.heads), self._config.head_dim
         if self._config.latent is not None:
             heads = qkv.view(len(qkv), num_heads + 1, head_dim)
-            return _write_latents(heads, *self._cos_sin[i], tokens, pool, i, **scales)
+            return _write_latents(heads, *self.cos_sin[i], tokens, pool, i, **scales)
         norms_heads = self._config.qk_norm == "head"
         return rotate_and_write(
             qkv,
             tokens.positions,
-            *self._cos_sin[i],
+            *self.cos_sin[i],
             pool,
             i,
             tokens.slots,

@@ -16,6 +16,7 @@ from moonpool.engine.collectives.link import Link
 from moonpool.engine.experts.load import new_table
 from moonpool.engine.experts.parallel_mixture import ExpertParallelMixture
 from moonpool.engine.model.attention import Attention
+from moonpool.engine.model.decoder import Decoder
 from moonpool.engine.model.inputs import StepInputs
 from moonpool.engine.model.weight_loader import Layer, Loader, Mlp
 from moonpool.engine.sharding.parallel_plan import ParallelPlan, Shard, run_of
@@ -58,6 +59,7 @@ class Model:
             self.head = loader.head()
             self.norm = loader.norm("model", "norm")
         self.attention = Attention(config, shard, link, dtype=dtype, device=device, max_len=max_len)
+        self._decoder = Decoder(config, self.layers, self.attention, shard, dtype)
         self.adapters: AdapterPages | None = None  # in the pool, once there is one
 
     def forward(self, inputs: StepInputs, pool: Tensor, hidden: Tensor | None = None) -> Tensor:
@@ -75,7 +77,12 @@ class Model:
         hidden = self.embed(inputs.token_ids) if hidden is None else hidden
         adapted = None if self.adapters is None else self.adapters.step(inputs)
         residual: Tensor | None = None
-        for i, layer in enumerate(self.layers):
+        one_call = None if adapted is not None else self._decoder.of(inputs, pool)
+        if one_call is not None:
+            residual = one_call(
+                hidden, pool, inputs.positions, inputs.slots, inputs.decode_table, inputs.decode_lens
+            )
+        for i, layer in enumerate(self.layers if one_call is None else ()):
             x, residual = self._norm(hidden, layer.attention_in, residual)
             qkv = layer.qkv(x)
             if adapted is not None:

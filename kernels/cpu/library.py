@@ -63,6 +63,7 @@ _FUNCTIONS: dict[str, tuple[dict[Any, str], list[Any]]] = {
     "rotate_and_write": (POOL_PAIRS, [_P, _P, _P, _P, _I, _P, _I, _P, _P, _I, _I, _P, _P, _F, _F, _F]),
     "decode": (POOL_PAIRS, [_P, _I, _P, _P, _P, _P, _I, _P, _P, _P, _I, _I, _I, _F, _F, _I, _F]),
     "prefill": (POOL_PAIRS, [_P, _I, _P, _P, _P, _P, _I, _P, _P, _P, _I, _I, _F, _F, _I, _F]),
+    "decode_layers": (POOL_PAIRS, [_P, _I, _P, _P, _P]),
     "linear": (LINEAR_PAIRS, [_P, _P, _P, _P, _I, _I, _I]),
     "grouped_linear": (LINEAR_PAIRS, [_P, _P, _P, _P, _I, _I, _I, _I]),
     "quantised_linear": (QUANTISED_PAIRS, [_P, _P, _P, _P, _P, _P, _I, _I, _I, _I]),

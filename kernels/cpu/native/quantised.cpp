@@ -69,7 +69,7 @@ struct Part {
 };
 
 // Few rows wait for memory: each pass of up to `most` of them prefetches an equal part of the chunk after the present
-// one, `nbytes` in each of its steps. One row is faster without.
+// one, `nbytes` in each of its steps. One row does not.
 struct Ahead {
     const uint8_t* next;
     int64_t most, passes, chunk_nbytes, nbytes;
@@ -235,7 +235,16 @@ MP_INLINE __m512i broadcast4(const int8_t* at) {
     return _mm512_set1_epi32(four);
 }
 
-// R rows over some segments of C vectors of outputs. Every octet prefetches `ahead` bytes, from `next` on.
+// Zeros of a vector of outputs, each times `factor`.
+MP_INLINE __m512i times(const int16_t* zeros, int32_t factor) {
+    const __m512i wide = _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)zeros));
+    return _mm512_mullo_epi32(wide, _mm512_set1_epi32(factor));
+}
+
+constexpr int64_t ONE_ROW_AHEAD = 4096;  // bytes
+
+// R rows over some segments of C vectors of outputs. Every octet prefetches `ahead` bytes, from `next` on, and for one
+// row what is read ONE_ROW_AHEAD later.
 template <int R, int C, Kind KIND>
 __attribute__((noinline)) void pass_integers(Integers x, const Part& part, float* sums, const uint8_t* next,
                                              int64_t ahead) {
@@ -245,9 +254,15 @@ __attribute__((noinline)) void pass_integers(Integers x, const Part& part, float
         const Segment& segment = part.segments[s];
         __m512i highs[R][C], lows[R][C];
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
+        for (int r = 0; r < R; r++) {
+            const int32_t total = -x.sums[r * x.segments + s];
 #pragma GCC unroll 8
-            for (int c = 0; c < C; c++) highs[r][c] = lows[r][c] = _mm512_setzero_si512();
+            for (int c = 0; c < C; c++) {
+                highs[r][c] = _mm512_setzero_si512();
+                lows[r][c] = part.zeros ? times(part.zeros + (segment.group * C + c) * W, total)
+                                        : _mm512_set1_epi32(total * (KIND == INT4 ? 8 : 128));
+            }
+        }
         const int8_t *hi = x.hi + segment.start, *lo = x.lo + segment.start;
         const auto four = [&](const __m512i(&weights)[C], int64_t k) {
 #pragma GCC unroll 8
@@ -264,6 +279,7 @@ __attribute__((noinline)) void pass_integers(Integers x, const Part& part, float
             __m512i weights[C];
             prefetch_row(next, ahead);
             next += ahead;
+            if constexpr (R == 1) prefetch_row(w + ONE_ROW_AHEAD, nbytes_of(KIND, OCTET * C * W));
             if constexpr (KIND == INT4) {
                 __m512i pairs[C];
 #pragma GCC unroll 8
@@ -290,15 +306,10 @@ __attribute__((noinline)) void pass_integers(Integers x, const Part& part, float
 #pragma GCC unroll 8
         for (int c = 0; c < C; c++) {
             const __m512 scale = (__m512)load(scales + c * W);
-            __m512i zero = _mm512_set1_epi32(KIND == INT4 ? 8 : 128);
-            if (part.zeros)
-                zero = _mm512_cvtepi16_epi32(
-                    _mm256_loadu_si256((const __m256i*)(part.zeros + (segment.group * C + c) * W)));
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
-                const __m512i offset = _mm512_mullo_epi32(zero, _mm512_set1_epi32(x.sums[r * x.segments + s]));
                 const __m512i products = _mm512_add_epi32(_mm512_slli_epi32(highs[r][c], 8), lows[r][c]);
-                const __m512 value = _mm512_cvtepi32_ps(_mm512_sub_epi32(products, offset));
+                const __m512 value = _mm512_cvtepi32_ps(products);
                 const __m512 step = _mm512_mul_ps(scale, _mm512_set1_ps(x.scales[r * x.segments + s]));
                 float* sum = sums + r * PANEL + c * W;
                 store(sum, (vf)_mm512_fmadd_ps(value, step, s == 0 ? _mm512_setzero_ps() : (__m512)load(sum)));
