@@ -48,7 +48,7 @@ PARTS = {
     packages=("torch", "numpy", "triton", "flashinfer-python"),
     rounds=9,
 )
-@click.option("--device", type=click.Choice(("auto", "cpu", "cuda")), default="auto", show_default=True)
+@click.option("--device", type=click.Choice(("auto", "cpu", "cuda")), default="auto")
 def kernels(run: Run, device: str) -> Machine:
     """Measure the kernels beside torch's own and others', and beside the machine's limits.
 

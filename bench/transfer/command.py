@@ -40,7 +40,6 @@ _PARTS["perimeter"] = perimeter_rows
     "--memory",
     type=click.Choice(("host", "cuda")),
     default="host",
-    show_default=True,
     help="Without --transport: all transports of this memory. cuda needs a GPU.",
 )
 @click.option("--small", is_flag=True, help="Only small batches: 4 KiB x 1 and 64 KiB x 16.")
@@ -53,23 +52,19 @@ _PARTS["perimeter"] = perimeter_rows
     help="With --block: blocks of a batch; repeatable.",
 )
 @click.option("--direction", "directions", multiple=True, type=click.Choice(_WAYS))
-@click.option(
-    "--parallel",
-    default=1,
-    type=click.IntRange(1, 64),
-    show_default=True,
-    help="With --block: batches at a time.",
-)
+@click.option("--parallel", default=1, type=click.IntRange(1, 64), help="With --block: batches at a time.")
 @click.option("--contiguous", is_flag=True, help="With --block: side by side instead of scattered.")
-@click.option("--checksum", type=click.Choice(("on", "off", "both")), default="both", show_default=True)
-@click.option("--streams", default=TcpOptions().streams, show_default=True, help="tcp: connections.")
+@click.option("--checksum", type=click.Choice(("on", "off", "both")), default="both")
+@click.option("--streams", default=TcpOptions().streams, help="tcp: connections.")
 @click.option(
-    "--slice", "slice_nbytes", type=SIZE, default=TcpOptions().slice_nbytes, help="tcp: of a system call."
+    "--slice",
+    "slice_nbytes",
+    type=SIZE,
+    default=size_name(TcpOptions().slice_nbytes),
+    help="tcp: of a system call.",
 )
 @click.option("--busy", is_flag=True, help="The target computes in Python meanwhile.")
-@click.option(
-    "--pool", type=SIZE, default=size_name(POOL_NBYTES), show_default=True, help="Memory of each side."
-)
+@click.option("--pool", type=SIZE, default=size_name(POOL_NBYTES), help="Memory of each side.")
 def transfer(
     run: Run,
     memory: str,
