@@ -5,22 +5,19 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 
 from moonpool.bench.harness.child import cpu_s_of_children
 from moonpool.bench.harness.command import Run
 from moonpool.bench.harness.models import model_at
-from moonpool.bench.harness.services import local_cluster
 from moonpool.bench.harness.shapes import shape_directory
 from moonpool.bench.harness.turns import percentiles, spread, turns
 from moonpool.bench.parallel.steps import Settings
 from moonpool.bench.serve.client import load
 from moonpool.bench.serve.client.answer import Answer
-from moonpool.bench.serve.client.http_client import HttpClient
+from moonpool.bench.serve.client.cluster import cluster_servers
 from moonpool.bench.serve.client.server import RequestFailed, Server
 from moonpool.bench.serve.client.workload import Workload
 from moonpool.bench.serve.figures import output_rate
@@ -86,8 +83,8 @@ async def worth_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
     others = run.conditions.models if len(run.parts) > 1 else ()
     run.conditions = replace(run.conditions, models=(*others, model_at(model)))
     rates: dict[str, dict[int, float]] = defaultdict(dict)
-    async with AsyncExitStack() as stack:
-        servers = {name: await _started(run, stack, name, model) for name in _FORMS}
+    forms = {name: (f"model.path={model}", _POOL, *_NODES, *form) for name, form in _FORMS.items()}
+    async with cluster_servers(run, forms) as servers:
         for concurrent in _QUICK_CONCURRENT if run.quick else _CONCURRENT:
             run.say(f"{concurrent} at a time")
             found = await _measured(run, servers, concurrent)
@@ -101,14 +98,6 @@ async def worth_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
     run.curves += _curves("measured", rates)
     for row in _simulated(run):
         yield row
-
-
-async def _started(run: Run, stack: AsyncExitStack, name: str, model: Path) -> Server:
-    run.say(f"starting a cluster: {name}")
-    url = await stack.enter_async_context(
-        local_cluster((f"model.path={model}", _POOL, *_NODES, *_FORMS[name]))
-    )
-    return await Server.find(name, await stack.enter_async_context(HttpClient(url)))
 
 
 async def _measured(run: Run, servers: Mapping[str, Server], concurrent: int) -> dict[str, _Turns]:

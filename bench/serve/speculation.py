@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 from tokenizers import Tokenizer
@@ -24,6 +23,7 @@ from moonpool.bench.serve.client.server import Server
 from moonpool.bench.serve.client.workload import Dialect
 from moonpool.bench.serve.peers.contestants import ServerContestant
 from moonpool.bench.serve.peers.vllm import vllm_server
+from moonpool.bench.serve.settings import Settings
 from moonpool.runtime.config.engine_options import ModelOptions
 from moonpool.runtime.reports.report import Row, versus
 
@@ -69,11 +69,10 @@ _PEER_SETTING = {
 WITH_NGRAM = f" ngram, {_PEER_TOKENS} tokens after {_PEER_MATCH} equal ones"
 
 
-async def method_rows(
-    run: Run, sets: Sequence[str], model_dir: Path, peer_threads: int
-) -> AsyncIterator[Row]:
+async def method_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
     """Tokens a second of one stream and of several, by kind of text, with each method and without; of vLLM as
     a peer, too."""
+    model_dir = settings.model_dir
     # The small model that ships drafts for the one that ships, and for no other.
     methods = METHODS if model_dir == ModelOptions().directory else METHODS[:-1]
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
@@ -81,7 +80,7 @@ async def method_rows(
         contestants: dict[str, ServerContestant] = {}
         for method in methods:
             run.say(f"starting a cluster with {method}")
-            options = [*sets, f"engine.speculative.method={method}"]
+            options = [*settings.sets, f"engine.speculative.method={method}"]
             server = await stack.enter_async_context(cluster_server(method, options))
             plain = Dialect(server.dialect.model, more={"speculation": False})
             contestants[plain_beside(method)] = ServerContestant(Server(PLAIN, server.http, plain))
@@ -92,7 +91,9 @@ async def method_rows(
                 continue
             for name, arguments in _peer_forms(peer):
                 run.say(f"starting {name}")
-                vllm = vllm_server(model_dir, peer, threads=peer_threads, name=name, arguments=arguments)
+                vllm = vllm_server(
+                    model_dir, peer, threads=settings.peer_threads, name=name, arguments=arguments
+                )
                 contestants[name] = await stack.enter_async_context(vllm)
         for kind, text in TEXTS.items():
             for concurrent in (1, CONCURRENT):
