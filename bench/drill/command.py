@@ -20,8 +20,7 @@ from moonpool.bench.chaos.faults import ClusterFaults
 from moonpool.bench.chaos.load import Counts, KnownLoad
 from moonpool.bench.drill.beside import Link, gpu_node, second_conductor
 from moonpool.bench.drill.course import CapacityWatch, Course, FailureWatch
-from moonpool.bench.drill.drills import DRILLS
-from moonpool.bench.drill.scene import Drill, Scene
+from moonpool.bench.drill.drills import DRILLS, Drill, Scene
 from moonpool.bench.harness.command import Run, benchmark
 from moonpool.bench.harness.models import models_of
 from moonpool.bench.harness.turns import percentiles, spread
