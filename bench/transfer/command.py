@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 
 import click
 
-from moonpool.bench.harness.command import Run, benchmark
+from moonpool.bench.harness.command import Rows, Run, benchmark
 from moonpool.bench.harness.sizes import MIB, SIZE, size_name
 from moonpool.bench.transfer.peers.contestants import PEERS
 from moonpool.bench.transfer.perimeter import perimeter_rows
@@ -16,14 +16,13 @@ from moonpool.bench.transfer.session import Settings, transport_rows
 from moonpool.bench.transfer.shapes import POOL_NBYTES, Shape, default_shapes, small_shapes
 from moonpool.runtime.config.options import TcpOptions
 from moonpool.runtime.reports.conditions import NO_CACHE, Conditions
-from moonpool.runtime.reports.report import Row
 from moonpool.transfer.native.cuda import CudaUnavailable, load_cuda
 from moonpool.transfer.native.ucx import load_ucx
 
 _TRANSPORTS = ("local", "shm", "tcp", "ucx", "ucx-tcp")
 _ON_DEVICE = ("cuda-ipc", "cuda-shm", "cuda-tcp")
 _WAYS = ("read", "write")
-_PARTS: dict[str, Callable[[Run, Settings], AsyncIterator[Row]]] = {
+_PARTS: dict[str, Callable[[Run, Settings], Rows]] = {
     name: partial(transport_rows, transport=name) for name in (*_TRANSPORTS, *_ON_DEVICE)
 }
 _PARTS["perimeter"] = perimeter_rows
