@@ -19,7 +19,7 @@ from moonpool.bench.chaos.disk import DiskUnavailable, LoopDisk
 from moonpool.bench.chaos.faults import ClusterFaults, Fault, command_faults
 from moonpool.bench.chaos.load import Counts, KnownLoad
 from moonpool.bench.harness.command import Run, benchmark
-from moonpool.bench.harness.models import models_of
+from moonpool.bench.harness.shapes import models_of
 from moonpool.bench.harness.turns import spread
 from moonpool.bench.serve.client.answer import AnswerInvalid, read_json
 from moonpool.bench.serve.client.cluster import learn

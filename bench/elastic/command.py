@@ -13,7 +13,7 @@ from moonpool.bench.elastic.comparison import Case, Comparison
 from moonpool.bench.elastic.fleets import Planned, Simulator, Task
 from moonpool.bench.elastic.live import LiveLoad, live_rows
 from moonpool.bench.harness.command import Run, benchmark
-from moonpool.bench.harness.models import models_of
+from moonpool.bench.harness.shapes import models_of
 from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.planning.plan import Bounds
 from moonpool.runtime.reports.conditions import CacheState, Conditions, ModelFacts

@@ -20,7 +20,7 @@ from moonpool.bench.engine.perplexity import VARIANTS, perplexity
 from moonpool.bench.harness import shapes
 from moonpool.bench.harness.command import Run, benchmark
 from moonpool.bench.harness.floor import Floor, instruction_limit, measure_device
-from moonpool.bench.harness.models import model_at, random_model
+from moonpool.bench.harness.shapes import model_at, random_model
 from moonpool.bench.harness.turns import turns
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.device.selection import choose_device

@@ -16,8 +16,7 @@ import click
 from click.core import ParameterSource
 from rich.console import Console
 
-from moonpool.bench.harness.goals import with_goals
-from moonpool.bench.harness.kinds import with_kinds
+from moonpool.bench.harness.goals import with_goals, with_kinds
 from moonpool.runtime.reports import report
 from moonpool.runtime.reports.conditions import Conditions, load_average
 from moonpool.runtime.reports.output import ResultFile, finish

@@ -8,7 +8,7 @@ import click
 import torch
 
 from moonpool.bench.harness.command import Run, benchmark
-from moonpool.bench.kernels.cases import decode_rows, prefill_rows
+from moonpool.bench.kernels.attention import decode_rows, prefill_rows
 from moonpool.bench.kernels.device_limits import Machine
 from moonpool.bench.kernels.experts import mixture_rows
 from moonpool.bench.kernels.kv_writes import merge_rows, write_rows

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from moonpool.bench.harness.command import Run, benchmark
-from moonpool.bench.harness.models import models_of
+from moonpool.bench.harness.shapes import models_of
 from moonpool.bench.migrate.downtime import OUTPUT_TOKENS, downtime_rows
 from moonpool.bench.migrate.simulated import HARDWARE, simulated_rows
 from moonpool.bench.migrate.tail_latency import tail_rows

@@ -9,7 +9,7 @@ import click
 import torch
 
 from moonpool.bench.harness.command import Run, benchmark
-from moonpool.bench.harness.models import model_at
+from moonpool.bench.harness.shapes import model_at
 from moonpool.bench.parallel.bubble import NUM_STAGES, bubble_rows
 from moonpool.bench.parallel.capacity import EP, capacity_rows
 from moonpool.bench.parallel.context import context_rows

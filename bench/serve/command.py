@@ -11,9 +11,8 @@ import click
 from click.core import ParameterSource
 
 from moonpool.bench.harness.command import Run, benchmark
-from moonpool.bench.harness.models import models_of
 from moonpool.bench.harness.peers import python_of
-from moonpool.bench.harness.shapes import SHAPES, shape_directory
+from moonpool.bench.harness.shapes import SHAPES, models_of, shape_directory
 from moonpool.bench.serve import cases
 from moonpool.bench.serve.adapters import adapter_rows
 from moonpool.bench.serve.against import against_rows, node_rows

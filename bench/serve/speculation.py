@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -69,10 +69,10 @@ _PEER_SETTING = {
 WITH_NGRAM = f" ngram, {_PEER_TOKENS} tokens after {_PEER_MATCH} equal ones"
 
 
-async def method_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+async def method_rows(run: Run, settings: Settings) -> list[Row]:
     """Tokens a second of one stream and of several, by kind of text, with each method and without; of vLLM as
     a peer, too."""
-    model_dir = settings.model_dir
+    model_dir, rows = settings.model_dir, list[Row]()
     # The small model that ships drafts for the one that ships, and for no other.
     methods = METHODS if model_dir == ModelOptions().directory else METHODS[:-1]
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
@@ -99,11 +99,11 @@ async def method_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
             for concurrent in (1, CONCURRENT):
                 before = await _accepted(contestants)
                 rates = await _rates(contestants, tokenizer, text, concurrent, run.rounds)
-                for row in rate_rows(kind, concurrent, rates):
-                    yield row
+                rows += rate_rows(kind, concurrent, rates)
                 num_requests = (_WARM_UP + run.rounds) * concurrent
                 for method, after in (await _accepted(contestants)).items():
-                    yield step_row(kind, concurrent, method, num_requests, after - before[method])
+                    rows.append(step_row(kind, concurrent, method, num_requests, after - before[method]))
+    return rows
 
 
 def plain_beside(method: str) -> str:

@@ -13,7 +13,7 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from moonpool.bench.harness.command import shows_defaults
-from moonpool.bench.harness.kinds import with_kinds
+from moonpool.bench.harness.goals import with_kinds
 from moonpool.bench.paper import FIGURES
 from moonpool.bench.simulation.ablations import ablations as parts_of_goodput
 from moonpool.bench.simulation.ablations import robustness as errors_of_estimates
@@ -217,7 +217,7 @@ def _finish(
     options = {name: value for name, value in given.items() if name not in ("json_path", "plot_path")}
     models = [ModelFacts.simulated(model or given["hardware"])]
     if given["validates"]:
-        from moonpool.bench.harness.models import models_of  # needs the engine, as the clusters do
+        from moonpool.bench.harness.shapes import models_of  # needs the engine, as the clusters do
 
         models += models_of(given["sets"])
     conditions = Conditions(

@@ -7,9 +7,8 @@ import secrets
 import click
 
 from moonpool.bench.harness.command import Run, benchmark
-from moonpool.bench.harness.models import model_at
 from moonpool.bench.harness.peers import python_of
-from moonpool.bench.harness.shapes import SHAPES, shape_directory
+from moonpool.bench.harness.shapes import SHAPES, model_at, shape_directory
 from moonpool.bench.harness.sizes import SIZE
 from moonpool.bench.serve.client.workload import Workload
 from moonpool.bench.vllm import cases
