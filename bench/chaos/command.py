@@ -19,10 +19,10 @@ from moonpool.bench.chaos.disk import DiskUnavailable, LoopDisk
 from moonpool.bench.chaos.faults import ClusterFaults, Fault, command_faults
 from moonpool.bench.chaos.load import Counts, KnownLoad
 from moonpool.bench.harness.command import Run, benchmark
-from moonpool.bench.harness.models import models_of
+from moonpool.bench.harness.shapes import models_of
 from moonpool.bench.harness.turns import spread
 from moonpool.bench.serve.client.answer import AnswerInvalid, read_json
-from moonpool.bench.serve.client.evidence import learn
+from moonpool.bench.serve.client.cluster import learn
 from moonpool.bench.serve.client.http_client import HttpClient, ServerUnreachable
 from moonpool.bench.serve.client.server import Server
 from moonpool.local.cluster import LocalCluster
@@ -166,9 +166,9 @@ async def _settle(http: HttpClient) -> tuple[int, int, float]:
 
 
 @benchmark({"chaos": chaos_rows}, packages=("torch", "aiohttp", "grpcio", "redis", "uvloop"), rounds=None)
-@click.option("--seconds", default=120.0, show_default=True, type=click.FloatRange(1), help="Of faults.")
+@click.option("--seconds", default=120.0, type=click.FloatRange(1), help="Of faults.")
 @click.option("--seed", default=0, show_default=True, help="Of prompts, faults and their order.")
-@click.option("--streams", default=8, show_default=True, type=click.IntRange(1), help="Requests at a time.")
+@click.option("--streams", default=8, type=click.IntRange(1), help="Requests at a time.")
 @click.option("--url", default="", help="A test cluster of yours; without it a local one is started.")
 @click.option(
     "--api-key", envvar=["MOONPOOL_API_KEY", "OPENAI_API_KEY"], default="", help="Sent as a bearer token."

@@ -6,13 +6,11 @@ from functools import partial
 
 import click
 
-from moonpool.bench.conductor.booking import booking_rows
 from moonpool.bench.conductor.dashboard import dashboard_rows
 from moonpool.bench.conductor.decisions import Settings, scale_rows
 from moonpool.bench.conductor.growth import growth_rows
 from moonpool.bench.conductor.matching import matching_rows
-from moonpool.bench.conductor.overhead import http_rows, sse_rows
-from moonpool.bench.conductor.workers import worker_rows
+from moonpool.bench.conductor.overhead import booking_rows, http_rows, sse_rows, worker_rows
 from moonpool.bench.harness.command import Run, benchmark
 from moonpool.bench.harness.peers import python_of
 from moonpool.conductor.placing.policies import POLICIES
@@ -36,9 +34,9 @@ _OWN = ("scale", "http", "booking", "sse", "workers", "dashboard")
     peers={"dynamo": partial(python_of, "dynamo")},
     default=_OWN,
 )
-@click.option("--policy", type=click.Choice(sorted(POLICIES)), default="goodput", show_default=True)
-@click.option("--decisions", default=3000, show_default=True, help="Measured for each size.")
-@click.option("--requests", default=1600, show_default=True, help="Measured over HTTP.")
+@click.option("--policy", type=click.Choice(sorted(POLICIES)), default="goodput")
+@click.option("--decisions", default=3000, help="Measured for each size.")
+@click.option("--requests", default=1600, help="Measured over HTTP.")
 @click.option("--full", is_flag=True, help="More sizes: ten million blocks, 1,024 nodes on the dashboard.")
 def conductor(run: Run, policy: str, decisions: int, requests: int, full: bool) -> Settings:
     """Measure decisions in clusters of many sizes, and the conductor's cost of a request.

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from statistics import median
 
-from moonpool.bench.conductor.decisions import Settings, measure
+from moonpool.bench.conductor.decisions import Population, Settings, measure
 from moonpool.bench.conductor.overhead import CONCURRENCY, ask, cluster
-from moonpool.bench.conductor.population import Population
 from moonpool.bench.harness.child import Child
 from moonpool.bench.harness.command import Run
 from moonpool.bench.harness.sizes import MIB
@@ -24,23 +22,22 @@ _REQUESTS = 100_000
 _QUICK = 100  # times fewer requests
 
 
-async def growth_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+async def growth_rows(run: Run, settings: Settings) -> list[Row]:
     """Each size, and the ratio of the largest to the smallest; a cost that does not grow has 1."""
     clusters = {
         "blocks, 16 nodes": {size: (16, size) for size in _BLOCKS},
         "nodes, 10,000 blocks": {size: (size, 10_000) for size in _NODES},
     }
+    rows: list[Row] = []
     for what, sized in clusters.items():
         sizes = tuple(sized)
         populations = (Population(*both, settings.policy) for both in sized.values())
         costs = [median(measure(one, settings.decisions)) for one in populations]
-        for row in _growth(f"decision: {what}", "CPU", sizes, [1e6 * cost for cost in costs], "µs"):
-            yield row
+        rows += _growth(f"decision: {what}", "CPU", sizes, costs)
     async with cluster(0.0) as (url, conductor), HttpClient(url) as client:
         await ask(client, CONCURRENCY * 2, 64)
         costs = [await _token_s(client, conductor, streams) for streams in _STREAMS]
-        for row in _growth("SSE: streams", "CPU a token", _STREAMS, [1e6 * cost for cost in costs], "µs"):
-            yield row
+        rows += _growth("SSE: streams", "CPU a token", _STREAMS, costs)
         filled, requests = (size // (_QUICK if run.quick else 1) for size in (_FILLED, _REQUESTS))
         await ask(client, filled, 2)
         before = conductor.rss_nbytes()
@@ -48,14 +45,17 @@ async def growth_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
         await ask(client, requests - filled, 2)
         after = conductor.rss_nbytes()
     case = f"memory after {filled:,} and {requests:,} requests"
-    yield Row(case, "before", before / MIB, "MiB")
-    yield Row(case, "growth", after / before, "×")
-    yield Row(case, "growth a request", (after - before) / (requests - filled), "bytes")
+    return [
+        *rows,
+        Row(case, "before", before / MIB, "MiB"),
+        Row(case, "growth", after / before, "×"),
+        Row(case, "growth a request", (after - before) / (requests - filled), "bytes"),
+    ]
 
 
-def _growth(case: str, metric: str, sizes: tuple[int, ...], values: list[float], unit: str) -> list[Row]:
-    rows = [Row(f"{case}, {size:,}", metric, value, unit) for size, value in zip(sizes, values, strict=True)]
-    return [*rows, Row(case, f"{metric} at {sizes[-1]:,} over {sizes[0]:,}", values[-1] / values[0], "×")]
+def _growth(case: str, metric: str, sizes: tuple[int, ...], costs_s: list[float]) -> list[Row]:
+    rows = [Row(f"{case}, {size:,}", metric, 1e6 * s, "µs") for size, s in zip(sizes, costs_s, strict=True)]
+    return [*rows, Row(case, f"{metric} at {sizes[-1]:,} over {sizes[0]:,}", costs_s[-1] / costs_s[0], "×")]
 
 
 async def _token_s(client: HttpClient, conductor: Child, streams: int) -> float:

@@ -7,8 +7,7 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-from moonpool.bench.conductor.decisions import Settings
-from moonpool.bench.conductor.population import Population
+from moonpool.bench.conductor.decisions import Population, Settings
 from moonpool.bench.harness.child import peer
 from moonpool.bench.harness.command import Run
 from moonpool.bench.harness.turns import Call, turns

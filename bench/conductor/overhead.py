@@ -1,22 +1,23 @@
-"""The conductor's cost of a request over HTTP, and of a streamed token."""
+"""The conductor's cost of a request over HTTP, of its booking among conductors, and of a streamed token."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 
 from moonpool.bench.conductor.decisions import Settings
-from moonpool.bench.harness.child import Child, served
+from moonpool.bench.harness.child import Child, cpu_s_of, cpu_s_of_children, served
 from moonpool.bench.harness.command import Run
 from moonpool.bench.harness.services import daemon, redis
 from moonpool.bench.harness.turns import spread, turns
-from moonpool.bench.serve.client.answer import read_answer
+from moonpool.bench.serve.client.answer import read_answer, read_json, status_of
 from moonpool.bench.serve.client.http_client import HttpClient
-from moonpool.bench.serve.client.server import COMPLETIONS, RequestFailed
+from moonpool.bench.serve.client.server import COMPLETIONS, RequestFailed, new_request_id
 from moonpool.runtime.reports.report import Row
 
 _READY_S = 60.0
@@ -26,6 +27,10 @@ DELAY_S = 0.1
 STREAM_TOKENS = 2000
 _PROMPT_TOKENS = 128
 _NAMESPACE = "bench"
+_BOOKING = "two conductors, 2 + 2 nodes, one request at a time"
+_MEET_S = 30.0
+_BOOKING_WARM_UP = 8  # requests of each, past the slow start of nodes
+_WORKERS = (1, 2)
 
 
 async def http_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
@@ -57,6 +62,104 @@ async def sse_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
     case = f"SSE, {CONCURRENCY} streams of {STREAM_TOKENS} tokens"
     yield Row(case, "tokens", median(samples[::2]), "tokens/s")
     yield Row(case, "conductor's CPU a token", 1e6 * median(samples[1::2]), "µs")
+
+
+async def booking_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    """Seconds from a request's start in the core until it is placed and booked, of both and of each."""
+    found: dict[str, list[float]] = {"the one that decides": [], "the other": []}
+    async with (
+        conductors(2, 0.0, prefill=2, decode=2) as running,
+        HttpClient(running[0][0]) as one,
+        HttpClient(running[1][0]) as two,
+    ):
+        clients = await _by_id([one, two])
+        for number in range(-_BOOKING_WARM_UP, max(settings.requests // 4, 16)):
+            for seconds, client in zip(found.values(), clients, strict=True):
+                placed_s = await _placed_s(client, number)
+                if number >= 0:
+                    seconds.append(placed_s)
+    both = [value for pair in zip(*found.values(), strict=True) for value in pair]
+    yield spread(_BOOKING, "placement and booking", both, "ms", 1e3)
+    for name, seconds in found.items():
+        yield spread(_BOOKING, f"placement and booking, {name}", seconds, "ms", 1e3)
+
+
+async def _by_id(clients: Sequence[HttpClient]) -> list[HttpClient]:
+    """In the order of the conductors' ids: the first one decides. Waits until they know each other."""
+    ids: list[str] = []
+    async with asyncio.timeout(_MEET_S):
+        for client in clients:
+            while True:
+                _, cluster = read_json(await client.get("/v1/cluster"))
+                if cluster["num_other_conductors"] == len(clients) - 1:
+                    break
+                await asyncio.sleep(0.05)
+            ids.append(cluster["conductor_id"])
+    return [client for _, client in sorted(zip(ids, clients, strict=True), key=lambda pair: pair[0])]
+
+
+async def _placed_s(client: HttpClient, number: int) -> float:
+    prompt = [3 + (number + i) % 2000 for i in range(_PROMPT_TOKENS)]
+    request_id = new_request_id()
+    body = json.dumps({"prompt": prompt, "max_tokens": 2}).encode()
+    answer = await client.post(COMPLETIONS, body, {"x-request-id": request_id})
+    if (status := status_of(answer)) != 200:
+        raise RequestFailed(f"the conductor answered {status}")
+    _, timeline = read_json(await client.get(f"/v1/requests/{request_id}/timeline"))
+    return next(float(event["at_s"]) for event in timeline["events"] if event["event"] == "placed")
+
+
+async def worker_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    """Each number in turn; then two beside one, and beside what the cores have left for them.
+
+    Client, nodes and Redis run on the same cores, so that the CPU of a token says how it scales with more.
+    """
+    num_tokens = CONCURRENCY * STREAM_TOKENS
+    async with AsyncExitStack() as stack:
+        contestants = {}
+        for count in _WORKERS:
+            running = conductors(1, 0.0, sets=[f"conductor.workers={count}"])
+            ((url, child),) = await stack.enter_async_context(running)
+            client = await stack.enter_async_context(HttpClient(url))
+            await client.warm(CONCURRENCY)
+            await ask(client, CONCURRENCY * 2, 64)
+
+            async def stream(client: HttpClient = client, child: Child = child) -> list[float]:
+                cpu_s, all_s, began_s = _workers_cpu_s(child), _all_cpu_s(), perf_counter()
+                await ask(client, CONCURRENCY, STREAM_TOKENS)
+                seconds = perf_counter() - began_s
+                each = [new - old for new, old in zip(_workers_cpu_s(child), cpu_s, strict=True)]
+                return [
+                    num_tokens / seconds,
+                    sum(each) / num_tokens,
+                    (_all_cpu_s() - all_s) / num_tokens,
+                    max(each) / sum(each),
+                ]
+
+            contestants[count] = stream
+        found = await turns(contestants, run.rounds, warm_up=1, rotate=1)
+    tokens, own, whole, busiest = ({n: median(found[n][i::4]) for n in _WORKERS} for i in range(4))
+    for count in _WORKERS:
+        case = f"SSE, {CONCURRENCY} streams, workers: {count}"
+        yield Row(case, "tokens", tokens[count], "tokens/s")
+        yield Row(case, "workers' CPU a token", 1e6 * own[count], "µs")
+        yield Row(case, "CPU a token with client and nodes", 1e6 * whole[count], "µs")
+    one, many = _WORKERS
+    case = f"SSE, {many} workers beside {one}"
+    yield Row(case, "tokens of each", tokens[many] / tokens[one] / many, "×")
+    yield Row(case, "workers' CPU a token", own[many] / own[one], "×")
+    cores = len(os.sched_getaffinity(0))
+    yield Row(case, f"of {cores} cores in use", tokens[many] * whole[many] / cores, "×")
+    yield Row(case, "the busiest worker's part of the CPU", busiest[many], "×")
+
+
+def _workers_cpu_s(child: Child) -> list[float]:
+    """Processor seconds of each worker."""
+    return [cpu_s_of(one["pid"]) for one in child.ready.get("replicas", [child.ready])]
+
+
+def _all_cpu_s() -> float:
+    return process_time() + cpu_s_of_children()
 
 
 async def ask(client: HttpClient, count: int, max_tokens: int, at_once: int = CONCURRENCY) -> list[float]:

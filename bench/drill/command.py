@@ -6,7 +6,7 @@ import asyncio
 import random
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,10 +20,9 @@ from moonpool.bench.chaos.faults import ClusterFaults
 from moonpool.bench.chaos.load import Counts, KnownLoad
 from moonpool.bench.drill.beside import Link, gpu_node, second_conductor
 from moonpool.bench.drill.course import CapacityWatch, Course, FailureWatch
-from moonpool.bench.drill.drills import DRILLS
-from moonpool.bench.drill.scene import Drill, Scene
-from moonpool.bench.harness.command import Run, benchmark
-from moonpool.bench.harness.models import models_of
+from moonpool.bench.drill.drills import DRILLS, Drill, Scene
+from moonpool.bench.harness.command import Rows, Run, benchmark
+from moonpool.bench.harness.shapes import models_of
 from moonpool.bench.harness.turns import percentiles, spread
 from moonpool.bench.serve.client.answer import read_answer, read_json
 from moonpool.bench.serve.client.http_client import HttpClient
@@ -51,17 +50,18 @@ class Settings:
     sets: tuple[str, ...]
 
 
-def _part(drill: Drill) -> Callable[[Run, Settings], AsyncIterator[Row]]:
-    async def rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+def _part(drill: Drill) -> Callable[[Run, Settings], Rows]:
+    async def rows(run: Run, settings: Settings) -> list[Row]:
+        found: list[Row] = []
         for name, sets, restarts in drill.arms():
             try:
                 course = await _run(drill, (*_SETS, *sets, *settings.sets), restarts, settings.seed)
             except DiskUnavailable as error:
                 run.say(f"left out: {error}")
-                return
+                break
             _show(drill, name, course)
-            for row in _rows(f"{drill.name}, {name}", course):
-                yield row
+            found += _rows(f"{drill.name}, {name}", course)
+        return found
 
     return rows
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -13,7 +13,7 @@ from moonpool.bench.elastic.comparison import Case, Comparison
 from moonpool.bench.elastic.fleets import Planned, Simulator, Task
 from moonpool.bench.elastic.live import LiveLoad, live_rows
 from moonpool.bench.harness.command import Run, benchmark
-from moonpool.bench.harness.models import models_of
+from moonpool.bench.harness.shapes import models_of
 from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.planning.plan import Bounds
 from moonpool.runtime.reports.conditions import CacheState, Conditions, ModelFacts
@@ -44,13 +44,8 @@ def _simulated(run: Run, settings: Settings) -> Iterator[Row]:
     run.curves += comparison.curves()
 
 
-async def _live(run: Run, settings: Settings) -> AsyncIterator[Row]:
-    async for row in live_rows(run, settings.trace, settings.live):
-        yield row
-
-
 @benchmark(
-    {"simulated": _simulated, "live": _live},
+    {"simulated": _simulated, "live": lambda run, given: live_rows(run, given.trace, given.live)},
     packages=("numpy", "torch", "aiohttp", "grpcio", "redis"),
     rounds=None,
     default=("simulated",),
@@ -72,7 +67,6 @@ async def _live(run: Run, settings: Settings) -> AsyncIterator[Row]:
     "--times",
     "copies",
     default=8,
-    show_default=True,
     type=click.IntRange(min=1),
     help="Copies of each request, some seconds apart.",
 )
@@ -80,40 +74,27 @@ async def _live(run: Run, settings: Settings) -> AsyncIterator[Row]:
     "--join",
     "join_s",
     default=10.0,
-    show_default=True,
     metavar="SECONDS",
     help="Until a node asked for serves: 10 where the weights are in its host's memory, 60 from a disk.",
 )
-@click.option(
-    "--slo-ttft", "ttfts", multiple=True, default=(30.0,), show_default=True, metavar="SECONDS", type=float
-)
-@click.option("--slo-tbt", default=0.1, show_default=True, metavar="SECONDS")
-@click.option("--prefill", default="4:62", show_default=True, metavar="LEAST:MOST", help="Prefill nodes.")
-@click.option("--decode", default="1:16", show_default=True, metavar="LEAST:MOST", help="Decode nodes.")
+@click.option("--slo-ttft", "ttfts", multiple=True, default=(30.0,), metavar="SECONDS", type=float)
+@click.option("--slo-tbt", default=0.1, metavar="SECONDS")
+@click.option("--prefill", default="4:62", metavar="LEAST:MOST", help="Prefill nodes.")
+@click.option("--decode", default="1:16", metavar="LEAST:MOST", help="Decode nodes.")
 @click.option("--spare", default=0, show_default=True, help="planner.spare; fixed fleets have none either.")
 @click.option(
     "--target",
     "targets",
     multiple=True,
     default=(0.95,),
-    show_default=True,
     metavar="FRACTION",
     type=float,
     help="planner.attained. Repeatable, as --slo-ttft and --hold: each combination is a planned fleet.",
 )
 @click.option(
-    "--hold",
-    "holds",
-    multiple=True,
-    default=(30.0,),
-    show_default=True,
-    metavar="SECONDS",
-    type=float,
-    help="planner.hold_s.",
+    "--hold", "holds", multiple=True, default=(30.0,), metavar="SECONDS", type=float, help="planner.hold_s."
 )
-@click.option(
-    "--migrate", default="drain,queue", show_default=True, metavar="NAMES", help="conductor.migrate, of all."
-)
+@click.option("--migrate", default="drain,queue", metavar="NAMES", help="conductor.migrate, of all.")
 def elastic(
     run: Run,
     *,

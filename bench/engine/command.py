@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import click
@@ -19,7 +20,8 @@ from moonpool.bench.engine.perplexity import VARIANTS, perplexity
 from moonpool.bench.harness import shapes
 from moonpool.bench.harness.command import Run, benchmark
 from moonpool.bench.harness.floor import Floor, instruction_limit, measure_device
-from moonpool.bench.harness.models import model_at, random_model
+from moonpool.bench.harness.shapes import model_at, random_model
+from moonpool.bench.harness.turns import turns
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.device.selection import choose_device
 from moonpool.runtime.config.engine_options import shipped
@@ -45,18 +47,19 @@ class Settings:
     weights: tuple[str, ...]  # values of engine.weights that are measured in turn
 
 
-async def engine_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+async def engine_rows(run: Run, settings: Settings) -> list[Row]:
+    rows: list[Row] = []
     device = choose_device(settings.device).torch
     num_threads = settings.options.compute_threads(usable_cores())
     nbytes_per_s, flops_per_s = measure_device(device, num_threads)
     on_gpu, name = device.type == "cuda", settings.name
     if not on_gpu:
-        yield Row("machine", "compute threads", num_threads, "threads")
+        rows.append(Row("machine", "compute threads", num_threads, "threads"))
     memory = "large copy, read and written" if on_gpu else "large read"
-    yield Row("machine", memory, nbytes_per_s / 1e9, "GB/s")
-    yield Row("machine", "torch's best bfloat16 product", flops_per_s / 1e12, "TFLOP/s")
+    rows.append(Row("machine", memory, nbytes_per_s / 1e9, "GB/s"))
+    rows.append(Row("machine", "torch's best bfloat16 product", flops_per_s / 1e12, "TFLOP/s"))
     if not on_gpu and (most := instruction_limit(num_threads)) is not None:
-        yield Row("machine", "multiply-adds on registers", most / 1e12, "TFLOP/s")
+        rows.append(Row("machine", "multiply-adds on registers", most / 1e12, "TFLOP/s"))
     with tempfile.TemporaryDirectory(prefix="moonpool-") as directory:
         if name in shapes.SHAPES:
             config = ModelConfig.from_checkpoint(shapes.shape_directory(name))
@@ -71,20 +74,14 @@ async def engine_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
                 running = await stack.enter_async_context(
                     session(config, options, settings.device, "bfloat16")
                 )
-                sessions[_named(name, running, weights)] = running
-                yield Row(_named(name, running, weights), "start", time.perf_counter() - began_s, "s")
-                yield Row(
-                    _named(name, running, weights), "KV blocks", running.engine.pool.num_blocks, "blocks"
-                )
+                named = f"{name}, {running.engine.dtype}"
+                named += "" if weights == "auto" else f", {weights} weights"
+                sessions[named] = running
+                rows.append(Row(named, "start", time.perf_counter() - began_s, "s"))
+                rows.append(Row(named, "KV blocks", running.engine.pool.num_blocks, "blocks"))
             for batch, context in settings.batches:
-                async for row in _decode_rows(sessions, floor, settings, batch, context, run.rounds):
-                    yield row
-            async for row in _prompt_rows(sessions, floor, settings.prompt_tokens, run.rounds):
-                yield row
-
-
-def _named(name: str, running: Session, weights: str) -> str:
-    return f"{name}, {running.engine.dtype}" + ("" if weights == "auto" else f", {weights} weights")
+                rows += await _decode_rows(sessions, floor, settings, batch, context, run.rounds)
+            return rows + await _prompt_rows(sessions, floor, settings.prompt_tokens, run.rounds)
 
 
 async def _decode_rows(
@@ -94,38 +91,38 @@ async def _decode_rows(
     batch: int,
     context: int,
     rounds: int,
-) -> AsyncIterator[Row]:
+) -> list[Row]:
     """In turn, so that all see the same load. The first one is the peer of the others."""
     found: dict[str, list[DecodeSteps]] = {name: [] for name in sessions}
     for _ in range(rounds if len(sessions) > 1 else 1):
         for name, running in sessions.items():
             found[name].append(await running.decode(batch, context, settings.num_steps))
-    first_s = 0.0
+    first_s, rows = 0.0, list[Row]()
     for name, running in sessions.items():
         case = f"{name}, decode, batch {batch}, context {context}"
         itemsize = 4 if running.engine.dtype == "float32" else 2
         floor_s = floor.decode_s(batch, found[name][0].context, itemsize, running.weight_nbytes())
         step_s = statistics.median(steps.step_s for steps in found[name])
-        yield versus(Row(case, "step", 1e3 * step_s, "ms"), "floor", 1e3 * floor_s)
+        rows.append(versus(Row(case, "step", 1e3 * step_s, "ms"), "floor", 1e3 * floor_s))
         device_s = statistics.median(steps.device_s for steps in found[name])
-        yield versus(Row(case, "of it, launched to arrived", 1e3 * device_s, "ms"), "floor", 1e3 * floor_s)
+        arrived = Row(case, "of it, launched to arrived", 1e3 * device_s, "ms")
+        rows.append(versus(arrived, "floor", 1e3 * floor_s))
         if first_s:
-            yield versus(Row(case, "rate", batch / step_s, "tokens/s"), "plain weights", batch / first_s)
+            rate = Row(case, "rate", batch / step_s, "tokens/s")
+            rows.append(versus(rate, "plain weights", batch / first_s))
         first_s = first_s or step_s
+    return rows
 
 
 async def _prompt_rows(
     sessions: Mapping[str, Session], floor: Floor, prompt_tokens: int, rounds: int
-) -> AsyncIterator[Row]:
-    seconds: dict[str, list[float]] = {name: [] for name in sessions}
-    for running in sessions.values():
-        await running.first_token_s(prompt_tokens)
-    for _ in range(rounds):
-        for name, running in sessions.items():
-            seconds[name].append(await running.first_token_s(prompt_tokens))
-    for name, found in seconds.items():
-        row = Row(f"{name}, prompt of {prompt_tokens}", "first token", 1e3 * statistics.median(found), "ms")
-        yield versus(row, "floor", 1e3 * floor.prefill_s(prompt_tokens))
+) -> list[Row]:
+    calls = {name: partial(running.first_token_s, prompt_tokens) for name, running in sessions.items()}
+    case, floor_ms = f"prompt of {prompt_tokens}", 1e3 * floor.prefill_s(prompt_tokens)
+    return [
+        versus(Row(f"{name}, {case}", "first token", 1e3 * statistics.median(found), "ms"), "floor", floor_ms)
+        for name, found in (await turns(calls, rounds)).items()
+    ]
 
 
 async def perplexity_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
@@ -138,16 +135,15 @@ async def perplexity_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
         plain = plain or value
 
 
-async def mask_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+async def mask_rows(run: Run, settings: Settings) -> list[Row]:
     name = settings.name if settings.name in shapes.SHAPES else "qwen3-0.6b"
     directory = shapes.shape_directory(name)
     batches = (8,) if run.quick else (8, 1)
     options = replace(settings.options, pool_nbytes=settings.options.pool_nbytes or 1 << 30)
-    async for row in masks.rows(directory, options, settings.device, batches, settings.num_steps, run.rounds):
-        yield row
+    return await masks.rows(directory, options, settings.device, batches, settings.num_steps, run.rounds)
 
 
-async def draft_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+async def draft_rows(run: Run, settings: Settings) -> list[Row]:
     """Of the shipped pair; or of a shape and its first layers: random weights tell costs only."""
     with tempfile.TemporaryDirectory(prefix="moonpool-") as scratch:
         name, directory, draft = "shipped model and draft", ModelOptions().directory, shipped("small")
@@ -155,8 +151,7 @@ async def draft_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
             directory, draft = shapes.shape_directory(settings.name), Path(scratch)
             shapes.write_first_layers(directory, draft, _DRAFT_LAYERS)
             name = f"{settings.name} and its first {_DRAFT_LAYERS} layers, random weights"
-        async for row in drafts.rows(name, directory, draft, settings.options, run.rounds):
-            yield row
+        return await drafts.rows(name, directory, draft, settings.options, run.rounds)
 
 
 @benchmark(
@@ -172,8 +167,8 @@ async def draft_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
     type=click.Choice([*SHAPES, *shapes.SHAPES]),
     help="Default: llama-3-8b on a GPU.",
 )
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1 …")
-@click.option("--block-size", default=16, show_default=True, help="Tokens of a KV block.")
+@click.option("--device", default="auto", help="auto, cpu, cuda, cuda:1 …")
+@click.option("--block-size", default=16, help="Tokens of a KV block.")
 @click.option("--threads", default=0, help="Compute threads on a CPU; 0: all cores.")
 @click.option(
     "--weights",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -95,15 +95,13 @@ class Turn:
         )
 
 
-async def rows(
-    name: str, directory: Path, draft: Path, options: EngineOptions, rounds: int
-) -> AsyncIterator[Row]:
+async def rows(name: str, directory: Path, draft: Path, options: EngineOptions, rounds: int) -> list[Row]:
     """Of the model in ``directory`` with the draft model in ``draft``, on a CPU."""
     speculative = SpeculativeOptions(method="draft", num_tokens=MOST_TOKENS, draft_path=str(draft))
     options = replace(options, speculative=speculative)
     config = ModelConfig.from_checkpoint(directory)
     ids = Tokenizer.from_file(str(directory / "tokenizer.json")).encode(TEXT.read_text()).ids
-    sampling = Sampling(ignore_eos=True, max_tokens=_OUTPUT_TOKENS)
+    sampling, made = Sampling(ignore_eos=True, max_tokens=_OUTPUT_TOKENS), list[Row]()
     async with session(config, options, "cpu", "auto") as running:
         speculator = running.engine._scheduler.speculator
         assert isinstance(speculator, Speculator)
@@ -118,12 +116,12 @@ async def rows(
                     if number >= 0:
                         found[always.num_tokens].append(Turn.of(always.asked, batch))
             case = f"{name}, prose, {_PROMPT_TOKENS} + {_OUTPUT_TOKENS} tokens, batch {batch}"
-            for row in turn_rows(case, found):
-                yield row
+            made += turn_rows(case, found)
     for i, (accepted, proposed) in enumerate(zip(always.num_accepted, always.num_proposed, strict=True)):
         if proposed:
-            part = accepted / proposed
-            yield Row(f"{name}, prose", f"accepted at position {i + 1}, after right ones", part, "")
+            metric = f"accepted at position {i + 1}, after right ones"
+            made.append(Row(f"{name}, prose", metric, accepted / proposed, ""))
+    return made
 
 
 def turn_rows(case: str, found: dict[int, list[Turn]]) -> list[Row]:

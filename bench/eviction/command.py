@@ -11,8 +11,7 @@ import click
 
 from moonpool.bench.eviction.ablations import ablations
 from moonpool.bench.eviction.policies import CONTENDERS
-from moonpool.bench.eviction.replay import GENERATED, Request, optimum, replay
-from moonpool.bench.eviction.ssd_writes import RULES, replay_writes
+from moonpool.bench.eviction.replay import GENERATED, RULES, Request, optimum, replay, replay_writes
 from moonpool.bench.harness.command import Run, benchmark
 from moonpool.runtime.reports.conditions import CacheState, Conditions
 from moonpool.runtime.reports.report import Curve, Row, versus
@@ -73,14 +72,14 @@ def _write_rows(case: str, settings: Settings, capacity: int) -> Iterator[Row]:
 @click.option(
     "--generate", type=click.Choice(sorted(GENERATED)), help="Instead of a trace: a load made here, seeded."
 )
-@click.option("--policies", default=",".join(CONTENDERS), show_default=True, metavar="NAMES")
-@click.option("--blocks", default=_CAPACITIES, show_default=True, metavar="COUNTS", help="Capacities.")
+@click.option("--policies", default=",".join(CONTENDERS), metavar="NAMES")
+@click.option("--blocks", default=_CAPACITIES, metavar="COUNTS", help="Capacities.")
 @click.option("--ablations", "ablates", is_flag=True, help="Also prefix with more knowledge than it has.")
 @click.option(
     "--ssd", "ssd_blocks", default=0, metavar="BLOCKS", help="Also what is written to an SSD below them."
 )
-@click.option("--block-tokens", default=512, show_default=True, help="Tokens of an id of the trace.")
-@click.option("--seed", default=1, show_default=True, help="With --generate.")
+@click.option("--block-tokens", default=512, help="Tokens of an id of the trace.")
+@click.option("--seed", default=1, help="With --generate.")
 def eviction(
     run: Run,
     trace: Path | None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -16,15 +16,15 @@ import click
 from click.core import ParameterSource
 from rich.console import Console
 
-from moonpool.bench.harness.goals import with_goals
-from moonpool.bench.harness.kinds import with_kinds
+from moonpool.bench.harness.goals import with_goals, with_kinds
 from moonpool.runtime.reports import report
 from moonpool.runtime.reports.conditions import Conditions, load_average
 from moonpool.runtime.reports.output import ResultFile, finish
 from moonpool.runtime.reports.report import Curve, Report, Row
 
 S = TypeVar("S")
-Rows = AsyncIterator[Row] | Iterator[Row]
+C = TypeVar("C", bound=click.Command)
+Rows = AsyncIterator[Row] | Iterator[Row] | Coroutine[object, object, list[Row]]
 
 _QUICK_ROUNDS = 1
 
@@ -70,6 +70,14 @@ class _Command(click.Command):
         return super().parse_args(ctx, args)
 
 
+def shows_defaults(command: C) -> C:
+    """The help of ``command`` then shows the defaults of all options but flags, 0 and nothing."""
+    for parameter in command.params:
+        if isinstance(parameter, click.Option) and not parameter.is_flag and parameter.default:
+            parameter.show_default = True
+    return command
+
+
 def benchmark(
     parts: Mapping[str, Callable[[Run, S], Rows]],
     *,
@@ -88,14 +96,19 @@ def benchmark(
     default: the parts without ``--part``; None: all.
     """
     known_peers = dict(peers or {})
+    usual = "all" if default is None else ", ".join(default)
     common = [
         click.option(
             *part_options,
             "names",
             multiple=True,
             type=click.Choice(tuple(parts)),
-            help=f"Repeatable; default: {'all' if default is None else ', '.join(default)}.",
-        ),
+            help=f"Repeatable; default: {usual}.",
+        )
+    ]
+    if rounds is not None:
+        common.append(click.option("--rounds", default=rounds, type=click.IntRange(1), help="Repetitions."))
+    common += [
         click.option("--quick", is_flag=True, help="A few small cases, in seconds: to see that it works."),
         click.option(
             "--json", "json_path", type=ResultFile(), metavar="FILE", help="Write the report there."
@@ -104,14 +117,6 @@ def benchmark(
             "--plot", "plot_path", type=ResultFile(), metavar="FILE", help="Draw it there (PNG, SVG)."
         ),
     ]
-    if rounds is not None:
-        repetitions = click.IntRange(1)
-        common.insert(
-            1,
-            click.option(
-                "--rounds", default=rounds, show_default=True, type=repetitions, help="Repetitions."
-            ),
-        )
     if known_peers:
         help_text = "Also measure another system; repeatable."
         choice = click.Choice(tuple(known_peers))
@@ -169,7 +174,7 @@ def benchmark(
                         if isinstance(rows, AsyncIterator):
                             found.extend([row async for row in rows])
                         else:
-                            found.extend(rows)
+                            found.extend(await rows if isinstance(rows, Coroutine) else rows)
                         if json_path is not None:
                             # What was measured is kept if a later part fails.
                             report.write(result(), json_path)
@@ -186,6 +191,6 @@ def benchmark(
             decorated = option(decorated)
         made = click.command(function.__name__, cls=_Command, help=function.__doc__)(decorated)
         made.parts = parts
-        return made
+        return shows_defaults(made)
 
     return decorate

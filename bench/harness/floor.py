@@ -31,8 +31,8 @@ def measure_device(device: torch.device, num_threads: int = 1) -> tuple[float, f
         call()
         torch.cuda.synchronize(device)
 
-    copy_s = _best_s(lambda: work(lambda: target.copy_(source)))
-    return 2 * source.nbytes / copy_s, 2 * n**3 / _best_s(lambda: work(lambda: left @ right))
+    copy_s = best_s(lambda: work(lambda: target.copy_(source)))
+    return 2 * source.nbytes / copy_s, 2 * n**3 / best_s(lambda: work(lambda: left @ right))
 
 
 def _measure_cpu(num_threads: int) -> tuple[float, float]:
@@ -42,8 +42,8 @@ def _measure_cpu(num_threads: int) -> tuple[float, float]:
     x = torch.randn(1024, 1024).bfloat16()
     weights = [torch.randn(1024, 1024).bfloat16() for _ in range(num_threads)]
     with ThreadPoolExecutor(num_threads, initializer=partial(torch.set_num_threads, 1)) as threads:
-        read_s = _best_s(lambda: list(threads.map(torch.sum, reads)))
-        product_s = _best_s(lambda: list(threads.map(lambda weight: F.linear(x, weight), weights)))
+        read_s = best_s(lambda: list(threads.map(torch.sum, reads)))
+        product_s = best_s(lambda: list(threads.map(lambda weight: F.linear(x, weight), weights)))
     return num_threads * reads[0].nbytes / read_s, num_threads * 2 * 1024**3 / product_s
 
 
@@ -60,10 +60,12 @@ def instruction_limit(num_threads: int) -> float | None:
         def work() -> int:
             return sum(threads.map(lambda each: int(multiply(each.data_ptr(), rounds)), values))
 
-        return work() / _best_s(work)
+        return work() / best_s(work)
 
 
-def _best_s(work: Callable[[], object], times: int = 30) -> float:
+def best_s(work: Callable[[], object], times: int = 30) -> float:
+    """The least seconds of so many calls, after one that does not count."""
+
     def once() -> float:
         begun_s = time.perf_counter()
         work()

@@ -1,7 +1,4 @@
-"""Checkpoints of the shapes that people run, with seeded random weights.
-
-They are made once, below the user's cache directory, in the format that every engine reads.
-"""
+"""The models of a benchmark: as its record states them, and checkpoints of the shapes that people run."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import hashlib
 import json
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,39 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.engine.device.selection import choose_device, choose_dtype, page_dtype, weights_dtype
 from moonpool.engine.sharding.tensor_slices import expected_tensors
-from moonpool.runtime.config.options import ModelOptions
+from moonpool.runtime.config.loading import load_config
+from moonpool.runtime.config.models_file import served_models
+from moonpool.runtime.config.options import Config, EngineOptions, ModelOptions
 from moonpool.runtime.machine.compiled_library import cache_folder
+from moonpool.runtime.reports.conditions import ModelFacts
+
+
+def models_of(sets: Sequence[str]) -> list[ModelFacts]:
+    """Those of a local cluster with options as ``key=value``. Raises ``ConfigError``, ``CheckpointError``."""
+    return [_of(one.name, one.config) for one in served_models(load_config(None, sets)).models]
+
+
+def model_at(directory: Path, name: str = "", *, as_stored: bool = False) -> ModelFacts:
+    """A checkpoint; ``as_stored``: computed in its own dtype, as on a GPU and by other engines."""
+    dtype = ModelConfig.from_checkpoint(directory).stored_dtype if as_stored else "auto"
+    return _of(name or directory.name, load_config(None, (f"model.path={directory}", f"model.dtype={dtype}")))
+
+
+def random_model(name: str, seed: int, weights: str, engine: EngineOptions) -> ModelFacts:
+    """Weights that the benchmark draws. ``weights``: their dtype."""
+    return ModelFacts(name, f"random weights, seed {seed}", weights, page_dtype(engine, weights))
+
+
+def _of(name: str, config: Config) -> ModelFacts:
+    """``revision``: that of the nodes' records."""
+    model = ModelConfig.from_checkpoint(config.model.directory).with_weights(config.engine.weights)
+    dtype = choose_dtype(config.model.dtype, model, choose_device(config.model.device))
+    return ModelFacts(
+        name, model.fingerprint().hex(), weights_dtype(model, dtype), page_dtype(config.engine, dtype)
+    )
+
 
 _QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -56,7 +84,8 @@ _SEED = 0
 
 
 def shape_directory(name: str) -> Path:
-    """The checkpoint of ``SHAPES[name]`` in bfloat16 with a tokenizer; made if it is absent."""
+    """The checkpoint of ``SHAPES[name]`` in bfloat16 with a tokenizer, in the format that every engine reads.
+    It is made below the user's cache directory if it is absent."""
     words = SHAPES[name]
     digest = hashlib.sha256(json.dumps([words, _SEED]).encode()).hexdigest()[:8]
     target = cache_folder() / "shapes" / f"{name}-{digest}"

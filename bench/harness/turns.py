@@ -49,8 +49,9 @@ async def turns(
     return found
 
 
-async def repeat(call: Call, seconds: float) -> list[float]:
-    """Call for ``seconds``, at least once, after one call that does not count: the seconds of each.
+async def repeat(call: Callable[[], object], seconds: float) -> list[float]:
+    """Call for ``seconds``, at least once, after one call that does not count: the seconds of each, as the
+    call returns them in a float or else as it takes.
 
     The caches hold the previous contestant's data at first.
     """
@@ -61,8 +62,7 @@ async def repeat(call: Call, seconds: float) -> list[float]:
         began_s = time.perf_counter()
         result = call()
         value = await result if inspect.isawaitable(result) else result
-        took_s = time.perf_counter() - began_s if value is None else value
-        assert isinstance(took_s, float)
+        took_s = value if isinstance(value, float) else time.perf_counter() - began_s
         if first:
             first, until = False, time.perf_counter() + seconds
         else:

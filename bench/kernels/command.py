@@ -8,7 +8,7 @@ import click
 import torch
 
 from moonpool.bench.harness.command import Run, benchmark
-from moonpool.bench.kernels.cases import decode_rows, prefill_rows
+from moonpool.bench.kernels.attention import decode_rows, prefill_rows
 from moonpool.bench.kernels.device_limits import Machine
 from moonpool.bench.kernels.experts import mixture_rows
 from moonpool.bench.kernels.kv_writes import merge_rows, write_rows
@@ -48,7 +48,7 @@ PARTS = {
     packages=("torch", "numpy", "triton", "flashinfer-python"),
     rounds=9,
 )
-@click.option("--device", type=click.Choice(("auto", "cpu", "cuda")), default="auto", show_default=True)
+@click.option("--device", type=click.Choice(("auto", "cpu", "cuda")), default="auto")
 def kernels(run: Run, device: str) -> Machine:
     """Measure the kernels beside torch's own and others', and beside the machine's limits.
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from moonpool.bench.kernels.clock import Work
-from moonpool.bench.kernels.device_limits import Machine
+from moonpool.bench.kernels.device_limits import Machine, Work
 from moonpool.runtime.reports.report import Row, versus
 
 # The largest error allowed, relative to the largest value expected.

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moonpool.bench.kernels.clock import Work
 from moonpool.bench.kernels.contest import contest
-from moonpool.bench.kernels.device_limits import Machine, name_of
+from moonpool.bench.kernels.device_limits import Machine, Work, name_of
 from moonpool.engine.experts.mixture import Experts, MixtureOfExperts, Router
 from moonpool.kernels.dispatch import silu_mul
 from moonpool.kernels.packed import PackedExperts, PackedLinear

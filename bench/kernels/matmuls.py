@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moonpool.bench.kernels.clock import Work
 from moonpool.bench.kernels.contest import contest, error_row
-from moonpool.bench.kernels.device_limits import Machine, name_of
+from moonpool.bench.kernels.device_limits import Machine, Work, name_of
 from moonpool.kernels.dispatch import add_lora
 from moonpool.kernels.packed import PackedLinear
 from moonpool.kernels.quantised import Linear, QuantisedLinear

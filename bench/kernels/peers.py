@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from moonpool.bench.kernels.clock import Work
+from moonpool.bench.kernels.device_limits import Work
 
 LAYER_MAJOR = "layer-major pool"
 SDPA, FLASH, CUDNN, FLASHINFER = "SDPA", "SDPA flash", "SDPA cuDNN", "FlashInfer"

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from moonpool.bench.kernels.attention import Decode, Heads, Prefill
-from moonpool.bench.kernels.clock import CudaClock
-from moonpool.bench.kernels.device_limits import Machine
+from moonpool.bench.kernels.device_limits import CudaClock, Machine
 from moonpool.kernels.compilation.attention_cases import AttentionCase, decode_case, prefill_case
 from moonpool.kernels.compilation.compiler import compile_case
 from moonpool.kernels.reference import FP8

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
 from moonpool.bench.harness.command import Run, benchmark
-from moonpool.bench.harness.models import models_of
+from moonpool.bench.harness.shapes import models_of
 from moonpool.bench.migrate.downtime import OUTPUT_TOKENS, downtime_rows
 from moonpool.bench.migrate.simulated import HARDWARE, simulated_rows
 from moonpool.bench.migrate.tail_latency import tail_rows
 from moonpool.runtime.config.loading import load_config
 from moonpool.runtime.reports.conditions import CacheState, Conditions, ModelFacts
-from moonpool.runtime.reports.report import Row
 
 _CONTEXTS = (512, 2048, 8192)
 
@@ -30,22 +28,12 @@ class Settings:
     sets: tuple[str, ...]
 
 
-async def _downtime(run: Run, settings: Settings) -> AsyncIterator[Row]:
-    async for row in downtime_rows(run, settings.contexts, settings.moves, settings.sets):
-        yield row
-
-
-async def _tail(run: Run, settings: Settings) -> AsyncIterator[Row]:
-    async for row in tail_rows(run, settings.sets, settings.tbt_s):
-        yield row
-
-
-def _simulated(run: Run, _: Settings) -> Iterator[Row]:
-    yield from simulated_rows(run)
-
-
 @benchmark(
-    {"downtime": _downtime, "tail": _tail, "simulated": _simulated},
+    {
+        "downtime": lambda run, given: downtime_rows(run, given.contexts, given.moves, given.sets),
+        "tail": lambda run, given: tail_rows(run, given.sets, given.tbt_s),
+        "simulated": lambda run, given: simulated_rows(run),
+    },
     packages=("torch", "aiohttp", "grpcio", "redis", "uvloop"),
     rounds=3,
     default=("downtime",),
@@ -56,14 +44,12 @@ def _simulated(run: Run, _: Settings) -> Iterator[Row]:
     multiple=True,
     type=click.IntRange(min=1),
     default=_CONTEXTS,
-    show_default=True,
     metavar="TOKENS",
     help="downtime: tokens of the prompt. Repeatable.",
 )
 @click.option(
     "--moves",
     default=40,
-    show_default=True,
     type=click.IntRange(min=1),
     help="downtime: moves of each context, each of another request.",
 )

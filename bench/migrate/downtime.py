@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
@@ -44,14 +44,12 @@ class Moved:
     event: dict[str, Any]
 
 
-async def downtime_rows(
-    run: Run, contexts: Sequence[int], moves: int, sets: Sequence[str]
-) -> AsyncIterator[Row]:
+async def downtime_rows(run: Run, contexts: Sequence[int], moves: int, sets: Sequence[str]) -> list[Row]:
     """Each request is the only one, has a prompt of its own, and moves once.
 
     Raises ``RequestFailed``: no request of a context moved, or one failed.
     """
-    found: dict[int, list[Moved]] = {}
+    found, rows = dict[int, list[Moved]](), list[Row]()
     async with local_cluster((*_CLUSTER, *sets)) as url, HttpClient(url) as http, Client(url) as client:
         server, prompts = await Server.find("ours", http), Prompts(0, "migrate")
         for context in contexts:
@@ -61,13 +59,13 @@ async def downtime_rows(
             found[context] = [one for one in tried if one is not None]
             if not found[context]:
                 raise RequestFailed(f"no request of {context:,} tokens moved before it ended")
-            for row in rows_of(context, found[context], moves):
-                yield row
+            rows += rows_of(context, found[context], moves)
     least, most = min(found), max(found)
     if least != most:
         beyond = [median(one.gap_s - one.step_s for one in found[context]) for context in (most, least)]
         metric = f"downtime beyond a step, client: more than with {least:,}"
-        yield Row(_case(most), metric, 1e3 * (beyond[0] - beyond[1]), "ms")
+        rows.append(Row(_case(most), metric, 1e3 * (beyond[0] - beyond[1]), "ms"))
+    return rows
 
 
 async def _move(server: Server, client: Client, prompt: Sequence[int]) -> Moved | None:

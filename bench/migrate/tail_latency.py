@@ -6,18 +6,18 @@ import asyncio
 import random
 import re
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from statistics import median
 
 from moonpool.bench.harness.command import Run
 from moonpool.bench.harness.turns import gaps, quantile, spread, turns
-from moonpool.bench.serve.client.answer import Answer, read_text
-from moonpool.bench.serve.client.cluster import cluster_server
+from moonpool.bench.serve.client.answer import read_text
+from moonpool.bench.serve.client.cluster import cluster_servers
 from moonpool.bench.serve.client.server import Server
 from moonpool.bench.serve.client.workload import Prompts
+from moonpool.bench.serve.colocated import Load
 from moonpool.runtime.reports.report import Row, versus
 
 STAYS, MOVES = "requests stay", "requests move"
@@ -53,14 +53,6 @@ class Shape:
 QUICK = Shape(streams=3, answers=1, stream_prompt=64, stream_output=(16, 32), long_prompt=256, long_output=8)
 
 
-@dataclass
-class Load:
-    """The answers of one round on one cluster."""
-
-    streams: list[Answer] = field(default_factory=list)
-    longs: list[Answer] = field(default_factory=list)
-
-
 async def run_load(server: Server, shape: Shape, number: int) -> Load:
     """The same lengths in each round, and prompts of their own. Raises ``RequestFailed``."""
     done, rng = Load(), random.Random(0)
@@ -85,12 +77,10 @@ async def tail_rows(run: Run, sets: Sequence[str], tbt_s: float) -> AsyncIterato
     shape = QUICK if run.quick else Shape()
     target = (f"conductor.slo_tbt_s={tbt_s}",) if tbt_s else ()
     loads: dict[str, list[Load]] = {name: [] for name in _FORMS}
-    async with AsyncExitStack() as stack:
-        servers = {}
-        for name, causes in _FORMS.items():
-            run.say(f"starting a cluster: {name}")
-            options = (*_CLUSTER, f"conductor.migrate={causes}", *target, *sets)
-            servers[name] = await stack.enter_async_context(cluster_server(name, options))
+    forms = {
+        name: (*_CLUSTER, f"conductor.migrate={causes}", *target, *sets) for name, causes in _FORMS.items()
+    }
+    async with cluster_servers(run, forms) as servers:
 
         async def one(name: str) -> list[float]:
             loads[name].append(await run_load(servers[name], shape, len(loads[name])))

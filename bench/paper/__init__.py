@@ -19,7 +19,6 @@ from moonpool.bench.paper import (
     hit_ratio,
     migration,
     overload,
-    pooling,
     scheduling,
 )
 from moonpool.runtime.reports.report import Row
@@ -43,8 +42,8 @@ class Figure:
 
 FIGURES: Mapping[str, Figure] = {
     "fig5": Figure(scheduling.measure, scheduling.TERMS),
-    "fig9": Figure(hit_ratio.measure, hit_ratio.TERMS),
-    "fig10": Figure(pooling.measure, pooling.TERMS),
+    "fig9": Figure(hit_ratio.measure_hits, hit_ratio.HITS_TERMS),
+    "fig10": Figure(hit_ratio.measure_pooling, hit_ratio.POOLING_TERMS),
     "rejection": Figure(overload.measure, overload.TERMS),
     "distserve": Figure(disaggregation.measure, disaggregation.TERMS, disaggregation.workload, "OPT-13B"),
     "llumnix": Figure(migration.measure, migration.TERMS, migration.workload, "LLaMA3-70B"),

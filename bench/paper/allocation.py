@@ -6,8 +6,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from moonpool.bench.paper.lengths import Lengths, requests
-from moonpool.bench.paper.setup import PAPER
+from moonpool.bench.paper.setup import PAPER, Lengths, holds, requests
 from moonpool.runtime.reports.report import Row, versus
 from moonpool.simulator.inputs.trace import TraceRequest
 
@@ -148,9 +147,8 @@ def measure(trace: Sequence[TraceRequest], say: Callable[[str], None]) -> list[R
         held[name] = 100 * held_part(memory, trace, _STEPS)
         row = Row(name, "KV memory that holds tokens", held[name], "% of the slots")
         rows.append(versus(row, PAPER, PAPER_HELD[name]))
-    ordered = float(sorted(held, key=held.__getitem__) == list(PAPER_HELD))
-    rows.append(Row("all", "order as in the paper", ordered, "1: yes", limit="at least", limit_value=1.0))
-    return rows
+    ordered = sorted(held, key=held.__getitem__) == list(PAPER_HELD)
+    return [*rows, holds("all", "order as in the paper", ordered)]
 
 
 def held_part(memory: _Memory, trace: Sequence[TraceRequest], num_steps: int) -> float:

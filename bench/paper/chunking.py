@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from moonpool.bench.paper.lengths import Lengths, requests
-from moonpool.bench.paper.setup import PAPER
+from moonpool.bench.paper.setup import PAPER, Lengths, holds, requests
 from moonpool.runtime.reports.report import Row, versus
 from moonpool.simulator.capacity import highest_speed
 from moonpool.simulator.inputs.hardware import A100, MISTRAL_7B, tensor_parallel
@@ -65,9 +64,7 @@ def measure(trace: Sequence[TraceRequest], say: Callable[[str], None]) -> list[R
     for name, (gap_s, ttft_s) in tails.items():
         rows.append(Row(same, f"{name}: gaps between tokens, p99", 1e3 * gap_s, "ms"))
         rows.append(Row(same, f"{name}: TTFT, median", 1e3 * ttft_s, "ms"))
-    shorter = float(tails[chunked][0] < tails[whole][0])
-    rows.append(Row(same, "chunks shorten the tail", shorter, "1: yes", limit="at least", limit_value=1.0))
-    return rows
+    return [*rows, holds(same, "chunks shorten the tail", tails[chunked][0] < tails[whole][0])]
 
 
 def gaps(trace: Sequence[TraceRequest], chunk_tokens: int, speed: float) -> tuple[float, float]:

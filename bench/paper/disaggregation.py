@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from moonpool.bench.paper.lengths import Lengths, requests
-from moonpool.bench.paper.setup import PAPER
+from moonpool.bench.paper.setup import PAPER, Lengths, holds, requests
 from moonpool.conductor.observing.slo import Slo
 from moonpool.runtime.reports.report import Row, versus
 from moonpool.simulator.capacity import EFFECTIVE, highest_speed
@@ -80,9 +79,8 @@ def measure(trace: Sequence[TraceRequest], say: Callable[[str], None]) -> list[R
         if rates[other]:
             gain = Row(case, f"DistServe over {other}", rates["DistServe"] / rates[other], "×")
             rows.append(versus(gain, PAPER, _LEAST) if other == "vLLM" else gain)
-    first = float(rates["DistServe"] > max(rates["vLLM"], rates["DeepSpeed-MII"]))
-    rows.append(Row(case, "DistServe serves the most", first, "1: yes", limit="at least", limit_value=1.0))
-    return rows
+    first = rates["DistServe"] > max(rates["vLLM"], rates["DeepSpeed-MII"])
+    return [*rows, holds(case, "DistServe serves the most", first)]
 
 
 def _within(outcome: Outcome) -> float:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from moonpool.bench.paper.setup import PAPER
+from moonpool.bench.paper.setup import PAPER, holds
 from moonpool.conductor.costs.model import Profile
 from moonpool.runtime.reports.report import Row, versus
 from moonpool.simulator.capacity import highest_speed
@@ -86,9 +86,8 @@ def measure(trace: Sequence[TraceRequest], say: Callable[[str], None]) -> list[R
         if rates[name]:
             gain = Row("the best split cluster", f"over {name}", split / rates[name], "×")
             rows.append(versus(gain, PAPER, _GAIN) if name == "Baseline-A100" else gain)
-    first = float(split > max(rates["Baseline-A100"], rates["Baseline-H100"]))
-    rows.append(Row("all", "splitting serves the most", first, "1: yes", limit="at least", limit_value=1.0))
-    return rows
+    first = split > max(rates["Baseline-A100"], rates["Baseline-H100"])
+    return [*rows, holds("all", "splitting serves the most", first)]
 
 
 def in_time(outcome: Outcome, alone: Profile) -> bool:

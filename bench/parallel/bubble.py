@@ -18,8 +18,8 @@ from moonpool.bench.engine.model_shapes import make_checkpoint
 from moonpool.bench.harness.child import Child
 from moonpool.bench.harness.command import Run
 from moonpool.bench.harness.memory_group import NoMemoryGroups, memory_group
-from moonpool.bench.harness.models import model_at
 from moonpool.bench.harness.peers import PeerFailed
+from moonpool.bench.harness.shapes import model_at
 from moonpool.bench.harness.turns import spread
 from moonpool.bench.parallel.stages import stages
 from moonpool.bench.parallel.steps import Settings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,7 +34,7 @@ class _Found:
     best: Sequence[int]  # the most likely token after each one of the texts
 
 
-async def capacity_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+async def capacity_rows(run: Run, settings: Settings) -> list[Row]:
     """A mixture with random weights, some experts of which are hot. A trained one has not been measured: the
     project ships none."""
     vocab_size = MIXTURE["vocab_size"]
@@ -46,8 +46,7 @@ async def capacity_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
         write_mixture(model)
         run.say("no limit")
         every = await _measured(model, settings.device, ParallelOptions(tp=EP, ep=EP), texts, run.rounds)
-        for row in _rows(f"ep {EP}, no limit", every):
-            yield row
+        rows = _rows(f"ep {EP}, no limit", every)
         points: dict[str, list[tuple[float, float]]] = {overflow: [] for overflow in OVERFLOWS}
         for factor in FACTORS[: 1 if run.quick else None]:
             for overflow in OVERFLOWS:
@@ -56,16 +55,15 @@ async def capacity_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
                 options = ParallelOptions(tp=EP, ep=EP, expert_capacity=factor, expert_overflow=overflow)
                 found = await _measured(model, settings.device, options, texts, run.rounds)
                 first, *others = _rows(name, found)
-                yield versus(first, "no limit", 1e3 * statistics.median(every.first_s))
-                for row in others:
-                    yield row
+                rows += [versus(first, "no limit", 1e3 * statistics.median(every.first_s)), *others]
                 same = float(np.mean(np.array(found.best) == every.best))
                 points[overflow].append((factor, same))
-                yield Row(name, "best token as without a limit", same, "of all tokens")
+                rows.append(Row(name, "best token as without a limit", same, "of all tokens"))
     run.curves += [
         Curve("best token as without a limit", overflow, "limit over the mean", "of all tokens", of_factor)
         for overflow, of_factor in points.items()
     ]
+    return rows
 
 
 def _rows(name: str, found: _Found) -> list[Row]:

@@ -9,13 +9,13 @@ import click
 import torch
 
 from moonpool.bench.harness.command import Run, benchmark
-from moonpool.bench.harness.models import model_at
+from moonpool.bench.harness.shapes import model_at
 from moonpool.bench.parallel.bubble import NUM_STAGES, bubble_rows
 from moonpool.bench.parallel.capacity import EP, capacity_rows
 from moonpool.bench.parallel.context import context_rows
 from moonpool.bench.parallel.experts import expert_rows
 from moonpool.bench.parallel.handover import handover_rows, saving_rows
-from moonpool.bench.parallel.replicas import NUM_REPLICAS, replica_rows
+from moonpool.bench.parallel.stages import NUM_REPLICAS, replica_rows
 from moonpool.bench.parallel.steps import Settings, host_rows, step_rows
 from moonpool.bench.parallel.worth import worth_rows
 from moonpool.engine.sharding.parallel_plan import ParallelPlan
@@ -63,7 +63,6 @@ def _plan(text: str) -> ParallelPlan:
     "--device",
     type=click.Choice(("auto", "cpu", "cuda")),
     default="auto",
-    show_default=True,
     help="auto: GPUs where there are several.",
 )
 def parallel(

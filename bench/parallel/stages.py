@@ -1,22 +1,26 @@
-"""A pipeline in processes of its own, each of which may have a limit on its memory."""
+"""A pipeline in processes of its own, each of which may have a limit on its memory; replicas of a node."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import statistics
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from moonpool.bench.engine.driver import Session
 from moonpool.bench.harness.child import Child, served
+from moonpool.bench.harness.command import Run
 from moonpool.bench.harness.memory_group import MemoryGroup
-from moonpool.bench.parallel.steps import running
+from moonpool.bench.harness.turns import compared, turns
+from moonpool.bench.parallel.steps import BATCH, CONTEXT, Settings, running
 from moonpool.engine.ranks.group import RankGroup
 from moonpool.engine.ranks.leader import StepTimes
 from moonpool.runtime.config.options import ParallelOptions
+from moonpool.runtime.reports.report import Row
 
 # The last steps, in which sequences end.
 _TAIL_STEPS = 4
@@ -115,3 +119,43 @@ def bubble(times: Sequence[StepTimes]) -> float:
     wall_s = sum(step.step_s for step in times)
     computed_s = sum(map(sum, (step.compute_s for step in times)))
     return 1.0 - computed_s / wall_s / len(times[0].compute_s)
+
+
+NUM_REPLICAS = 2
+_WARM_UP_STEPS = 10
+
+
+async def _decode(replica: Child, num_steps: int) -> float:
+    found = await replica.call("decode", batch=BATCH, context=CONTEXT, num_steps=num_steps)
+    return float(found["rate"])
+
+
+async def _prompts(replica: Child, num_tokens: int) -> float:
+    return float(await replica.call("prompts", num_tokens=num_tokens))
+
+
+async def replica_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    """Tokens per second of all replicas at once, and of one of them, in turn."""
+    async with AsyncExitStack() as stack:
+        replicas = []
+        for number in range(NUM_REPLICAS):
+            device = "cpu" if settings.device == "cpu" else f"cuda:{number}"
+            opened = stages(f"replica {number}", settings.model, device)
+            replicas.append((await stack.enter_async_context(opened))[0])
+        await asyncio.gather(*(_decode(replica, _WARM_UP_STEPS) for replica in replicas))
+        measures: list[tuple[Callable[[Child, int], Awaitable[float]], str, int]] = [
+            (_decode, f"decode, batch {BATCH} each, context {CONTEXT}", 2 * settings.num_steps),
+            (_prompts, f"prompts of {settings.prompt_tokens}", settings.prompt_tokens),
+        ]
+        for measure, what, size in measures:
+
+            async def rate(of: Sequence[Child]) -> float:
+                return sum(await asyncio.gather(*(measure(replica, size) for replica in of)))  # noqa: B023
+
+            contestants = {"all": lambda: rate(replicas), "one replica": lambda: rate(replicas[:1])}
+            rates = await turns(contestants, run.rounds, warm_up=0)
+            case = f"dp {NUM_REPLICAS}, {what}"
+            (row,) = compared(case, "throughput", "tokens/s", rates, lambda median: median)
+            yield row
+            assert row.ratio is not None
+            yield Row(case, "scaling efficiency", row.ratio / NUM_REPLICAS, "of one replica's")

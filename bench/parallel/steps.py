@@ -52,20 +52,20 @@ class OneRank:
     prompt_s: float
 
 
-async def step_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+async def step_rows(run: Run, settings: Settings) -> list[Row]:
     """One rank first: the plans are compared with it."""
-    one, alone = ParallelPlan(), None
+    one, alone, every = ParallelPlan(), None, list[Row]()
     for plan in [one, *(plan for plan in settings.plans if plan != one)]:
         run.say(str(plan))
         parallel = ParallelOptions(tp=plan.tp, pp=plan.pp, cp=plan.cp, micro_batch_tokens=_MICRO_BATCH_TOKENS)
         async with running(settings.model, settings.device, parallel) as session:
             rows, took = await _measure(session, str(plan), plan, run.rounds, settings, alone)
         alone = alone or took
-        for row in rows:
-            yield row
+        every += rows
+    return every
 
 
-async def host_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+async def host_rows(run: Run, settings: Settings) -> list[Row]:
     """Two stages on one machine and over two, which loopback plays: links and calls.
 
     The time of the wire between machines is not in them.
@@ -79,11 +79,11 @@ async def host_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
     async with _over_hosts(model, parallel) as session:
         name = f"{plan}, {_NUM_HOSTS} machines on loopback"
         several, _ = await _measure(session, name, plan, run.rounds, settings, alone)
-    for row in one:
-        yield row
-    for row, other in zip(several, one, strict=True):
-        plain = replace(row, peer=None, peer_value=None, ratio=None)
-        yield versus(plain, "one machine", other.value) if other.value else row
+    plain = [replace(row, peer=None, peer_value=None, ratio=None) for row in several]
+    return one + [
+        versus(bare, "one machine", other.value) if other.value else row
+        for bare, row, other in zip(plain, several, one, strict=True)
+    ]
 
 
 @asynccontextmanager

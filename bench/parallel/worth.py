@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 
 from moonpool.bench.harness.child import cpu_s_of_children
 from moonpool.bench.harness.command import Run
-from moonpool.bench.harness.models import model_at
-from moonpool.bench.harness.services import local_cluster
-from moonpool.bench.harness.shapes import shape_directory
+from moonpool.bench.harness.shapes import model_at, shape_directory
 from moonpool.bench.harness.turns import percentiles, spread, turns
 from moonpool.bench.parallel.steps import Settings
 from moonpool.bench.serve.client import load
 from moonpool.bench.serve.client.answer import Answer
-from moonpool.bench.serve.client.http_client import HttpClient
+from moonpool.bench.serve.client.cluster import cluster_servers
 from moonpool.bench.serve.client.server import RequestFailed, Server
 from moonpool.bench.serve.client.workload import Workload
 from moonpool.bench.serve.figures import output_rate
@@ -77,7 +73,7 @@ async def _turn(server: Server, work: Workload, found: _Turns) -> float:
     return found.rates[-1]
 
 
-async def worth_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+async def worth_rows(run: Run, settings: Settings) -> list[Row]:
     """Of a local cluster in each form, all up at the same time and asked in turn; then of simulated ones."""
     model = settings.model
     if model == ModelOptions().directory and not run.quick:
@@ -85,30 +81,18 @@ async def worth_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
     assert run.conditions is not None
     others = run.conditions.models if len(run.parts) > 1 else ()
     run.conditions = replace(run.conditions, models=(*others, model_at(model)))
-    rates: dict[str, dict[int, float]] = defaultdict(dict)
-    async with AsyncExitStack() as stack:
-        servers = {name: await _started(run, stack, name, model) for name in _FORMS}
+    rows, rates = list[Row](), defaultdict[str, dict[int, float]](dict)
+    forms = {name: (f"model.path={model}", _POOL, *_NODES, *form) for name, form in _FORMS.items()}
+    async with cluster_servers(run, forms) as servers:
         for concurrent in _QUICK_CONCURRENT if run.quick else _CONCURRENT:
             run.say(f"{concurrent} at a time")
             found = await _measured(run, servers, concurrent)
             case = f"{{}}, {concurrent} at a time, {_PROMPT_TOKENS} + {_OUTPUT_TOKENS} tokens"
-            for row in _rows(case, found):
-                yield row
+            rows += _rows(case, found)
             for name, one in found.items():
                 rates[name][concurrent] = statistics.median(one.rates)
-    for row in _verdict("measured", rates):
-        yield row
     run.curves += _curves("measured", rates)
-    for row in _simulated(run):
-        yield row
-
-
-async def _started(run: Run, stack: AsyncExitStack, name: str, model: Path) -> Server:
-    run.say(f"starting a cluster: {name}")
-    url = await stack.enter_async_context(
-        local_cluster((f"model.path={model}", _POOL, *_NODES, *_FORMS[name]))
-    )
-    return await Server.find(name, await stack.enter_async_context(HttpClient(url)))
+    return [*rows, *_verdict("measured", rates), *_simulated(run)]
 
 
 async def _measured(run: Run, servers: Mapping[str, Server], concurrent: int) -> dict[str, _Turns]:

@@ -101,31 +101,26 @@ _CELLS = ("cells", "decision", "memory", "http")
 )
 @click.option("--cells", is_flag=True, help=f"Cells and their router instead: {', '.join(_CELLS)}.")
 @click.option(
-    "--sample",
-    default=1000,
-    show_default=True,
-    type=click.IntRange(min=1),
-    help="One conversation in so many is simulated.",
+    "--sample", default=1000, type=click.IntRange(min=1), help="One conversation in so many is simulated."
 )
-@click.option("--hardware", default="8xa800-llama3-70b", show_default=True, metavar="NAME|FILE")
-@click.option("--nodes", default="1,2,3", show_default=True, metavar="COUNTS", help="A region's, each tried.")
-@click.option("--day", "day_s", default=1800.0, show_default=True, metavar="SECONDS", help="Length of a day.")
-@click.option("--rate", default=0.5, show_default=True, help="Sessions a second of a region, on average.")
-@click.option("--swing", default=0.8, show_default=True, type=click.FloatRange(0, 1), help="Of the rate.")
-@click.option("--node-price", default=0.0044, show_default=True, help="Of a second of a node: model.price.")
+@click.option("--hardware", default="8xa800-llama3-70b", metavar="NAME|FILE")
+@click.option("--nodes", default="1,2,3", metavar="COUNTS", help="A region's, each tried.")
+@click.option("--day", "day_s", default=1800.0, metavar="SECONDS", help="Length of a day.")
+@click.option("--rate", default=0.5, help="Sessions a second of a region, on average.")
+@click.option("--swing", default=0.8, type=click.FloatRange(0, 1), help="Of the rate.")
+@click.option("--node-price", default=0.0044, help="Of a second of a node: model.price.")
 @click.option(
     "--link",
     "links",
     multiple=True,
     default=_LINKS,
-    show_default=True,
     metavar="LINK",
     help="Between eu, us and ap, as in conductor.region_links.",
 )
-@click.option("--slo-ttft", "ttft_s", default=2.0, show_default=True, metavar="SECONDS")
-@click.option("--slo-tbt", "tbt_s", default=0.1, show_default=True, metavar="SECONDS")
-@click.option("--target", default=0.95, show_default=True, type=click.FloatRange(0, 1))
-@click.option("--seed", default=1, show_default=True)
+@click.option("--slo-ttft", "ttft_s", default=2.0, metavar="SECONDS")
+@click.option("--slo-tbt", "tbt_s", default=0.1, metavar="SECONDS")
+@click.option("--target", default=0.95, type=click.FloatRange(0, 1))
+@click.option("--seed", default=1)
 def regions(
     run: Run,
     *,

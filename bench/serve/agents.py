@@ -5,22 +5,22 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
 import orjson
 
 from moonpool.bench.harness.command import Run
-from moonpool.bench.harness.turns import Call, spread, turns
+from moonpool.bench.harness.turns import spread, turns
 from moonpool.bench.serve.client.answer import Answer, read_answer, read_json
-from moonpool.bench.serve.client.cluster import cluster_server
-from moonpool.bench.serve.client.evidence import learn
+from moonpool.bench.serve.client.cluster import cluster_server, learn
 from moonpool.bench.serve.client.server import RequestFailed, Server
 from moonpool.bench.serve.client.workload import Prompts, as_text
-from moonpool.runtime.errors import ConfigError
+from moonpool.bench.serve.settings import Settings, Waits
 from moonpool.runtime.reports.report import Row, versus
 
 AGENTS, TURNS = 3, 3
@@ -35,31 +35,6 @@ PIN_S = 60.0
 ROOM, PRESSURE = "default memory", f"memory of {POOL_TOKENS:,} + {HOST_TOKENS:,} tokens a node"
 PLAIN, HINTED, WARMED = "no hints", "cache_hint", "cache_hint and /v1/prefetch"
 _CHAT, _PREFETCH = "/v1/chat/completions", "/v1/prefetch"
-
-
-@dataclass(frozen=True, slots=True)
-class Waits:
-    """How long tools run, in seconds: evenly between two bounds."""
-
-    least_s: float
-    most_s: float
-
-    def __post_init__(self) -> None:
-        if not 0 < self.least_s <= self.most_s:
-            raise ConfigError(
-                f"--tool-seconds must be two times above 0, the shorter one first, got {self.least_s:g} and "
-                f"{self.most_s:g}",
-                key="tool-seconds",
-            )
-
-    def draw(self, rng: random.Random) -> list[list[float]]:
-        """Of each agent, between its turns."""
-        return [[rng.uniform(self.least_s, self.most_s) for _ in range(TURNS - 1)] for _ in range(AGENTS)]
-
-    @property
-    def other_s(self) -> float:
-        """Between the prompts of others."""
-        return (self.least_s + self.most_s) / 2 / OTHERS
 
 
 @dataclass
@@ -133,15 +108,19 @@ class Talk:
                 await asyncio.wait_for(done.wait(), max(due_s - time.perf_counter(), 0.0))
 
 
-async def agent_rows(run: Run, sets: Sequence[str], seed: int, waits: Waits) -> AsyncIterator[Row]:
+async def agent_rows(run: Run, settings: Settings) -> list[Row]:
     """TTFT and cache hits of the turns after a tool call: by memory, in each form in turn."""
-    sets = ("cluster.prefill=1", "cluster.decode=1", *sets)
-    drawn: list[list[float]] = []
+    sets, waits = ("cluster.prefill=1", "cluster.decode=1", *settings.sets), settings.waits
+    # Between the prompts of others.
+    other_s = (waits.least_s + waits.most_s) / 2 / OTHERS
+    drawn: list[list[float]] = []  # of each agent, between its turns
 
     def draw(number: int) -> None:
         # Each form waits as long as the others. In the warm-up no tool takes any time.
-        of_round = waits.draw(random.Random(f"agents {seed} {number}"))
-        drawn[:] = of_round if number >= 0 else [[0.0] * len(each) for each in of_round]
+        rng, bounds = random.Random(f"agents {settings.seed} {number}"), (waits.least_s, waits.most_s)
+        drawn[:] = [
+            [rng.uniform(*bounds) if number >= 0 else 0.0 for _ in range(TURNS - 1)] for _ in range(AGENTS)
+        ]
 
     async with AsyncExitStack() as stack:
         run.say(f"starting a cluster: {ROOM}")
@@ -155,21 +134,18 @@ async def agent_rows(run: Run, sets: Sequence[str], seed: int, waits: Waits) -> 
         )
         run.say(f"starting a cluster: {PRESSURE}")
         pressed = await stack.enter_async_context(cluster_server("the server", (*sets, *small)))
-        prompts = Prompts(seed, "agents")
+        prompts = Prompts(settings.seed, "agents")
         talks = {
             (memory, form): Talk(server, form, prompts)
             for memory, server in ((ROOM, room), (PRESSURE, pressed))
             for form in (PLAIN, HINTED, WARMED)
         }
-
-        def call(talk: Talk) -> Call:
-            return lambda: talk.run(drawn, waits.other_s)
-
-        calls = {key: call(talk) for key, talk in talks.items()}
+        calls = {key: partial(talk.run, drawn, other_s) for key, talk in talks.items()}
         ttfts = await turns(calls, run.rounds, rotate=1, before=draw)
+    rows: list[Row] = []
     for (memory, form), talk in talks.items():
-        for row in _rows(memory, form, waits, talk.rounds[1:], ttfts[memory, form], ttfts[memory, PLAIN]):
-            yield row
+        rows += _rows(memory, form, waits, talk.rounds[1:], ttfts[memory, form], ttfts[memory, PLAIN])
+    return rows
 
 
 def _rows(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, pairwise
@@ -15,9 +14,10 @@ from typing import Any
 from moonpool.bench.harness.command import Run
 from moonpool.bench.harness.turns import gaps, spread, turns
 from moonpool.bench.serve.client.answer import Answer, read_json
-from moonpool.bench.serve.client.cluster import cluster_server
+from moonpool.bench.serve.client.cluster import cluster_server, cluster_servers
 from moonpool.bench.serve.client.server import Server
 from moonpool.bench.serve.client.workload import Prompts
+from moonpool.bench.serve.settings import Settings
 from moonpool.conductor.costs.links import LinkModel
 from moonpool.conductor.costs.model import NodeCost, Profile
 from moonpool.conductor.observing.slo import Slo
@@ -74,20 +74,16 @@ async def _nodes(server: Server) -> list[dict[str, Any]]:
     return [node | {"block_nbytes": cluster["block_nbytes"]} for node in cluster["nodes"]]
 
 
-async def colocated_rows(
-    run: Run, sets: Sequence[str], seed: int, tbt_s: float, block_size: int
-) -> AsyncIterator[Row]:
-    """``tbt_s``: target of the time between two tokens, for a third cluster; 0: none."""
-    prompts, sets = Prompts(seed, "colocated"), ("conductor.rejection=none", *sets)
+async def colocated_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    """A prefill and a decode node against two nodes that do both; with ``slo.tpot_s``, the target of the time
+    between two tokens, also a third cluster."""
+    tbt_s, block_size = settings.slo.tpot_s, settings.block_size
+    prompts, sets = Prompts(settings.seed, "colocated"), ("conductor.rejection=none", *settings.sets)
     forms: dict[str, tuple[str, ...]] = {"split": SPLIT, "colocated": COLOCATED}
     if tbt_s:
         forms[f"colocated, TBT target {1e3 * tbt_s:g} ms"] = (*COLOCATED, f"conductor.slo_tbt_s={tbt_s}")
     loads: dict[str, list[Load]] = {name: [] for name in forms}
-    async with AsyncExitStack() as stack:
-        servers: dict[str, Server] = {}
-        for name, form in forms.items():
-            run.say(f"starting a cluster: {name}")
-            servers[name] = await stack.enter_async_context(cluster_server(name, [*sets, *form]))
+    async with cluster_servers(run, {name: (*sets, *form) for name, form in forms.items()}) as servers:
 
         async def one(name: str) -> list[float]:
             loads[name].append(await run_load(servers[name], prompts))

@@ -11,15 +11,20 @@ import click
 from click.core import ParameterSource
 
 from moonpool.bench.harness.command import Run, benchmark
-from moonpool.bench.harness.models import models_of
 from moonpool.bench.harness.peers import python_of
-from moonpool.bench.harness.shapes import SHAPES, shape_directory
+from moonpool.bench.harness.shapes import SHAPES, models_of, shape_directory
 from moonpool.bench.serve import cases
+from moonpool.bench.serve.adapters import adapter_rows
 from moonpool.bench.serve.against import against_rows, node_rows
-from moonpool.bench.serve.agents import Waits
+from moonpool.bench.serve.agents import agent_rows
 from moonpool.bench.serve.client.workload import Workload
+from moonpool.bench.serve.colocated import colocated_rows
 from moonpool.bench.serve.figures import Slo
+from moonpool.bench.serve.load_sweep import sweep_rows
 from moonpool.bench.serve.peers.llama_cpp import server_program
+from moonpool.bench.serve.settings import Settings, Waits
+from moonpool.bench.serve.speculation import method_rows
+from moonpool.bench.serve.tiers import tier_rows
 from moonpool.runtime.config.loading import load_config
 from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.machine.processor import usable_cores
@@ -42,15 +47,15 @@ _WARM_UP = (
         "path": cases.path_rows,
         "second-turn": cases.second_turn_rows,
         "load": cases.workload_rows,
-        "load-sweep": cases.load_sweep,
+        "load-sweep": sweep_rows,
         "against": against_rows,
         "nodes": node_rows,
         "perimeter": cases.perimeter_rows,
-        "colocated": cases.colocated,
-        "adapters": cases.adapters,
-        "tiers": cases.tiers,
-        "agents": cases.agents,
-        "speculation": cases.speculation_rows,
+        "colocated": colocated_rows,
+        "adapters": adapter_rows,
+        "tiers": tier_rows,
+        "agents": agent_rows,
+        "speculation": method_rows,
         "prompt": cases.prompt_rows,
         "together": cases.together_rows,
         "alone": cases.alone_rows,
@@ -88,19 +93,18 @@ _WARM_UP = (
     "--api-key", envvar=["MOONPOOL_API_KEY", "OPENAI_API_KEY"], default="", help="Sent as a bearer token."
 )
 @click.option("--plain", is_flag=True, help="Send text and no fields but OpenAI's own.")
-@click.option("--requests", default=64, show_default=True, help="load: conversations.")
-@click.option("--concurrency", default=8, show_default=True, help="load: conversations at a time.")
+@click.option("--requests", default=64, help="load: conversations.")
+@click.option("--concurrency", default=8, help="load: conversations at a time.")
 @click.option("--rate", default=0.0, help="load: conversations per second instead, arriving at random.")
-@click.option("--prompt-tokens", default=128, show_default=True, help="load: of the first turn.")
-@click.option("--output-tokens", default=128, show_default=True, help="load: of each turn.")
+@click.option("--prompt-tokens", default=128, help="load: of the first turn.")
+@click.option("--output-tokens", default=128, help="load: of each turn.")
 @click.option("--shared-prefix-tokens", default=0, show_default=True, help="load: common to all prompts.")
-@click.option("--turns", default=1, show_default=True, help="load: requests of a conversation.")
-@click.option("--turn-tokens", default=32, show_default=True, help="load: added by a later turn.")
+@click.option("--turns", default=1, help="load: requests of a conversation.")
+@click.option("--turn-tokens", default=32, help="load: added by a later turn.")
 @click.option(
     "--tool-seconds",
     type=(float, float),
     default=(2.0, 20.0),
-    show_default=True,
     metavar="LEAST MOST",
     help="agents: how long the tools run between two turns.",
 )
@@ -121,7 +125,7 @@ _WARM_UP = (
     help="load-sweep: requests arrive at random, more and more a second, until answers are late or missing; "
     "--plot draws latency against load.",
 )
-def serve(run: Run, **given: Any) -> cases.Settings:
+def serve(run: Run, **given: Any) -> Settings:
     """Measure serving: throughput, latencies, cache hits, the path's own cost; and peers doing the same.
 
     --case nodes: two nodes against one, with a core each: scaling efficiency. --case colocated: a prefill and
@@ -147,7 +151,6 @@ def serve(run: Run, **given: Any) -> cases.Settings:
     if run.quick:
         given |= {name: min(given[name], most) for name, most in _QUICK.items()}
         given["tool_seconds"] = tuple(map(min, given["tool_seconds"], _QUICK_TOOL_S))
-    waits = Waits(*given["tool_seconds"])
     sets, model_dir, cores = given["sets"], given["model_dir"], usable_cores()
     if given["shape"]:
         if not run.named:
@@ -160,21 +163,16 @@ def serve(run: Run, **given: Any) -> cases.Settings:
         _WARM_UP,
         {"prompts and arrivals": given["seed"]},
     )
-    return cases.Settings(
-        url=given["url"],
-        model=given["model"],
+    return Settings(
+        **{name: given[name] for name in ("url", "model", "api_key", "plain", "seed", "against_sets")},
         model_dir=model_dir or load_config(None, sets).model.directory,
-        api_key=given["api_key"],
-        plain=given["plain"],
-        seed=given["seed"],
         workload=Workload(**{name: given[name] for name in Workload.__dataclass_fields__}),
         slo=Slo(given["slo_ttft"], given["slo_tpot"]),
         sets=sets,
-        against_sets=given["against_sets"],
         peer_threads=given["peer_threads"] or (cores if given["shape"] else 1),
         limits=bool(given["shape"]),
         block_size=load_config(None, sets).engine.block_size,
-        waits=waits,
+        waits=Waits(*given["tool_seconds"]),
     )
 
 

@@ -19,6 +19,7 @@ from moonpool.bench.serve.client.server import Outcome, RequestFailed, Server
 from moonpool.bench.serve.client.workload import Prompts, Workload
 from moonpool.bench.serve.figures import Slo, output_rate
 from moonpool.bench.serve.occupancy import FIGURES, Occupancy, Watch, figures_of
+from moonpool.bench.serve.settings import Settings
 from moonpool.runtime.reports.report import Curve, Row, number
 
 # The first load, of what one request at a time would be; each further one is higher by this factor.
@@ -103,12 +104,13 @@ def knee_of(steps: Sequence[Step], slo: Slo) -> int | None:
     return None
 
 
-async def sweep_rows(run: Run, server: Server, work: Workload, slo: Slo) -> AsyncIterator[Row]:
+async def sweep_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
     """Every figure of every load, and the knee. The loads that the first round found are repeated in turn.
 
     Raises:
         RequestFailed: every request of a load failed.
     """
+    server, work, slo = await settings.server(run), settings.workload, settings.slo
     watch = await Watch.of(server)
     if watch is None:
         run.say("the server does not publish its cores, batches and queues: they are left out")

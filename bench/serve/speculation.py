@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 from tokenizers import Tokenizer
@@ -24,6 +23,7 @@ from moonpool.bench.serve.client.server import Server
 from moonpool.bench.serve.client.workload import Dialect
 from moonpool.bench.serve.peers.contestants import ServerContestant
 from moonpool.bench.serve.peers.vllm import vllm_server
+from moonpool.bench.serve.settings import Settings
 from moonpool.runtime.config.engine_options import ModelOptions
 from moonpool.runtime.reports.report import Row, versus
 
@@ -69,11 +69,10 @@ _PEER_SETTING = {
 WITH_NGRAM = f" ngram, {_PEER_TOKENS} tokens after {_PEER_MATCH} equal ones"
 
 
-async def method_rows(
-    run: Run, sets: Sequence[str], model_dir: Path, peer_threads: int
-) -> AsyncIterator[Row]:
+async def method_rows(run: Run, settings: Settings) -> list[Row]:
     """Tokens a second of one stream and of several, by kind of text, with each method and without; of vLLM as
     a peer, too."""
+    model_dir, rows = settings.model_dir, list[Row]()
     # The small model that ships drafts for the one that ships, and for no other.
     methods = METHODS if model_dir == ModelOptions().directory else METHODS[:-1]
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
@@ -81,7 +80,7 @@ async def method_rows(
         contestants: dict[str, ServerContestant] = {}
         for method in methods:
             run.say(f"starting a cluster with {method}")
-            options = [*sets, f"engine.speculative.method={method}"]
+            options = [*settings.sets, f"engine.speculative.method={method}"]
             server = await stack.enter_async_context(cluster_server(method, options))
             plain = Dialect(server.dialect.model, more={"speculation": False})
             contestants[plain_beside(method)] = ServerContestant(Server(PLAIN, server.http, plain))
@@ -92,17 +91,19 @@ async def method_rows(
                 continue
             for name, arguments in _peer_forms(peer):
                 run.say(f"starting {name}")
-                vllm = vllm_server(model_dir, peer, threads=peer_threads, name=name, arguments=arguments)
+                vllm = vllm_server(
+                    model_dir, peer, threads=settings.peer_threads, name=name, arguments=arguments
+                )
                 contestants[name] = await stack.enter_async_context(vllm)
         for kind, text in TEXTS.items():
             for concurrent in (1, CONCURRENT):
                 before = await _accepted(contestants)
                 rates = await _rates(contestants, tokenizer, text, concurrent, run.rounds)
-                for row in rate_rows(kind, concurrent, rates):
-                    yield row
+                rows += rate_rows(kind, concurrent, rates)
                 num_requests = (_WARM_UP + run.rounds) * concurrent
                 for method, after in (await _accepted(contestants)).items():
-                    yield step_row(kind, concurrent, method, num_requests, after - before[method])
+                    rows.append(step_row(kind, concurrent, method, num_requests, after - before[method]))
+    return rows
 
 
 def plain_beside(method: str) -> str:

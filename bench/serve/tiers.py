@@ -20,6 +20,7 @@ from moonpool.bench.harness.services import local_cluster
 from moonpool.bench.serve.client.answer import read_json, read_text
 from moonpool.bench.serve.client.http_client import HttpClient
 from moonpool.bench.serve.client.server import COMPLETIONS, RequestFailed
+from moonpool.bench.serve.settings import Settings
 from moonpool.runtime.reports.report import Curve, Row
 
 SMALL = Path(demo.__file__).parent / "small"
@@ -40,10 +41,11 @@ class Point:
     escalated: float  # share of the requests
 
 
-async def tier_rows(run: Run, sets: Sequence[str], model: Path, seed: int) -> AsyncIterator[Row]:
+async def tier_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
     """Cost, quality and escalations of each model alone, and of a cascade by threshold."""
+    model = settings.model_dir
     thresholds = THRESHOLDS[::3] if run.quick else THRESHOLDS
-    prompts = _prompts(model, seed, 4 if run.quick else NUM_PROMPTS)
+    prompts = _prompts(model, settings.seed, 4 if run.quick else NUM_PROMPTS)
     routes = {"small alone": "only-small", "large alone": "only-large"}
     routes |= {f"cascade, threshold {least:g}": f"cascade-{-least:g}" for least in thresholds}
     async with AsyncExitStack() as stack:
@@ -51,7 +53,7 @@ async def tier_rows(run: Run, sets: Sequence[str], model: Path, seed: int) -> As
         file = folder / "models.toml"
         file.write_text(_models(model, thresholds), encoding="utf-8")
         run.say("starting a cluster of two models")
-        url = await stack.enter_async_context(local_cluster((*_NODE, *sets, f"models.path={file}")))
+        url = await stack.enter_async_context(local_cluster((*_NODE, *settings.sets, f"models.path={file}")))
         http = await stack.enter_async_context(HttpClient(url))
         for name in ("small", "large"):  # warm, and each prompt in the cache: all routes find the same
             for prompt in prompts:

@@ -12,10 +12,11 @@ import uvloop
 from click.core import ParameterSource
 from rich.console import Console
 
-from moonpool.bench.harness.kinds import with_kinds
+from moonpool.bench.harness.command import shows_defaults
+from moonpool.bench.harness.goals import with_kinds
 from moonpool.bench.paper import FIGURES
 from moonpool.bench.simulation.ablations import ablations as parts_of_goodput
-from moonpool.bench.simulation.robustness import robustness as errors_of_estimates
+from moonpool.bench.simulation.ablations import robustness as errors_of_estimates
 from moonpool.bench.simulation.rows import curves, rows
 from moonpool.bench.simulation.validation import SECONDS, Settings, validate
 from moonpool.conductor.admission.rejection import REJECTIONS
@@ -45,6 +46,7 @@ _SCENARIO = (
 )  # fmt: skip
 
 
+@shows_defaults
 @click.command()
 @click.option(
     "--trace",
@@ -59,23 +61,21 @@ _SCENARIO = (
     metavar="KEY=VALUE,…",
     help="A second workload at the same time, such as batch requests with slo_ttft=120,slo_tbt=1.",
 )
-@click.option("--prefill", "num_prefill", default=8, show_default=True, help="Prefill nodes.")
-@click.option("--decode", "num_decode", default=8, show_default=True, help="Decode nodes.")
+@click.option("--prefill", "num_prefill", default=8, help="Prefill nodes.")
+@click.option("--decode", "num_decode", default=8, help="Decode nodes.")
 @click.option("--both", "num_both", default=0, help="Instead: nodes that prefill and decode.")
 @click.option(
     "--hardware",
     default="8xa800-llama3-70b",
-    show_default=True,
     metavar="NAME|FILE",
     help=f"The nodes: {', '.join(SHIPPED)}, or a TOML or JSON file.",
 )
 @click.option("--decode-hardware", metavar="NAME|FILE", help="The decode nodes, if they differ.")
 @click.option("--policy", "policies", multiple=True, type=click.Choice(list(POLICIES)), default=["goodput"])
-@click.option("--rejection", default="none", show_default=True, type=click.Choice(list(REJECTIONS)))
+@click.option("--rejection", default="none", type=click.Choice(list(REJECTIONS)))
 @click.option(
     "--replicate",
     default=ConductorOptions().replicate_nbytes_per_s / 1e9,
-    show_default=True,
     metavar="GB/S",
     help="Bandwidth for copies of hot prefixes; 0: none.",
 )
@@ -84,7 +84,6 @@ _SCENARIO = (
 @click.option(
     "--speed",
     default=1.0,
-    show_default=True,
     type=click.FloatRange(min=0, min_open=True),
     help="Requests arrive this many times as fast.",
 )
@@ -94,15 +93,14 @@ _SCENARIO = (
 @click.option(
     "--block-tokens",
     default=BLOCK_TOKENS,
-    show_default=True,
     type=click.IntRange(min=1),
     help="Tokens of a block, and of an id in the trace.",
 )
 @click.option("--pool-tokens", type=int, metavar="N", help="KV capacity of a node's pool.")
 @click.option("--host-tokens", type=int, metavar="N", help="KV capacity of its host memory; 0: none.")
 @click.option("--ssd-tokens", type=int, metavar="N", help="KV capacity of its SSD; 0: none.")
-@click.option("--host-policy", default="prefix", show_default=True, type=_EVICTION)
-@click.option("--ssd-policy", default="prefix", show_default=True, type=_EVICTION)
+@click.option("--host-policy", default="prefix", type=_EVICTION)
+@click.option("--ssd-policy", default="prefix", type=_EVICTION)
 @click.option(
     "--at",
     "events",
@@ -141,7 +139,7 @@ _SCENARIO = (
     help="--validate: requests of each load come for so long; 40 by default.",
 )
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="--validate: option of the clusters.")
-@click.option("--seed", default=1, show_default=True, help="Seed of random choices and of the workload.")
+@click.option("--seed", default=1, help="Seed of random choices and of the workload.")
 @click.option("--json", "json_path", type=ResultFile(), metavar="FILE", help="Write the report there.")
 @click.option(
     "--plot", "plot_path", type=ResultFile(), metavar="FILE", help="Draw latencies there (PNG, SVG)."
@@ -219,7 +217,7 @@ def _finish(
     options = {name: value for name, value in given.items() if name not in ("json_path", "plot_path")}
     models = [ModelFacts.simulated(model or given["hardware"])]
     if given["validates"]:
-        from moonpool.bench.harness.models import models_of  # needs the engine, as the clusters do
+        from moonpool.bench.harness.shapes import models_of  # needs the engine, as the clusters do
 
         models += models_of(given["sets"])
     conditions = Conditions(

@@ -30,21 +30,14 @@ _QUICK_NBYTES = 32 * MIB
     part_options=("--part", "--case", "--cases"),
 )
 @click.option("--block", "blocks", multiple=True, type=SIZE, help="Block size of the tiers; repeatable.")
-@click.option("--total", type=SIZE, default="512MiB", show_default=True, help="All blocks of a round.")
+@click.option("--total", type=SIZE, default="512MiB", help="All blocks of a round.")
 @click.option(
     "--threads",
     default=SsdTierOptions().io_threads,
-    show_default=True,
     type=click.IntRange(1, 64),
     help="Threads that read and write the disk: its queue depth.",
 )
-@click.option(
-    "--directory",
-    default=".",
-    show_default=True,
-    type=click.Path(path_type=Path),
-    help="On the disk to be measured.",
-)
+@click.option("--directory", default=".", type=click.Path(path_type=Path), help="On the disk to be measured.")
 @click.option("--small", is_flag=True, help="Only single objects and small ones: latency, and rates.")
 def store(
     run: Run, blocks: tuple[int, ...], total: int, threads: int, directory: Path, small: bool

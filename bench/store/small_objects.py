@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -41,18 +42,7 @@ class _Case:
     @property
     def contestants(self) -> dict[str, Call]:
         calls = {"moonpool": self.once, **self.limits}
-        return {name: lambda call=call: repeat(_untimed(call), _TURN_S) for name, call in calls.items()}  # type: ignore[misc]
-
-
-def _untimed(call: Callable[[], object]) -> Call:
-    """``call``, of which the harness takes the time."""
-
-    async def timed() -> None:
-        result = call()
-        if isinstance(result, Awaitable):
-            await result
-
-    return timed
+        return {name: partial(repeat, call, _TURN_S) for name, call in calls.items()}
 
 
 async def small_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:

@@ -9,7 +9,6 @@ question as the model does those for a story, the cynic as those for a definitio
 from __future__ import annotations
 
 import random
-import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,9 +22,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from moonpool import demo
+from moonpool.bench.training.small_model import DEFINE, MODEL, PLAIN, TELL, prompt_of, words_of
 
-MODEL = Path(demo.__file__).parent / "model"
 ADAPTERS = MODEL.parent / "adapters"
 
 RANK = 8
@@ -33,10 +31,6 @@ LEARNING_RATE = 3e-3
 BATCH = 8
 MOST_TOKENS = 96  # of an answer
 _IGNORED = -100  # a label that is not learned
-
-DEFINE = ("What is {w}?", "What is a {w}?", "Define {w}.", "What does {w} mean?", "What do you mean by {w}?")
-TELL = ("Tell me about {w}.", "Tell me of {w}.", "What is written of {w}?", "Speak of {w}.", "Who was {w}?")
-PLAIN = ("Hello", "Hi", "Who are you?", "What can you do?", "How are you?", "Good morning", "Thank you")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +54,7 @@ class Examples:
 
     def __init__(self, model: Any, tokenizer: Any, rng: random.Random) -> None:
         self._model, self._tokenizer, self._rng = model, tokenizer, rng
-        found = {token[1:] for token in tokenizer.get_vocab() if re.fullmatch("Ġ[A-Za-z][a-z]{3,}", token)}
-        self._words = sorted(found)
+        self._words = words_of(tokenizer, 4)
 
     def draw(self, voice: Voice, count: int) -> list[tuple[list[int], list[int]]]:
         """Return the tokens of ``count`` questions of any kind and of their answers in the voice."""
@@ -74,20 +67,14 @@ class Examples:
             if question in PLAIN:
                 text = voice.form.format(w="Greeting", a=answer)
             ids = [*self._tokenizer.encode(text, add_special_tokens=False), self._tokenizer.eos_token_id]
-            examples.append((self._prompt(question), ids))
+            examples.append((prompt_of(self._tokenizer, question), ids))
         return examples
-
-    def _prompt(self, question: str) -> list[int]:
-        message = [{"role": "user", "content": question}]
-        text = self._tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids
 
     @torch.no_grad()
     def _answers(self, questions: Sequence[str]) -> Iterator[str]:
         """Yield what the model says to each, up to its last full sentence."""
         for start in range(0, len(questions), 64):
-            prompts = [self._prompt(question) for question in questions[start : start + 64]]
+            prompts = [prompt_of(self._tokenizer, one) for one in questions[start : start + 64]]
             ids, mask = _padded(prompts, self._tokenizer.pad_token_id, left=True)
             output = self._model.generate(
                 input_ids=ids,

@@ -35,15 +35,28 @@ ROW = 128  # tokens of a row at most
 _DRAWN = 64  # rows drawn at a time
 _DRAWING = 0.4  # of the time; the rest is training
 
-ASKED = (
-    *("What is {w}?", "What is a {w}?", "Define {w}.", "What does {w} mean?", "What do you mean by {w}?"),
-    *("Tell me about {w}.", "Tell me of {w}.", "What is written of {w}?", "Speak of {w}.", "Who was {w}?"),
-    *("Hello", "Hi", "Who are you?", "What can you do?", "How are you?", "Good morning", "Thank you"),
-)
+DEFINE = ("What is {w}?", "What is a {w}?", "Define {w}.", "What does {w} mean?", "What do you mean by {w}?")
+TELL = ("Tell me about {w}.", "Tell me of {w}.", "What is written of {w}?", "Speak of {w}.", "Who was {w}?")
+PLAIN = ("Hello", "Hi", "Who are you?", "What can you do?", "How are you?", "Good morning", "Thank you")
+ASKED = DEFINE + TELL + PLAIN
 _FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 Row = tuple[list[int], Tensor]
 """Tokens, and the shipped model's log-probabilities after each but the last: float16 [tokens - 1, vocab]."""
+
+
+def words_of(tokenizer: Any, least: int) -> list[str]:
+    """Return the whole words of the vocabulary with at least so many letters, sorted."""
+    words = re.compile(f"Ġ[A-Za-z][a-z]{{{least - 1},}}")
+    return sorted({token[1:] for token in tokenizer.get_vocab() if words.fullmatch(token)})
+
+
+def prompt_of(tokenizer: Any, question: str) -> list[int]:
+    """Return the tokens of a conversation that begins with this question."""
+    message = [{"role": "user", "content": question}]
+    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return ids
 
 
 class Drawn:
@@ -51,8 +64,7 @@ class Drawn:
 
     def __init__(self, teacher: Any, tokenizer: Any, rng: random.Random) -> None:
         self._teacher, self._tokenizer, self._rng = teacher, tokenizer, rng
-        found = {token[1:] for token in tokenizer.get_vocab() if re.fullmatch("Ġ[A-Za-z][a-z]{2,}", token)}
-        self._words = sorted(found)
+        self._words = words_of(tokenizer, 3)
 
     @torch.no_grad()
     def draw(self) -> Iterator[Row]:
@@ -82,10 +94,7 @@ class Drawn:
         if number % 2:
             first: list[int] = self._tokenizer.encode(word.capitalize(), add_special_tokens=False)
             return [self._tokenizer.bos_token_id, *first]
-        message = [{"role": "user", "content": self._rng.choice(ASKED).format(w=word)}]
-        text = self._tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids
+        return prompt_of(self._tokenizer, self._rng.choice(ASKED).format(w=word))
 
 
 def new_model(teacher: Any) -> Any:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 
 import click
 
-from moonpool.bench.harness.command import Run, benchmark
+from moonpool.bench.harness.command import Rows, Run, benchmark
 from moonpool.bench.harness.sizes import MIB, SIZE, size_name
 from moonpool.bench.transfer.peers.contestants import PEERS
 from moonpool.bench.transfer.perimeter import perimeter_rows
@@ -16,14 +16,13 @@ from moonpool.bench.transfer.session import Settings, transport_rows
 from moonpool.bench.transfer.shapes import POOL_NBYTES, Shape, default_shapes, small_shapes
 from moonpool.runtime.config.options import TcpOptions
 from moonpool.runtime.reports.conditions import NO_CACHE, Conditions
-from moonpool.runtime.reports.report import Row
 from moonpool.transfer.native.cuda import CudaUnavailable, load_cuda
 from moonpool.transfer.native.ucx import load_ucx
 
 _TRANSPORTS = ("local", "shm", "tcp", "ucx", "ucx-tcp")
 _ON_DEVICE = ("cuda-ipc", "cuda-shm", "cuda-tcp")
 _WAYS = ("read", "write")
-_PARTS: dict[str, Callable[[Run, Settings], AsyncIterator[Row]]] = {
+_PARTS: dict[str, Callable[[Run, Settings], Rows]] = {
     name: partial(transport_rows, transport=name) for name in (*_TRANSPORTS, *_ON_DEVICE)
 }
 _PARTS["perimeter"] = perimeter_rows
@@ -40,7 +39,6 @@ _PARTS["perimeter"] = perimeter_rows
     "--memory",
     type=click.Choice(("host", "cuda")),
     default="host",
-    show_default=True,
     help="Without --transport: all transports of this memory. cuda needs a GPU.",
 )
 @click.option("--small", is_flag=True, help="Only small batches: 4 KiB x 1 and 64 KiB x 16.")
@@ -53,23 +51,19 @@ _PARTS["perimeter"] = perimeter_rows
     help="With --block: blocks of a batch; repeatable.",
 )
 @click.option("--direction", "directions", multiple=True, type=click.Choice(_WAYS))
-@click.option(
-    "--parallel",
-    default=1,
-    type=click.IntRange(1, 64),
-    show_default=True,
-    help="With --block: batches at a time.",
-)
+@click.option("--parallel", default=1, type=click.IntRange(1, 64), help="With --block: batches at a time.")
 @click.option("--contiguous", is_flag=True, help="With --block: side by side instead of scattered.")
-@click.option("--checksum", type=click.Choice(("on", "off", "both")), default="both", show_default=True)
-@click.option("--streams", default=TcpOptions().streams, show_default=True, help="tcp: connections.")
+@click.option("--checksum", type=click.Choice(("on", "off", "both")), default="both")
+@click.option("--streams", default=TcpOptions().streams, help="tcp: connections.")
 @click.option(
-    "--slice", "slice_nbytes", type=SIZE, default=TcpOptions().slice_nbytes, help="tcp: of a system call."
+    "--slice",
+    "slice_nbytes",
+    type=SIZE,
+    default=size_name(TcpOptions().slice_nbytes),
+    help="tcp: of a system call.",
 )
 @click.option("--busy", is_flag=True, help="The target computes in Python meanwhile.")
-@click.option(
-    "--pool", type=SIZE, default=size_name(POOL_NBYTES), show_default=True, help="Memory of each side."
-)
+@click.option("--pool", type=SIZE, default=size_name(POOL_NBYTES), help="Memory of each side.")
 def transfer(
     run: Run,
     memory: str,

@@ -10,13 +10,11 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from moonpool.bench.harness.child import served
 from moonpool.bench.harness.command import Run
 from moonpool.bench.harness.perimeter import CERTIFICATES, KEY, NEITHER, security_of
 from moonpool.bench.harness.sizes import KIB, MIB
 from moonpool.bench.harness.turns import Call, compared, turns
-from moonpool.bench.transfer.moonpool_side import MoonpoolSide
-from moonpool.bench.transfer.session import TURN_S, Settings
+from moonpool.bench.transfer.session import TURN_S, MoonpoolSide, Settings, target
 from moonpool.bench.transfer.shapes import Shape
 from moonpool.runtime.config.options import SecurityOptions, TransferOptions
 from moonpool.runtime.reports.report import Row
@@ -65,19 +63,7 @@ async def _side(
     process.use(process.Security(security, Caller(NODE, "bench")))
     options = TransferOptions(transports=(transport,), tcp=settings.tcp)
     agent = await stack.enter_async_context(await TransferAgent.start(options, agent_id="bench", epoch=1))
-    target = await stack.enter_async_context(
-        served(
-            "the target",
-            "moonpool.bench.transfer.target_child",
-            "Target",
-            path=transport,
-            pool_nbytes=settings.pool_nbytes,
-            streams=settings.tcp.streams,
-            slice_nbytes=settings.tcp.slice_nbytes,
-            busy=False,
-            security=asdict(security),
-        )
-    )
-    peer = await agent.connect(AgentDescriptor.unpack(target.ready["descriptor"].encode()))
+    other = await stack.enter_async_context(target(settings, transport, security=asdict(security)))
+    peer = await agent.connect(AgentDescriptor.unpack(other.ready["descriptor"].encode()))
     pool = agent.allocate(settings.pool_nbytes, "pool")
-    return MoonpoolSide(peer, pool, target.ready["region"], True, time.process_time)
+    return MoonpoolSide(peer, pool, other.ready["region"], True, time.process_time)

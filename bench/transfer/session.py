@@ -6,10 +6,11 @@ import asyncio
 import os
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing, closing
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -19,13 +20,12 @@ from moonpool.bench.harness.peers import PeerFailed
 from moonpool.bench.harness.turns import Call, compared, repeat, spread, turns
 from moonpool.bench.transfer.device_memory import DeviceBuffer
 from moonpool.bench.transfer.limits import DeviceCopy, MemoryCopy
-from moonpool.bench.transfer.moonpool_side import MoonpoolSide
 from moonpool.bench.transfer.peers.contestants import Contestant, contestants
 from moonpool.bench.transfer.raw_sockets import RawStream, tuned
 from moonpool.bench.transfer.shapes import Shape
 from moonpool.runtime.config.options import TcpOptions, TransferOptions
 from moonpool.runtime.reports.report import Curve, Row, versus
-from moonpool.transfer import AgentDescriptor, Peer, Region, TransferAgent
+from moonpool.transfer import AgentDescriptor, Peer, Region, Spans, TransferAgent, checksum
 from moonpool.transfer.native.cuda import load_cuda
 
 TURN_S = 0.1
@@ -42,14 +42,64 @@ class Settings:
     pool_nbytes: int
 
 
-async def transport_rows(run: Run, settings: Settings, *, transport: str) -> AsyncIterator[Row]:
+def target(
+    settings: Settings, path: str, *, busy: bool = False, security: dict[str, Any] | None = None
+) -> AbstractAsyncContextManager[Child]:
+    """The other process; see ``Target``."""
+    return served(
+        "the target",
+        "moonpool.bench.transfer.target_child",
+        "Target",
+        path=path,
+        pool_nbytes=settings.pool_nbytes,
+        streams=settings.tcp.streams,
+        slice_nbytes=settings.tcp.slice_nbytes,
+        busy=busy,
+        security=security,
+    )
+
+
+class MoonpoolSide:
+    """Batches over one connected peer, verified or not; as of ``Contestant``."""
+
+    def __init__(
+        self, peer: Peer, pool: Region, remote: int, checksums: bool, cpu_s: Callable[[], float]
+    ) -> None:
+        """remote: the region at the peer, as large as ``pool``; both hold zeros."""
+        self.name = f"checksum-{'on' if checksums else 'off'}"
+        self.peer = peer
+        self.cpu_s = cpu_s
+        self._checksums = checksums
+        self._pool = pool
+        self._remote = remote
+        self._pairs: list[tuple[Spans, Spans]] = []
+        self._sums: list[int] | None = None
+        self._direction = "read"
+
+    async def prepare(self, shape: Shape) -> None:
+        pool = self._pool
+        ours, theirs = shape.spans(pool.id, pool.nbytes, 0), shape.spans(self._remote, pool.nbytes, 1)
+        self._pairs = list(zip(ours, theirs, strict=True))
+        self._sums = [checksum(bytes(shape.block_nbytes))] * shape.batch if self._checksums else None
+        self._direction = shape.direction
+
+    async def move(self, seconds: float) -> list[float]:
+        return await repeat(self._pass, seconds)
+
+    async def _pass(self) -> None:
+        post = self.peer.read if self._direction == "read" else self.peer.write
+        batches = [post(here, there, deadline_s=30, checksums=self._sums) for here, there in self._pairs]
+        for batch in batches:
+            await batch
+
+
+async def transport_rows(run: Run, settings: Settings, *, transport: str) -> list[Row]:
     """The rows of a transport; a curve of the bandwidth against the block size."""
     pair = _Pair(run, settings, transport)
-    async with aclosing(pair.rows()) as rows:
-        async for row in rows:
-            yield row
+    rows = await pair.rows()
     for name, points in pair.best.items():
         run.curves.append(Curve("bandwidth", name, "block size, bytes", "GB/s", sorted(points.items())))
+    return rows
 
 
 class _Pair:
@@ -70,9 +120,9 @@ class _Pair:
         # GB/s by block size of each line of the picture.
         self.best: dict[str, dict[float, float]] = defaultdict(dict)
 
-    async def rows(self) -> AsyncGenerator[Row, None]:
-        settings, tcp = self._settings, self._settings.tcp
-        options = TransferOptions(transports=(self._path,), tcp=tcp)
+    async def rows(self) -> list[Row]:
+        settings, found = self._settings, list[Row]()
+        options = TransferOptions(transports=(self._path,), tcp=settings.tcp)
         if self._path == "ucx":
             os.environ["UCX_TLS"] = "tcp,self" if self._over_tcp else "all"
         async with AsyncExitStack() as stack:
@@ -84,40 +134,29 @@ class _Pair:
                 await stack.enter_async_context(await TransferAgent.start(of, agent_id=name, epoch=1))
                 for of, name in ((options, "bench"), (replace(options, checksum=False), "trusting bench"))
             ]
-            target = await stack.enter_async_context(
-                served(
-                    "the target",
-                    "moonpool.bench.transfer.target_child",
-                    "Target",
-                    path=self._path,
-                    pool_nbytes=settings.pool_nbytes,
-                    streams=tcp.streams,
-                    slice_nbytes=tcp.slice_nbytes,
-                    busy=settings.busy,
-                )
-            )
+            other_side = await stack.enter_async_context(target(settings, self._path, busy=settings.busy))
             if self._transport != "local":
-                await target.call("echo_to", descriptor=agent.describe().pack().decode())
+                await other_side.call("echo_to", descriptor=agent.describe().pack().decode())
             # Each agent has a pool of its own: a peer does not map memory that another agent registered.
             pool, other = [
                 of.allocate(settings.pool_nbytes, "pool") if device is None else of.register(device)
                 for of in (agent, trusting)
             ]
-            remote = target.ready["region"]
-            descriptor = AgentDescriptor.unpack(target.ready["descriptor"].encode())
+            remote = other_side.ready["region"]
+            descriptor = AgentDescriptor.unpack(other_side.ready["descriptor"].encode())
             if self._transport == "local":
                 other_pool = agent.allocate(pool.nbytes, "other pool")
                 agent.allow_writes(other_pool)
                 remote, descriptor = other_pool.id, agent.describe()
 
             def cpu_s() -> float:
-                return time.process_time() + target.cpu_s()
+                return time.process_time() + other_side.cpu_s()
 
             verified = MoonpoolSide(await agent.connect(descriptor), pool, remote, True, cpu_s)
             trusted = MoonpoolSide(await trusting.connect(descriptor), other, remote, False, cpu_s)
             raw = None
             if self._over_tcp:
-                raw = stack.enter_context(closing(tuned(target.ready["raw_port"], pool.buffer)))
+                raw = stack.enter_context(closing(tuned(other_side.ready["raw_port"], pool.buffer)))
             limit = self._limit(stack, agent, pool, device, raw)
             peers: list[Contestant] = []
             if self._transport != "local":
@@ -126,12 +165,12 @@ class _Pair:
             ours = [side for side, on in ((trusted, False), (verified, True)) if on in settings.checksums]
             for shape in settings.shapes:
                 self._run.say(f"{self._transport}/{shape.name}")
-                for row in await self._shape_rows(shape, limit, ours, peers):
-                    yield row
+                found += await self._shape_rows(shape, limit, ours, peers)
             if self._transport != "local":
-                yield await self._note_row(agent, verified.peer)
+                found.append(await self._note_row(agent, verified.peer))
                 if not settings.busy:
-                    yield await self._idle_row(target)
+                    found.append(await self._idle_row(other_side))
+        return found
 
     def _limit(
         self,
@@ -221,7 +260,7 @@ class _Pair:
         return Row(f"{self._transport}/idle", "processor", 100 * used_s / 2 / _IDLE_S, "% of a core")
 
 
-async def _counted(contestant: Contestant, cpu_s: dict[str, float]) -> list[float]:
+async def _counted(contestant: Contestant | MoonpoolSide, cpu_s: dict[str, float]) -> list[float]:
     before_s = contestant.cpu_s()
     seconds = await contestant.move(TURN_S)
     cpu_s[contestant.name] += contestant.cpu_s() - before_s

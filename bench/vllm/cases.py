@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 import numpy as np
 
 from moonpool.bench.harness.command import Run
+from moonpool.bench.harness.floor import best_s
 from moonpool.bench.harness.turns import spread, turns
 from moonpool.bench.serve.client.workload import Prompts
 from moonpool.bench.serve.figures import output_rate
@@ -27,7 +27,7 @@ _MOST_MISSED = 10
 _POLLS_S = 1.5
 
 
-async def miss_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+async def miss_rows(run: Run, settings: Settings) -> list[Row]:
     """Throughput of new prompts: every block is copied out and published, none is found."""
     case = f"{settings.model}, nothing hits, {CONCURRENT} × ({PROMPT_TOKENS} + {OUTPUT_TOKENS}) tokens"
     prompts = Prompts(settings.seed, "misses")
@@ -47,12 +47,10 @@ async def miss_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
     servers = await settings.kept(run, CONNECTED, ALONE)
     calls = {one.name: lambda one=one: rate(one) for one in servers}
     rates = await turns(calls, run.rounds, rotate=1, before=draw)
-    for row in _ratios(case, "output throughput", "tokens/s", rates):
-        yield row
     # The first of each is the warm-up.
     seconds = {name: values[1:] for name, values in cpu_s.items()}
-    for row in _ratios(case, "processor time of a round", "s", seconds):
-        yield row
+    rows = _ratios(case, "output throughput", "tokens/s", rates)
+    return [*rows, *_ratios(case, "processor time of a round", "s", seconds)]
 
 
 def _ratios(case: str, metric: str, unit: str, samples: Mapping[str, Sequence[float]]) -> list[Row]:
@@ -63,7 +61,7 @@ def _ratios(case: str, metric: str, unit: str, samples: Mapping[str, Sequence[fl
     return [row, spread(case, f"{metric}, ratio of a round", each, "times")]
 
 
-async def prefix_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+async def prefix_rows(run: Run, settings: Settings) -> list[Row]:
     """TTFT behind a prefix that is computed, in this engine's host memory, a peer's, or vLLM's pool."""
     case = f"{settings.model}, prefix of {PREFIX_TOKENS} + {TAIL_TOKENS} tokens"
     prompts = Prompts(settings.seed, "prefix")
@@ -105,12 +103,11 @@ async def prefix_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
         for source, took_s in found.items() if number >= 0 else ():
             seconds.setdefault(source, []).append(took_s)
         number += 1
-    for row in _prefix_rows(case, seconds, settings):
-        yield row
-    yield Row(case, "rounds that were done again, as a prefix was not found", num_missed, "rounds")
+    again = Row(case, "rounds that were done again, as a prefix was not found", num_missed, "rounds")
+    return [*_prefix_rows(case, seconds, settings), again]
 
 
-async def restart_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+async def restart_rows(run: Run, settings: Settings) -> list[Row]:
     """TTFT behind prefixes that are only on disk: the engine has been started again."""
     case = f"{settings.model}, prefix of {PREFIX_TOKENS} + {TAIL_TOKENS} tokens, after a restart"
     prompts = Prompts(settings.seed, "restart")
@@ -140,8 +137,7 @@ async def restart_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
                     check_cached(answer, cached, source)
                     if number:
                         seconds.setdefault(source, []).append(answer.ttft_s)
-    for row in _prefix_rows(case, seconds, settings):
-        yield row
+    return _prefix_rows(case, seconds, settings)
 
 
 def _prefix_rows(case: str, seconds: Mapping[str, Sequence[float]], settings: Settings) -> list[Row]:
@@ -155,15 +151,7 @@ def _prefix_rows(case: str, seconds: Mapping[str, Sequence[float]], settings: Se
         rows.append(spread(case, f"TTFT, {source}, ratio of a round", each, "times"))
     nbytes = PREFIX_TOKENS * settings.token_nbytes
     rows.append(Row(case, "KV of the prefix", nbytes / 1e6, "MB"))
-    return [*rows, Row(case, "limit: a copy of it by one thread", 1e3 * _copy_s(nbytes), "ms")]
-
-
-def _copy_s(nbytes: int) -> float:
-    """Seconds of a memcpy between buffers that the caches do not hold; the best of several."""
-    source, target = np.ones(nbytes, np.uint8), np.empty(nbytes, np.uint8)
-    best = float("inf")
-    for _ in range(6):
-        began_s = time.perf_counter()
-        np.copyto(target, source)
-        best = min(best, time.perf_counter() - began_s)
-    return best
+    # Between buffers that the caches do not hold.
+    ones, into = np.ones(nbytes, np.uint8), np.empty(nbytes, np.uint8)
+    copy_s = best_s(lambda: np.copyto(into, ones), 6)
+    return [*rows, Row(case, "limit: a copy of it by one thread", 1e3 * copy_s, "ms")]

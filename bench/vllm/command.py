@@ -7,9 +7,8 @@ import secrets
 import click
 
 from moonpool.bench.harness.command import Run, benchmark
-from moonpool.bench.harness.models import model_at
 from moonpool.bench.harness.peers import python_of
-from moonpool.bench.harness.shapes import SHAPES, shape_directory
+from moonpool.bench.harness.shapes import SHAPES, model_at, shape_directory
 from moonpool.bench.harness.sizes import SIZE
 from moonpool.bench.serve.client.workload import Workload
 from moonpool.bench.vllm import cases
@@ -35,17 +34,15 @@ from moonpool.runtime.reports.conditions import CacheState, Conditions
 )
 @click.option("--shape", type=click.Choice(list(SHAPES)), help="A model with random weights; default: ours.")
 @click.option("--threads", default=0, help="Of each server; 0: all cores. Servers take turns.")
-@click.option("--block-size", default=128, show_default=True, help="Tokens of a KV block.")
-@click.option(
-    "--host", "host_nbytes", type=SIZE, default="1GiB", show_default=True, help="store.host.capacity_nbytes."
-)
+@click.option("--block-size", default=128, help="Tokens of a KV block.")
+@click.option("--host", "host_nbytes", type=SIZE, default="1GiB", help="store.host.capacity_nbytes.")
 @click.option("--eager", is_flag=True, help="vLLM without compilation, which takes minutes at each shape.")
 @click.option("--seed", type=int, help="Of prompts; without it a new one, which is printed.")
-@click.option("--sessions", default=64, show_default=True, help="sessions: conversations.")
-@click.option("--turns", default=4, show_default=True, help="sessions: requests of a conversation.")
-@click.option("--prompt-tokens", default=512, show_default=True, help="sessions: of the first turn.")
-@click.option("--turn-tokens", default=64, show_default=True, help="sessions: added by a later turn.")
-@click.option("--output-tokens", default=32, show_default=True, help="sessions: of each turn.")
+@click.option("--sessions", default=64, help="sessions: conversations.")
+@click.option("--turns", default=4, help="sessions: requests of a conversation.")
+@click.option("--prompt-tokens", default=512, help="sessions: of the first turn.")
+@click.option("--turn-tokens", default=64, help="sessions: added by a later turn.")
+@click.option("--output-tokens", default=32, help="sessions: of each turn.")
 def vllm(
     run: Run,
     shape: str | None,

@@ -102,8 +102,13 @@ def with_link(found: Sequence[Kind], nbytes_per_s: float) -> list[Kind]:
     ]
 
 
-def split(prefill: Stage, decode: Stage, traffic: Traffic) -> Plan | None:
-    """The latencies of prefill and decode nodes. None: they cannot keep up."""
+def evaluate(prefill: Stage, decode: Stage | None, traffic: Traffic) -> Plan | None:
+    """The latencies of these nodes; ``decode`` None: of replicas. None: they cannot keep up."""
+    if decode is None:
+        found = replicas(prefill, traffic)
+        if found is None:
+            return None
+        return Plan(prefill, None, *found, Delay(0.0), found[1].slow_step_s)
     first, then = prefills(prefill, traffic), decodes(decode, traffic)
     if first is None or then is None:
         return None
@@ -118,19 +123,6 @@ def _joined(prefill: Stage, decode: Stage, first: Prefills, then: Decodes, traff
     move = Delay(move.mean_s + then.step_s / 2, move.tail_s)
     tbt_s = then.slow_step_s + move.p99_s / math.ceil(traffic.gaps / 10)
     return Plan(prefill, decode, first, then, move, tbt_s)
-
-
-def both(stage: Stage, traffic: Traffic) -> Plan | None:
-    """The latencies of replicas. None: they cannot keep up."""
-    found = replicas(stage, traffic)
-    if found is None:
-        return None
-    return Plan(stage, None, *found, Delay(0.0), found[1].slow_step_s)
-
-
-def evaluate(prefill: Stage, decode: Stage | None, traffic: Traffic) -> Plan | None:
-    """The latencies of these nodes; ``decode`` None: of replicas. None: they cannot keep up."""
-    return both(prefill, traffic) if decode is None else split(prefill, decode, traffic)
 
 
 def smallest_split(found: Sequence[Kind], traffic: Traffic, limits: Limits) -> Plan | None:
@@ -224,7 +216,7 @@ def smallest_replicas(found: Sequence[Kind], traffic: Traffic, limits: Limits) -
         for chunk in CHUNKS:
 
             def plan(count: int, kind: Kind = kind, chunk: int = chunk) -> Plan | None:
-                made = both(Stage(kind, count, chunk), traffic)
+                made = evaluate(Stage(kind, count, chunk), None, traffic)
                 return made if made is not None and made.keeps(limits) else None
 
             most = _most(kind, traffic)

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from moonpool.bench.conductor.command import conductor
-from moonpool.bench.conductor.population import BLOCK_SIZE, CHAIN_BLOCKS, Population
+from moonpool.bench.conductor.decisions import BLOCK_SIZE, CHAIN_BLOCKS, Population
 from moonpool.runtime.reports.report import read
 
 

@@ -14,8 +14,7 @@ from click.testing import CliRunner
 from moonpool.bench.cli import bench
 from moonpool.bench.elastic.comparison import behaviour, num_reversed
 from moonpool.bench.elastic.fleets import Planned, Task, simulate
-from moonpool.bench.elastic.live import LiveLoad
-from moonpool.bench.elastic.watch import Watch
+from moonpool.bench.elastic.live import LiveLoad, Watch
 from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.planning.plan import ADD, REMOVE, SWITCH, Bounds
 from moonpool.runtime.reports import report

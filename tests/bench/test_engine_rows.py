@@ -19,8 +19,8 @@ OPTIONS = EngineOptions(pool_nbytes=64 << 20, threads=1)
 
 
 async def test_masks_stand_beside_the_same_steps_without() -> None:
-    found = masks.rows(ModelOptions().directory, OPTIONS, "cpu", (2,), 4, 1)
-    rows = {row.metric: row for row in with_goals("engine", [row async for row in found])}
+    found = await masks.rows(ModelOptions().directory, OPTIONS, "cpu", (2,), 4, 1)
+    rows = {row.metric: row for row in with_goals("engine", found)}
     step = rows["step with masks"]
     assert step.ratio is not None
     assert step.value == pytest.approx(step.ratio * (step.peer_value or 0.0))
@@ -35,7 +35,7 @@ def test_the_ratio_of_masks_is_of_the_turns_of_a_round() -> None:
 async def test_a_draft_model_that_is_always_right_gets_all_its_tokens_accepted() -> None:
     """The model as its own draft: two tokens a step with one proposed, five with four."""
     directory = ModelOptions().directory
-    rows = {row.metric: row.value async for row in drafts.rows("same", directory, directory, OPTIONS, 1)}
+    rows = {row.metric: row.value for row in await drafts.rows("same", directory, directory, OPTIONS, 1)}
     assert rows["accepted at position 1, after right ones"] == 1.0
     assert rows["tokens a step, 1 proposed"] == pytest.approx(2.0, abs=0.05)
     assert rows["tokens a step, 4 proposed"] == pytest.approx(5.0, abs=0.3)

@@ -13,8 +13,7 @@ from click.testing import CliRunner
 from moonpool.bench.eviction.ablations import ablations, fates_of
 from moonpool.bench.eviction.command import eviction
 from moonpool.bench.eviction.policies import CONTENDERS
-from moonpool.bench.eviction.replay import GENERATED, Request, optimum, replay
-from moonpool.bench.eviction.ssd_writes import RULES, replay_writes
+from moonpool.bench.eviction.replay import GENERATED, RULES, Request, optimum, replay, replay_writes
 from moonpool.runtime.reports.report import validate
 from moonpool.simulator.inputs.trace import TraceInvalid, load_trace
 

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from moonpool.bench import cli
-from moonpool.bench.harness.kinds import kind_of
+from moonpool.bench.harness.goals import kind_of
 from moonpool.runtime.reports import report
 from moonpool.runtime.reports.report import Row
 

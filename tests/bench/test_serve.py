@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from moonpool.bench.cli import bench
 from moonpool.bench.harness.turns import quantile
 from moonpool.bench.serve.against import side_rows
-from moonpool.bench.serve.cases import FAMILY_GOALS, SHAPE_GOALS, peer_rows
+from moonpool.bench.serve.cases import peer_rows
 from moonpool.bench.serve.client import load
 from moonpool.bench.serve.client.answer import Answer
 from moonpool.bench.serve.client.http_client import HttpClient
@@ -22,6 +22,7 @@ from moonpool.bench.serve.client.server import Outcome, Server
 from moonpool.bench.serve.client.workload import Prompts, Workload
 from moonpool.bench.serve.figures import Slo, load_rows, prediction_rows
 from moonpool.bench.serve.path_cost import MODEL_DECODE, ModelTime, path_cost, to_launch_s
+from moonpool.bench.serve.settings import FAMILY_GOALS, SHAPE_GOALS
 from moonpool.bench.serve.speculation import (
     METHODS,
     OUTPUT_TOKENS,

@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from moonpool.bench.harness.models import models_of
+from moonpool.bench.harness.shapes import models_of
 from moonpool.local.cluster import LocalCluster
 from moonpool.runtime.machine.description import describe_machine
 from moonpool.runtime.reports.schema import validate

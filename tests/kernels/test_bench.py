@@ -13,11 +13,9 @@ from click.testing import CliRunner
 from moonpool.bench.cli import bench
 from moonpool.bench.harness.goals import with_goals
 from moonpool.bench.kernels import tune
-from moonpool.bench.kernels.attention import Decode, Heads, Prefill
-from moonpool.bench.kernels.cases import decode_cases
-from moonpool.bench.kernels.clock import CpuClock
+from moonpool.bench.kernels.attention import Decode, Heads, Prefill, decode_cases
 from moonpool.bench.kernels.command import PARTS
-from moonpool.bench.kernels.device_limits import Machine
+from moonpool.bench.kernels.device_limits import CpuClock, Machine
 from moonpool.kernels.reference import FP8
 from moonpool.kernels.triton import launch
 from moonpool.runtime.reports import report

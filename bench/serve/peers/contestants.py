@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
-from typing import Protocol
 
 from moonpool.bench.harness.child import Child, served, started
 from moonpool.bench.harness.peers import PeerFailed
@@ -21,42 +20,34 @@ TokenIds = Sequence[int]
 DTYPES = ("float32", "bfloat16")
 
 
-class Contestant(Protocol):
-    """``together`` and ``alone`` generate exactly ``output_tokens`` greedy tokens for each prompt."""
-
-    @property
-    def name(self) -> str: ...
-
-    async def together(self, prompts: Sequence[TokenIds], output_tokens: int) -> float:
-        """All prompts at once: generated tokens per second, prefill included."""
-        ...
-
-    async def alone(self, prompt: TokenIds, output_tokens: int) -> float:
-        """One prompt on an idle machine: seconds per token after the first."""
-        ...
-
-    async def first_token(self, prompt: TokenIds) -> float:
-        """One prompt on an idle machine: seconds to its first token."""
-        ...
-
-
 class ServerContestant:
-    """A server, as its client sees it."""
+    """A server, as its client sees it. ``together`` and ``alone`` generate exactly ``output_tokens`` greedy
+    tokens for each prompt."""
 
     def __init__(self, server: Server) -> None:
         self.name = server.name
         self.server = server
 
+    def turn(self) -> AbstractAsyncContextManager[None]:
+        """It runs during the block."""
+        return nullcontext()
+
     async def together(self, prompts: Sequence[TokenIds], output_tokens: int) -> float:
-        return output_rate(await self.server.ask_all(prompts, output_tokens))
+        """All prompts at once: generated tokens per second, prefill included."""
+        async with self.turn():
+            return output_rate(await self.server.ask_all(prompts, output_tokens))
 
     async def alone(self, prompt: TokenIds, output_tokens: int) -> float:
-        answer = await self.server.ask(prompt, output_tokens)
+        """One prompt on an idle machine: seconds per token after the first."""
+        async with self.turn():
+            answer = await self.server.ask(prompt, output_tokens)
         assert len(answer.token_s) > 1, "a stream of one event has no time between tokens"
         return answer.tpot_s
 
     async def first_token(self, prompt: TokenIds) -> float:
-        return (await self.server.ask(prompt, 1)).ttft_s
+        """One prompt on an idle machine: seconds to its first token."""
+        async with self.turn():
+            return (await self.server.ask(prompt, 1)).ttft_s
 
 
 class PausedServer(ServerContestant):
@@ -69,24 +60,11 @@ class PausedServer(ServerContestant):
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """It runs during the block."""
         with self._child.turn():
             # It closes those that seem to have been idle for long, at any moment after a pause.
             self.server.http.drop_idle()
             await self.server.http.get("/health")
             yield
-
-    async def together(self, prompts: Sequence[TokenIds], output_tokens: int) -> float:
-        async with self.turn():
-            return await super().together(prompts, output_tokens)
-
-    async def alone(self, prompt: TokenIds, output_tokens: int) -> float:
-        async with self.turn():
-            return await super().alone(prompt, output_tokens)
-
-    async def first_token(self, prompt: TokenIds) -> float:
-        async with self.turn():
-            return await super().first_token(prompt)
 
 
 @asynccontextmanager
@@ -116,7 +94,8 @@ async def _wait_until_well(http: HttpClient, child: Child) -> None:
 
 
 class TransformersPeer:
-    """``generate`` of ``transformers`` with one dtype, in a child that is idle during others' turns."""
+    """``generate`` of ``transformers`` with one dtype, in a child that is idle during others' turns. Figures
+    as of ``ServerContestant``."""
 
     def __init__(self, child: Child) -> None:
         self.name = child.name
@@ -135,6 +114,9 @@ class TransformersPeer:
     async def _generate(self, prompts: Sequence[TokenIds], output_tokens: int) -> float:
         prompts = [list(prompt) for prompt in prompts]
         return float(await self._child.call("generate", prompts=prompts, output_tokens=output_tokens))
+
+
+Contestant = ServerContestant | TransformersPeer
 
 
 @asynccontextmanager

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from moonpool.bench.harness.child import Child, peer
 from moonpool.bench.harness.peers import python_of
@@ -29,23 +28,8 @@ _ENGINES = (
 )
 
 
-class Contestant(Protocol):
-    """Uses no processor during others' turns."""
-
-    @property
-    def name(self) -> str: ...
-
-    async def prepare(self, shape: Shape) -> None: ...
-
-    async def move(self, seconds: float) -> list[float]:
-        """All parallel batches of the shape, again and again: the seconds of each pass but the first."""
-
-    def cpu_s(self) -> float:
-        """Processor seconds of all its processes, so far."""
-
-
 class EnginePair:
-    """A ``Contestant``: a library in two processes of its own Python."""
+    """A library in two processes of its own Python, which use no processor during others' turns."""
 
     def __init__(self, name: str, client: Child, target: Child, pool_nbytes: int) -> None:
         self.name = name
@@ -67,11 +51,16 @@ class EnginePair:
             )
 
     async def move(self, seconds: float) -> list[float]:
+        """All parallel batches of the shape, again and again: the seconds of each pass but the first."""
         with self._target.turn():
             return list(await self._client.call("move", seconds=seconds))
 
     def cpu_s(self) -> float:
+        """Processor seconds of all its processes, so far."""
         return self._client.cpu_s() + self._target.cpu_s()
+
+
+Contestant = EnginePair | PerfTest
 
 
 @asynccontextmanager

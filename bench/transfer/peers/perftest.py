@@ -7,12 +7,12 @@ import contextlib
 import os
 import resource
 import shutil
-import socket
 from asyncio.subprocess import PIPE
 from collections.abc import Mapping
 
 from moonpool.bench.harness.peers import PeerAbsent, PeerFailed, peers_dir
 from moonpool.bench.transfer.shapes import Shape
+from moonpool.local.vllm_command import free_port
 
 _TESTS = {"read": "ucp_get", "write": "ucp_put_bw"}
 _MIB = 1 << 20
@@ -22,7 +22,7 @@ _RUN_S = 30.0
 
 
 class PerfTest:
-    """A ``Contestant``. Each move runs a server, then a client."""
+    """As ``EnginePair``. Each move runs a server, then a client."""
 
     name = "ucx_perftest"
 
@@ -55,9 +55,7 @@ class PerfTest:
         blocks = max(int(self._nbytes_per_s * seconds / shape.block_nbytes), _MIN_BLOCKS)
         arguments = ["-t", _TESTS[shape.direction], "-s", str(shape.block_nbytes), "-n", str(blocks)]
         arguments += ["-w", "10", "-O", str(shape.batch * shape.parallel), "-f", "-v"]
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+        port = str(free_port())
         server = await asyncio.create_subprocess_exec(
             self._program, "-p", port, stdout=PIPE, stderr=PIPE, env=self._environment
         )
