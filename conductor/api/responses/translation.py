@@ -25,6 +25,8 @@ _SAME = {
     "cache_hint": "cache_hint",
     "priority": "priority",
     "chat_template_kwargs": "chat_template_kwargs",
+    "stream_options": "stream_options",
+    "past": "past",
 }
 # Ignoring these would change the meaning of a request.
 _REFUSED = {
