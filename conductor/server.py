@@ -25,8 +25,7 @@ from moonpool.conductor.api.exchange import REQUEST_ID, REQUEST_ID_HEADER
 from moonpool.conductor.api.models.lanes import LANES, Lanes
 from moonpool.conductor.api.openapi import openapi
 from moonpool.conductor.canary import routes as canary
-from moonpool.conductor.cells import offer_routes
-from moonpool.conductor.cells.summary import cell
+from moonpool.conductor.cells import routes as cells
 from moonpool.conductor.coordination import siblings
 from moonpool.conductor.dashboard import routes as dashboard_routes
 from moonpool.conductor.dashboard.benchmark_results import BenchResults
@@ -67,9 +66,9 @@ def create_app(context: ApiContext, lanes: Lanes | None = None) -> web.Applicati
             web.post("/v1/load_lora_adapter", adapters.load),
             web.post("/v1/unload_lora_adapter", adapters.unload),
             web.get("/v1/cluster", pages.cluster),
-            web.get("/v1/cell", cell),
-            web.get("/v1/cell/prefixes", offer_routes.offered),
-            web.post("/v1/cell/prefixes", offer_routes.take),
+            web.get("/v1/cell", cells.summary),
+            web.get("/v1/cell/prefixes", cells.offered),
+            web.post("/v1/cell/prefixes", cells.take),
             web.get("/v1/fleet", fleet.listed),
             web.post("/v1/fleet/scale/{role}/{count}", fleet.scale),
             web.post("/v1/fleet/switch/{node}/{role}", fleet.switch),

@@ -7,13 +7,13 @@ from hashlib import sha256
 from html import escape
 from pathlib import Path
 
-import orjson
 from aiohttp import web
 
 from moonpool.conductor.access.gate import COOKIE, PRINCIPAL, check_same_origin
 from moonpool.conductor.access.roles import PERMITTED
 from moonpool.conductor.access.sessions import LASTS_S
 from moonpool.conductor.api.context import CONTEXT
+from moonpool.conductor.api.status_routes import reply
 from moonpool.runtime.observing import audit
 
 _PAGE = (Path(__file__).parent / "sign_in.html").read_text(encoding="utf-8")
@@ -74,12 +74,8 @@ async def sign_out(http: web.Request) -> web.Response:
 async def session(http: web.Request) -> web.Response:
     """``GET /v1/session``: the role and tenant of the caller. ``signed_in``: by a cookie."""
     principal, keys = http[PRINCIPAL], http.app[CONTEXT].gate.keys
-    told = {
-        "role": principal.role,
-        "tenant": principal.scope,
-        "signed_in": keys.are_configured and "Authorization" not in http.headers,
-    }
-    return web.Response(body=orjson.dumps(told), content_type="application/json")
+    signed_in = keys.are_configured and "Authorization" not in http.headers
+    return reply({"role": principal.role, "tenant": principal.scope, "signed_in": signed_in})
 
 
 def _refused(http: web.Request, status: int, why: str) -> web.Response:

@@ -17,7 +17,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, date, datetime
 from hashlib import blake2b
 from typing import Any, Final
@@ -202,7 +202,7 @@ class Ledger:
             began_today = _day_of(record.epoch / 1e9) == day
             first = before.get(name) or (totals.at_start() if began_today else totals)
             self._latest[name] = totals
-            args += [name, orjson.dumps(first.to_dict()), orjson.dumps(totals.to_dict())]
+            args += [name, orjson.dumps(asdict(first)), orjson.dumps(asdict(totals))]
         if self._latest:
             await self._index.run("usage of nodes", _NOTE, [f"{self._place(day)}:nodes"], args)
 

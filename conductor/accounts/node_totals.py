@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from moonpool.kvstore.index.redis.node_record import NodeRecord
@@ -55,6 +55,3 @@ class NodeTotals:
             now, then = getattr(self, name), getattr(before, name)
             found[name] = None if now is None or then is None else now - then
         return NodeTotals(**found)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)

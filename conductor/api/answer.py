@@ -68,6 +68,7 @@ class Answer(ABC):
     chunk_object: ClassVar[str]
     text_open: ClassVar[bytes]  # between a choice's index and its text
     text_close: ClassVar[bytes]
+    repeats_text: ClassVar[bool] = False  # its end has all that came before
 
     def __init__(
         self, answer_id: str, created: int, model: str, body: GenerationBody, tokenizer: Tokenizer
@@ -105,6 +106,11 @@ class Answer(ABC):
             return open_ + orjson.dumps(delta.text) + self._plain if delta.text else b""
         text = open_ + orjson.dumps(delta.text) + self.text_close
         return text + b"," + orjson.dumps(self._rest(choice, delta))[1:] + self._tail
+
+    def passed(self, choice: Choice, delta: Delta) -> None:
+        """What the client of a stream that goes on has already. Comes before what ``chunk`` gets."""
+        if self.repeats_text:
+            self.chunk(choice, delta)
 
     def _rest(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         """The fields of an event's choice after its text."""

@@ -62,7 +62,7 @@ class ApiContext:
         self._streams: set[asyncio.Timeout] = set()
         self._in_flight = 0
         self.hot = HotPrefixes(self.clock)  # of requests, for routers of cells
-        self.cell_summary = -math.inf, b""  # when it was made: see ``cells.summary``
+        self.cell_summary = -math.inf, b""  # when it was made: see ``cells.routes``
         self.idle = asyncio.Event()
         self.idle.set()
 

@@ -32,6 +32,7 @@ from moonpool.conductor.cells.prefixes import prefix_digests
 from moonpool.conductor.cells.shares import limited
 from moonpool.conductor.observing.recent_requests import RequestRecord
 from moonpool.conductor.request import GenerateRequest
+from moonpool.conductor.requests.conversation_records import Messages
 from moonpool.conductor.tools.use import ToolUse
 from moonpool.protos import node_pb2
 from moonpool.runtime.errors import MoonpoolError
@@ -219,9 +220,11 @@ class GenerationExchange:
         default_limit: int | None,
         tools: ToolUse | None = None,
         prepare: Callable[[Answer], None] | None = None,
+        earlier: Messages | None = None,
     ) -> web.StreamResponse | None:
         """Generate and reply. ``default_limit``: output tokens of a request without a limit. ``prepare`` is
-        called with the answer before it is written. None: the next model shall answer (see ``respond``)."""
+        called with the answer before it is written. ``earlier``: messages behind the request that are not in
+        it. None: the next model shall answer (see ``respond``)."""
         structure = body.structure if tools is None or tools.structure is None else tools.structure
         await self._check(structure, tools)
         drafts = not self._tiers.is_last and body.token_limit != 0
@@ -233,7 +236,10 @@ class GenerationExchange:
         context, self._draft = self._context, None
         if drafts and not await self._drafted(runs, body):
             return None
-        stream = await resumable(self._http, context, self._id, body, runs) if body.stream else None
+        stream: Resumable | None = None
+        if body.stream:
+            replays = self._kind.repeats_text
+            stream = await resumable(self._http, context, self._id, body, runs, earlier, repeats_text=replays)
         answer_id, created = self._id, int(context.unix_clock())
         if stream is not None:
             answer_id, created = stream.head.answer_id, stream.head.created

@@ -260,7 +260,7 @@ class ChatBody(GenerationBody):
             raise ValueError("ignore_eos: not allowed where a call is required")
 
 
-B = TypeVar("B", bound=GenerationBody)
+B = TypeVar("B", bound=BaseModel)
 
 
 def parse(schema: type[B], body: Mapping[str, Any]) -> B:

@@ -13,16 +13,17 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from moonpool.conductor.api.answer import DONE
+from moonpool.conductor.api.responses.answer import ENDS
 from moonpool.conductor.api.streams.carried import AT, PAST, PAST_HEADER
 from moonpool.conductor.api.streams.resume import HANDED_OVER
 from moonpool.conductor.api.streams.stream_writer import StreamWriter
 
 log = logging.getLogger(__name__)
 
-_CARRYING: Final = ("/v1/completions", "/v1/chat/completions")
+_CARRYING: Final = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 _MOST_NBYTES: Final = 4 << 20
 """Of a past that is kept: more tokens than any stream may have, and half of the largest body."""
-_LAST: Final = (DONE.rstrip(), b'data: {"error"')
+_LAST: Final = (DONE.rstrip(), b'data: {"error"', *ENDS)
 _UNAVAILABLE: Final = b'"type":"service_unavailable_error"'  # such as ``no_nodes``
 _END: Final = b"\n\n"
 

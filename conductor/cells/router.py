@@ -68,6 +68,11 @@ class _Asked:
         return LAST_EVENT_ID in self.http.headers
 
     @property
+    def made_by(self) -> str:
+        """The name in the id that it asks about: cmpl-CELL:…, chatcmpl-CELL:… or resp_CELL:…"""
+        return re.split("[-_]", self.about.partition(":")[0], maxsplit=1)[-1]
+
+    @property
     def about(self) -> str:
         """The id that it continues or asks about; empty: none."""
         return str(self.http.match_info.get("id") or self.body.get("previous_response_id") or "")
@@ -137,7 +142,8 @@ class Router:
                 if lost is not None:
                     metrics.continued.labels(lost.name).inc()
                 return answer
-            first = first or answer
+            if reason != "unknown" or not asked.about:
+                first = first or answer
             if reason == _BROKEN:
                 metrics.broken.labels(cell.name).inc()
                 lost = lost or cell
@@ -154,18 +160,19 @@ class Router:
 
     def _attempts(self, asked: _Asked) -> Iterator[tuple[Cell, Door]]:
         """Conductors to ask in turn, each of them open when it is its turn."""
-        # cmpl-CELL:…, chatcmpl-CELL:… or resp_CELL:…
-        made_by = asked.about.partition(":")[0]
-        known = self.cells.cells.get(re.split("[-_]", made_by, maxsplit=1)[-1])
+        known = self.cells.cells.get(asked.made_by)
         confined = asked.client.regions
-        if known is not None:
-            found = [known] if known.usable and may_hold(confined, known.region) else []
-        else:
+        found: list[Cell] = []
+        if known is not None and known.usable and may_hold(confined, known.region):
+            found = [known]
+        if not found or asked.stream.can_carry:
+            # What ``known`` made may have come to its end in another cell.
             began_s = time.perf_counter()
             regions = self.cells.nearest(asked.home)
-            most = None if asked.resumes else self._options.max_attempts
+            all_may_have_it = asked.resumes or (known is not None and not found)
+            most = None if all_may_have_it else self._options.max_attempts
             chosen = candidates(regions, asked.digests(), model=asked.model, confined=confined, most=most)
-            found = list(chosen)
+            found += [cell for cell in chosen if cell is not known]
             metrics.decision.observe(time.perf_counter() - began_s)
         for cell in found:
             for door in self.cells.open_doors(cell):
@@ -197,7 +204,8 @@ class Router:
                 log.warning("cell %s: %s: %s", cell.name, door.url, error or type(error).__name__)
                 return None, "lost"
             reason = "full" if answer.status in _FULL else ""
-            if asked.resumes and answer.status in _UNKNOWN:
+            of_another = asked.made_by in self.cells.cells and asked.made_by != cell.name
+            if (asked.resumes or of_another) and answer.status in _UNKNOWN:
                 reason = "unknown"
             if asked.stream.response is not None and not (streams and answer.status == 200):
                 log.warning(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from moonpool.conductor.access.gate import PRINCIPAL
 from moonpool.conductor.api.errors import as_api_error
+from moonpool.conductor.api.status_routes import reply
 from moonpool.conductor.cells import metrics
 from moonpool.conductor.cells.router import Router
 from moonpool.runtime.observing import audit
@@ -76,24 +76,20 @@ async def _cluster(http: web.Request) -> web.Response:
         | {"conductors": [{"url": one.url, "open": one.is_open, "trouble": one.trouble} for one in doors]}
         for cell, doors in cells.doors.items()
     ]
-    return _reply({"cells": found})
+    return reply({"cells": found})
 
 
 async def _healthz(http: web.Request) -> web.Response:
-    return _reply({"status": "ok"})
+    return reply({"status": "ok"})
 
 
 async def _readyz(http: web.Request) -> web.Response:
     """``GET /readyz``: 503 if no cell takes requests, or this router is draining."""
     router = http.app[ROUTER]
     ready = not router.leaving and any(cell.usable for cell in router.cells.doors)
-    return _reply({"ready": ready}, 200 if ready else 503)
+    return reply({"ready": ready}, 200 if ready else 503)
 
 
 async def _metrics(http: web.Request) -> web.Response:
     page = await asyncio.to_thread(generate_latest)
     return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-
-def _reply(value: object, status: int = 200) -> web.Response:
-    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,7 +14,6 @@ import aiohttp
 import orjson
 
 from moonpool.conductor.engines.completion import Delta, Prefilled, delta_of, prefilled_of
-from moonpool.conductor.engines.load import load_of
 from moonpool.conductor.fleet.node_client import NodeClient, RequestKey
 from moonpool.kvstore.index.redis.node_record import NodeLoad
 from moonpool.runtime.errors import NodeUnavailable, RemoteError
@@ -24,6 +24,13 @@ log = logging.getLogger(__name__)
 _ASK_EVERY_S = 0.5
 _ANSWER_S = 5.0
 _CONNECT_S = 5.0
+
+# On its metrics page.
+_RUNNING = "vllm:num_requests_running"
+_WAITING = "vllm:num_requests_waiting"
+_USED = "vllm:kv_cache_usage_perc"
+_CONFIG = "vllm:cache_config_info"
+_NUM_BLOCKS = re.compile(r'num_gpu_blocks="(\d+)"')
 
 _STATUSES = {400: "INVALID_ARGUMENT", 422: "INVALID_ARGUMENT", 429: "RESOURCE_EXHAUSTED", 503: "UNAVAILABLE"}
 
@@ -98,7 +105,7 @@ class EngineClient(NodeClient):
                     async with self._answer("GET", "/v1/models", _ANSWER_S) as response:
                         self.model = str(self._parsed(await response.read())["data"][0]["id"])
                 async with self._answer("GET", "/metrics", _ANSWER_S) as response:
-                    load = load_of(await response.text())
+                    load = _load_of(await response.text())
                 self._set_connected(True, "")
                 self._on_load(load)
             except (NodeUnavailable, RemoteError) as error:
@@ -143,3 +150,29 @@ class EngineClient(NodeClient):
         except (aiohttp.ClientError, OSError) as error:
             self.look_now()
             raise NodeUnavailable(self.node_id, f"{self._url}{path}: {error}") from error
+
+
+def _load_of(page: str) -> NodeLoad:
+    """The sum over its engine processes. What the metrics page does not have counts as 0."""
+    found = dict.fromkeys((_RUNNING, _WAITING, _USED), 0.0)
+    num_blocks = num_free = 0
+    usages = []
+    sizes = []
+    for line in page.splitlines():
+        name, _, rest = line.partition("{")
+        if name == _CONFIG and (given := _NUM_BLOCKS.search(rest)):
+            sizes.append(int(given[1]))
+        elif name in found:
+            value = float(line.rpartition(" ")[2])
+            found[name] += value
+            if name == _USED:
+                usages.append(value)
+    for size, usage in zip(sizes, usages, strict=False):
+        num_blocks += size
+        num_free += round(size * (1 - min(max(usage, 0.0), 1.0)))
+    return NodeLoad(
+        num_running=int(found[_RUNNING]),
+        num_waiting=int(found[_WAITING]),
+        num_blocks=num_blocks,
+        free_blocks=num_free,
+    )

@@ -59,13 +59,8 @@ def prefill_body_of(
 def prefilled_of(node_id: str, answer: Mapping[str, Any]) -> Prefilled:
     """Read the answer. Raises ``RemoteError``."""
     try:
-        cached = ((answer.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens")
-        reason = answer["choices"][0].get("finish_reason")
-        if reason not in _FINISH:
-            raise RemoteError(node_id, "Failed", "UNAVAILABLE", f"it ended the request: {reason}")
-        return Prefilled(
-            dict(answer.get("kv_transfer_params") or {}), None if cached is None else int(cached)
-        )
+        _finish_of(node_id, answer["choices"][0].get("finish_reason"))
+        return Prefilled(dict(answer.get("kv_transfer_params") or {}), _cached_of(answer))
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
         raise RemoteError(node_id, "Failed", "INTERNAL", f"its answer cannot be read: {error!r}") from error
 
@@ -149,24 +144,30 @@ def delta_of(node_id: str, chunk: Mapping[str, Any]) -> Delta | None:
     if error := chunk.get("error"):
         raise RemoteError(node_id, "Failed", "INTERNAL", str(error.get("message", error)))
     try:
-        usage = chunk.get("usage") or {}
-        details = usage.get("prompt_tokens_details") or {}
-        cached = details.get("cached_tokens")
         if not chunk["choices"]:
-            # Without --enable-prompt-tokens-details it does not say.
-            return None if cached is None else Delta((), (), node_pb2.FINISH_NONE, int(cached))
+            cached = _cached_of(chunk)
+            return None if cached is None else Delta((), (), node_pb2.FINISH_NONE, cached)
         choice = chunk["choices"][0]
-        reason = choice.get("finish_reason")
-        if reason is not None and reason not in _FINISH:
-            raise RemoteError(node_id, "Failed", "UNAVAILABLE", f"it ended the request: {reason}")
-        logprobs = choice.get("logprobs")
+        reason, logprobs = choice.get("finish_reason"), choice.get("logprobs")
         return Delta(
             [int(token_id) for token_id in choice["token_ids"]],
             [] if logprobs is None else _logprobs(logprobs),
-            _FINISH.get(reason, node_pb2.FINISH_NONE),
+            node_pb2.FINISH_NONE if reason is None else _finish_of(node_id, reason),
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise RemoteError(node_id, "Failed", "INTERNAL", f"a chunk cannot be read: {error!r}") from error
+
+
+def _finish_of(node_id: str, reason: str | None) -> node_pb2.FinishReason.ValueType:
+    if reason not in _FINISH:
+        raise RemoteError(node_id, "Failed", "UNAVAILABLE", f"it ended the request: {reason}")
+    return _FINISH[reason]
+
+
+def _cached_of(answer: Mapping[str, Any]) -> int | None:
+    """None: without --enable-prompt-tokens-details it does not say."""
+    cached = ((answer.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens")
+    return None if cached is None else int(cached)
 
 
 def _logprobs(found: Mapping[str, Any]) -> list[node_pb2.TokenLogprobs]:

@@ -18,6 +18,7 @@ from moonpool.kvstore.blocks.vllm_keys import HASH_ALGORITHM, VllmChain
 from moonpool.kvstore.index.redis.engine_facts import VLLM, EngineFacts
 from moonpool.kvstore.index.redis.node_record import ROLES, STAGES, NodeRecord
 from moonpool.runtime.errors import ConfigError
+from moonpool.runtime.service.vital import cancel_and_wait
 
 log = logging.getLogger(__name__)
 
@@ -78,10 +79,7 @@ class ConfiguredEngines:
 
     async def close(self) -> None:
         """Idempotent."""
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(*self._tasks)
 
     async def _seek(self, entry: EngineEntry) -> None:
         said = ""

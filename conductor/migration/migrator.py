@@ -23,7 +23,7 @@ from moonpool.conductor.migration.relief import plan_relief
 from moonpool.conductor.migration.rounds import PAUSE_S, MoveRounds
 from moonpool.conductor.requests.migration import Migrated, Movable
 from moonpool.kvstore.index.redis.node_record import stages_of
-from moonpool.runtime.service.vital import restarted
+from moonpool.runtime.service.vital import cancel_and_wait, restarted
 
 log = logging.getLogger(__name__)
 
@@ -65,11 +65,7 @@ class Migrator:
 
     async def close(self) -> None:
         """Give up the moves in flight. Idempotent."""
-        task, self._task = self._task, None
-        tasks = [*self._tasks, *([task] if task is not None else [])]
-        for one in tasks:
-            one.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(self._task, *self._tasks)
 
     @property
     def in_flight(self) -> list[Move]:
@@ -176,11 +172,8 @@ class Migrator:
 
     def _all_running(self) -> list[Running]:
         """Requests that decode."""
-        found = []
-        for request_id, run in self._runs.items():
-            if (running := self._running(request_id, run)) is not None:
-                found.append(running)
-        return found
+        found = (self._running(request_id, run) for request_id, run in self._runs.items())
+        return [one for one in found if one is not None]
 
     def _running(self, request_id: str, run: Movable) -> Running | None:
         member = run.decodes_on

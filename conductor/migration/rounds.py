@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 from moonpool.conductor.migration.decisions import (
     DRAIN,
@@ -93,14 +94,10 @@ class MoveRounds:
         self, waiting: Sequence[Waiting], closed: Collection[str], now_s: float
     ) -> Iterator[Callable[[Sequence[Running], Sequence[NodeView]], list[Move]]]:
         """The decisions that are made, beside drain."""
-        size = self._block_size
+        known: dict[str, Any] = {"closed": closed, "block_size": self._block_size, "now_s": now_s}
         if waiting and "priority" in self._causes:
-            yield lambda running, nodes: plan_priority(
-                running, waiting, nodes, closed=closed, block_size=size, now_s=now_s
-            )
+            yield lambda running, nodes: plan_priority(running, waiting, nodes, **known)
         if waiting and "defragment" in self._causes:
-            yield lambda running, nodes: plan_defragment(
-                running, waiting, nodes, closed=closed, block_size=size, now_s=now_s
-            )
+            yield lambda running, nodes: plan_defragment(running, waiting, nodes, **known)
         if "hot-spot" in self._causes:
-            yield partial(plan_hot_spots, closed=closed, tbt_s=self._tbt_s, block_size=size, now_s=now_s)
+            yield partial(plan_hot_spots, tbt_s=self._tbt_s, **known)

@@ -7,7 +7,6 @@ requests the wait for one. As many nodes should hold a prefix as its requests ke
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -15,7 +14,7 @@ from itertools import combinations
 from moonpool.conductor.costs.links import LinkModel
 from moonpool.conductor.placing.node_table import NodeTable
 from moonpool.conductor.placing.node_view import NodeView
-from moonpool.conductor.replication.heat import Heat, HotChain
+from moonpool.conductor.replication.heat import Heat, HotChain, common_blocks
 from moonpool.kvstore.blocks.keys import BlockKey
 
 Holders = Callable[[Sequence[BlockKey]], Mapping[str, int]]
@@ -123,7 +122,7 @@ def plan_replication(
         source = min(have, key=lambda node_id: (busy.get(node_id, 0.0), node_id))
         will_hold = dict(held)
         for copy in copies:
-            length = _common_blocks(copy.keys, chain.keys)
+            length = common_blocks(copy.keys, chain.keys)
             will_hold[copy.target] = max(will_hold.get(copy.target, 0), length)
         taken = {copy.target for copy in copies if copy.chain == chain.keys[-1]}
         target = _target(chain, will_hold, fleet, idle_first, taken)
@@ -165,7 +164,7 @@ def plan_warming(
             if blocks >= len(chain.keys) and is_free(node_id, target)
         ]
         for copy in copies:
-            held[target] = max(held.get(target, 0), _common_blocks(copy.keys, chain.keys))
+            held[target] = max(held.get(target, 0), common_blocks(copy.keys, chain.keys))
         part = next_part(chain.keys, min(have), target, held, shape, budget_nbytes) if have else None
         if part is not None and target not in have:
             budget_nbytes -= part.nbytes
@@ -269,15 +268,10 @@ def _shared_blocks(chains: Sequence[tuple[BlockKey, ...]]) -> dict[BlockKey, int
     """By its last block: the leading blocks that a chain has in common with any other, the most."""
     longest: dict[BlockKey, int] = {}
     for keys, others in combinations(chains, 2):
-        length = _common_blocks(keys, others)
+        length = common_blocks(keys, others)
         for key in (keys[-1], others[-1]):
             longest[key] = max(longest.get(key, 0), length)
     return longest
-
-
-def _common_blocks(keys: Sequence[BlockKey], others: Sequence[BlockKey]) -> int:
-    """Keys are chained: where two are equal, so are all before."""
-    return bisect_left(range(min(len(keys), len(others))), True, key=lambda i: keys[i] != others[i])
 
 
 def _target(

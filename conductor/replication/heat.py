@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 from moonpool.kvstore.blocks.keys import BlockKey
 
@@ -65,7 +65,8 @@ class Heat:
         chain.at_s = now_s
         if digests:
             # Those that all its requests have in common; of requests that only templates make alike: none.
-            chain.digests = _common(chain.digests, digests) or tuple(digests)
+            common = digests[: common_blocks(chain.digests, digests)]
+            chain.digests = tuple(common or digests)
 
     def count(self, keys: Sequence[BlockKey], num_used: int, tenant: str) -> None:
         """A request was placed; its first ``num_used`` blocks are not computed. A look-up for each block."""
@@ -112,8 +113,6 @@ class Heat:
         self._chains = {chain.keys[-1]: chain for chain in kept}
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
-    """The leading elements of both."""
-    return tuple(
-        first for first, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    )
+def common_blocks(keys: Sequence[object], others: Sequence[object]) -> int:
+    """The number of equal leading elements. They are chained: where two are equal, so are all before."""
+    return bisect_left(range(min(len(keys), len(others))), True, key=lambda i: keys[i] != others[i])

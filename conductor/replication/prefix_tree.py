@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from moonpool.conductor.replication.heat import HotChain
+from moonpool.conductor.replication.heat import HotChain, common_blocks
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.tier import Tier
 
@@ -95,21 +95,10 @@ def _insert(root: PrefixNode, chain: HotChain) -> None:
         child = node.branches.get(keys[node.num_blocks])
         if child is None:
             child = node.branches[keys[node.num_blocks]] = PrefixNode(keys, len(keys))
-        shared = _shared(child.keys, keys, node.num_blocks + 1, min(child.num_blocks, len(keys)))
+        shared = min(common_blocks(child.keys, keys), child.num_blocks)
         if shared < child.num_blocks:
             between = node.branches[keys[node.num_blocks]] = PrefixNode(child.keys, shared)
             between.branches[child.keys[shared]] = child
             child = between
         node = child
     node.chain = chain
-
-
-def _shared(one: Sequence[BlockKey], other: Sequence[BlockKey], least: int, most: int) -> int:
-    """The number of leading blocks that are equal: at least ``least``, at most ``most``."""
-    while least < most:
-        middle = (least + most + 1) // 2
-        if one[middle - 1] == other[middle - 1]:
-            least = middle
-        else:
-            most = middle - 1
-    return least

@@ -25,11 +25,12 @@ class CallDelta:
 class CallParser:
     """Divides a text into content and calls. What is no call after all is content.
 
-    Text is held back only while it may be the beginning of a call.
+    Text is held back only while it may be the beginning of a call. ``several``: calls after the first count.
     """
 
-    def __init__(self, form: ToolFormat) -> None:
+    def __init__(self, form: ToolFormat, *, several: bool = True) -> None:
         self.num_calls = 0
+        self._several = several
         self._form = form
         self._text = ""  # not divided yet
         self._opened = ""  # since the beginning of the calls: content, if no call follows
@@ -38,6 +39,17 @@ class CallParser:
         self._told = False  # the name of the call that is being read
         self._plain = False  # no call can come any more
         self._after_call = False  # nothing but white space has come since
+
+    @property
+    def called(self) -> bool:
+        return self.num_calls > 0
+
+    def read(self, text: str, *, ended: bool) -> tuple[str, list[CallDelta]]:
+        """Divide more text. ``ended``: there is no more after it."""
+        content, calls = self.push(text)
+        if ended:
+            content += self.flush()
+        return content, [call for call in calls if self._several or call.index == 0]
 
     def push(self, text: str) -> tuple[str, list[CallDelta]]:
         """Return the content and the parts of calls that ``text`` completes."""
@@ -50,8 +62,8 @@ class CallParser:
                 break
         return content, calls
 
-    def flush(self) -> tuple[str, list[CallDelta]]:
-        """The rest, at the end."""
+    def flush(self) -> str:
+        """The content that was held back, at the end."""
         text, self._text = self._text, ""
         reader, self._object = self._object, None
         if reader is not None:
@@ -62,7 +74,7 @@ class CallParser:
         elif self._after_call and not text.strip():
             text = ""
         opened, self._opened = self._opened, ""
-        return opened + text, []
+        return opened + text
 
     def _step(self, calls: list[CallDelta]) -> str:
         """Divide the next part of the text. Returns content; nothing changes where more must be known."""

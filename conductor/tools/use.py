@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from moonpool.conductor.tools.formats import ToolFormat
-from moonpool.conductor.tools.parser import CallDelta, CallParser
+from moonpool.conductor.tools.parser import CallParser
 from moonpool.runtime.structure.grammars import Structure
 
 
@@ -20,25 +20,6 @@ class ToolUse:
     several: bool = True
     arguments: Mapping[str, Structure] = field(default_factory=dict)
 
-    def reader(self) -> CallReader:
-        return CallReader(CallParser(self.form), several=self.several)
-
-
-class CallReader:
-    """The content and the calls of one choice. ``called``: there is a call."""
-
-    def __init__(self, parser: CallParser, *, several: bool) -> None:
-        self._parser = parser
-        self._several = several
-
-    @property
-    def called(self) -> bool:
-        return self._parser.num_calls > 0
-
-    def read(self, text: str, *, ended: bool) -> tuple[str, list[CallDelta]]:
-        """Divide more text. ``ended``: there is no more after it."""
-        content, calls = self._parser.push(text)
-        if ended:
-            rest, more = self._parser.flush()
-            content, calls = content + rest, calls + more
-        return content, [call for call in calls if self._several or call.index == 0]
+    def reader(self) -> CallParser:
+        """Of one choice."""
+        return CallParser(self.form, several=self.several)

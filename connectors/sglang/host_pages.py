@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moonpool.connectors.sglang.errors import Unsupported
+from moonpool.connectors.errors import Unsupported
 from moonpool.kvstore.tiers.protocols import Bytes
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moonpool.connectors.sglang.errors import Unsupported
+from moonpool.connectors.errors import Unsupported
 from moonpool.kvstore.client import Tenant
 from moonpool.runtime.config.loading import load_config
 from moonpool.runtime.config.options import Config

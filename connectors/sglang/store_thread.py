@@ -10,8 +10,8 @@ from collections.abc import Callable, Coroutine
 from contextlib import ExitStack, aclosing
 from typing import Any, TypeVar
 
+from moonpool.connectors.errors import StoreAway
 from moonpool.connectors.service_thread import ServiceThread
-from moonpool.connectors.sglang.errors import StoreAway
 from moonpool.connectors.sglang.settings import Settings
 from moonpool.kvstore.client import StoreClient, open_client
 from moonpool.kvstore.client.connections import IndexDirectory

@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
 from moonpool.connectors.checkpoint import fingerprint_of, layout_facts
-from moonpool.connectors.vllm.errors import Unsupported
+from moonpool.connectors.errors import Unsupported
 from moonpool.connectors.vllm.lookup.prefix_index import PrefixIndex
 from moonpool.connectors.vllm.plan import StepPlan
 from moonpool.connectors.vllm.registration import registration_of

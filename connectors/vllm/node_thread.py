@@ -9,9 +9,9 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from moonpool.connectors.errors import NodeFailed
 from moonpool.connectors.service_thread import ServiceThread
 from moonpool.connectors.vllm.engine_node import EngineNode
-from moonpool.connectors.vllm.errors import NodeFailed
 from moonpool.runtime.service.lifecycle import ServiceContext
 from moonpool.runtime.service.vital import VITAL, cancel_and_wait
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moonpool.connectors.vllm.errors import Unsupported
+from moonpool.connectors.errors import Unsupported
 from moonpool.kvstore.tiers.protocols import Bytes
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from moonpool.connectors.errors import Unsupported
 from moonpool.connectors.vllm.conductor_settings import index_of
-from moonpool.connectors.vllm.errors import Unsupported
 from moonpool.runtime.config.loading import load_config
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.errors import ConfigError

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from moonpool.connectors.errors import NodeFailed
 from moonpool.connectors.service_thread import OnceAMinute
 from moonpool.connectors.vllm.engine_node import EngineNode
-from moonpool.connectors.vllm.errors import NodeFailed
 from moonpool.connectors.vllm.node_thread import NodeThread
 from moonpool.connectors.vllm.pages import PageReading, Pages
 from moonpool.connectors.vllm.parameters.hand_over import HandOver

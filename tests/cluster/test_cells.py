@@ -232,18 +232,71 @@ SAMPLINGS: list[dict[str, Any]] = [
 ]
 
 
+async def respond(
+    front: Front, begun: asyncio.Event | None = None, **more: Any
+) -> tuple[str, list[dict[str, Any]]]:
+    """The cell that began a stream of the Responses API, and its events."""
+    body = {"input": PROMPT * 8, "max_output_tokens": 300, "temperature": 0, "stream": True, **more}
+    headers, events = {"Authorization": "Bearer sk-free"}, list[dict[str, Any]]()
+    async with front.session.post(f"{front.url}/v1/responses", json=body, headers=headers) as response:
+        assert response.status == 200, await response.text()
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                events.append(json.loads(line.removeprefix(b"data: ")))
+                if begun is not None and len(events) > 8:
+                    begun.set()
+    return response.headers["x-moonpool-cell"], events
+
+
+def comparable(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without ids and times, which each response has of its own, and what happened to be cached."""
+    hidden = ("id", "item_id", "created_at", "input_tokens_details")
+
+    def without(value: Any) -> Any:
+        if isinstance(value, list):
+            return [without(one) for one in value]
+        if isinstance(value, dict):
+            return {name: without(one) for name, one in value.items() if name not in hidden}
+        return value
+
+    found: list[dict[str, Any]] = without(events)
+    return found
+
+
 async def test_a_killed_cell_is_replaced_within_the_region_and_then_by_another(front: Front) -> None:
     """The last test: cells are gone."""
     home = (await front.ask(PROMPT * 8)).cell
     [other] = {"eu-1", "eu-2"} - {home}
     long = {"max_tokens": 300, "ignore_eos": True, "stream": True, "return_token_ids": True}
     expected = [await front.ask(PROMPT * 8, **long, **one) for one in SAMPLINGS]
+    for number in count():
+        # Of another prompt than the completions', which is hot by now.
+        first = f"{number} {PROMPT * 8}"
+        cell, earlier = await respond(front, input=first, max_output_tokens=8)
+        if cell == home:
+            break
+    turns: list[dict[str, Any]] = [
+        {"input": first},
+        {"input": "And?", "previous_response_id": earlier[-1]["response"]["id"]},
+        {
+            "input": "And?",
+            "previous_response_id": earlier[-1]["response"]["id"],
+            "temperature": 0.9,
+            "seed": 3,
+        },
+    ]
+    whole_turns = [(await respond(front, **one))[1] for one in turns]
+    begun_turns = [asyncio.Event() for _ in turns]
     begun = [asyncio.Event() for _ in SAMPLINGS]
     streams = [
         asyncio.create_task(front.ask(PROMPT * 8, begun=event, **long, **one))
         for event, one in zip(begun, SAMPLINGS, strict=True)
     ]
-    await asyncio.gather(*(event.wait() for event in begun))
+    responses = [
+        asyncio.create_task(respond(front, event, **one))
+        for event, one in zip(begun_turns, turns, strict=True)
+    ]
+    await asyncio.gather(*(event.wait() for event in (*begun, *begun_turns)))
     for name in front.cells[home].children:
         kill(front.cells[home], name)
     for whole, stream in zip(expected, streams, strict=True):
@@ -255,6 +308,16 @@ async def test_a_killed_cell_is_replaced_within_the_region_and_then_by_another(f
         assert (reply.tokens, reply.texts) == (whole.tokens, whole.texts), "nothing is doubled or missing"
         assert len({event["id"] for event in reply.events}) == 1
     assert home in {stream.result().cell for stream in streams}
+    for turn, response in zip(whole_turns, responses, strict=True):
+        _, events = await response
+        assert [event.get("sequence_number") for event in events] == list(range(len(events))), events[-1]
+        assert comparable(events) == comparable(turn), "the end has the whole text and its usage"
+        assert len({event["response"]["id"] for event in events if "response" in event}) == 1
+        # The next turn is asked for by the name of a cell that is gone.
+        follows = {"previous_response_id": events[-1]["response"]["id"], "max_output_tokens": 4}
+        cell, after = await respond(front, input="And?", **follows)
+        assert cell == other and after[-1]["type"].startswith("response."), after[-1]
+    assert [response.result()[0] for response in responses[1:]] == [home, home], "which made the one before"
     # At once, without an answer that fails: connections are refused before the router has asked.
     found = await asyncio.gather(*(front.ask(f"{number} {PROMPT}", "acme") for number in range(6)))
     assert {(one.status, one.cell) for one in found} == {(200, other)}

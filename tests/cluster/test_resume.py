@@ -150,6 +150,29 @@ async def test_a_stream_goes_on_after_each_of_its_events(cluster: LocalCluster) 
             assert usage == [40, 40]
 
 
+async def test_a_response_goes_on_after_its_events(cluster: LocalCluster) -> None:
+    body = {
+        "input": "In the beginning",
+        "temperature": 0,
+        "max_output_tokens": 40,
+        "stream": True,
+        "stream_options": {"resumable": True},
+    }
+    url = f"{cluster.url}/v1/responses"
+    async with aiohttp.ClientSession() as http:
+        async with http.post(url, json=body) as response:
+            whole = await events(response, 1 << 30)
+        named = [nth for nth in range(1, len(whole)) if whole[nth][0] != whole[nth - 1][0]]
+        for nth in (*named[::9], named[-1]):
+            async with http.post(url, json=body, headers={"Last-Event-ID": whole[nth][0]}) as response:
+                assert response.status == 200, await response.text()
+                rest = await events(response, 1 << 30)
+            assert [data for _, data in rest[:-1]] == [data for _, data in whole[nth + 1 : -1]]
+            ends = [json.loads(one[-1][1])["response"] for one in (rest, whole)]
+            assert ends[0]["output"] == ends[1]["output"]
+            assert ends[0]["usage"]["output_tokens"] == ends[1]["usage"]["output_tokens"]
+
+
 async def test_who_may_not_go_on_with_a_stream_is_told_why(cluster: LocalCluster, tmp_path: Path) -> None:
     keys = {"a": "sk-tenant-a-0123456789abcdef", "b": "sk-tenant-b-0123456789abcdef"}
     file = tmp_path / "tenants.toml"

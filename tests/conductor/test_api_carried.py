@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from base64 import b64decode, b64encode
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from moonpool.conductor.api.choice import Delta
+from moonpool.conductor.api.responses.conversations import Conversations
 from moonpool.conductor.api.schemas import CarriedPast
-from tests.conductor.conftest import Api
+from moonpool.conductor.api.streams.resume import Position, Resumable, carried_messages
+from moonpool.conductor.requests.stream_records import StreamHead, StreamRecord
+from tests.conductor.conftest import Api, prompt_of
 
 TEXT = "the heaven and the earth. naïve café 你好 " * 6
 CARRY = {"x-moonpool-past": "1"}
@@ -24,7 +30,7 @@ class Event:
 
 
 async def events(api: Api, path: str, body: dict[str, Any]) -> list[Event]:
-    found, name, at, entries = list[Event](), "", "", list[str]()
+    found, name, at, entries, kind = list[Event](), "", "", list[str](), ""
     async with api.client.post(api.url + path, json=body, headers=CARRY) as response:
         assert response.status == 200, await response.text()
         assert response.headers["x-moonpool-past"] == "1"
@@ -37,7 +43,10 @@ async def events(api: Api, path: str, body: dict[str, Any]) -> list[Event]:
             elif line.startswith(": past "):
                 name, entry = line[7:].split(" ")
                 entries.append(entry)
+            elif line.startswith("event: "):
+                kind = line[7:]
             else:
+                assert not kind or f'{{"type":"{kind}",' in line
                 past = {"name": name, "at": at, "entries": list(entries)} if tagged else None
                 found.append(Event(line.removeprefix("data: "), past))
     return found
@@ -81,6 +90,66 @@ async def test_a_chat_goes_on_without_a_second_opening(speaking: Api) -> None:
     third = next(event for event in rest[5:] if event.past is not None)
     last = await events(speaking, "/v1/chat/completions", body | {"past": third.past})
     assert [one.data for one in last] == [one.data for one in rest[rest.index(third) + 1 :]]
+
+
+CALL = '<tool_call>\n{"name": "look", "arguments": {"city": "Ulm"}}\n</tool_call>'
+LOOK = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+
+
+@pytest.mark.parametrize("says", [TEXT, "Well. " + CALL])
+async def test_a_response_goes_on_after_each_of_its_events(tools_api: Api, says: str) -> None:
+    api = tools_api
+    _, before = await api.post("/v1/responses", {"input": "Hi"})
+    tokens = api.core.says(says)
+    api.core.script = lambda request: tokens[len(request.output_ids) :]
+    body = {"input": "In the", "stream": True, "tools": [LOOK], "previous_response_id": before["id"]}
+    whole = await events(api, "/v1/responses", body)
+    api.context.conversations = Conversations()  # those of another cluster
+    numbers = [json.loads(event.data)["sequence_number"] for event in whole]
+    assert numbers == list(range(len(whole)))
+    places = [place for place, event in enumerate(whole) if event.past is not None]
+    assert len(places) > 5
+    for place in [*places[::7], *places[-3:]]:
+        rest = await events(api, "/v1/responses", body | {"past": whole[place].past})
+        assert [one.data for one in rest] == [one.data for one in whole[place + 1 :]], place
+    final = json.loads(rest[-1].data)["response"]
+    assert final["usage"]["output_tokens"] == json.loads(whole[-1].data)["response"]["usage"]["output_tokens"]
+    # The next turn goes on from it where it ended.
+    status, after = await api.post("/v1/responses", {"input": "And?", "previous_response_id": final["id"]})
+    assert status == 200, after
+    assert "<|user|>Hi<|eos|>" in prompt_of(api), "with what came before it"
+
+
+def test_text_that_an_end_without_a_token_brings_is_not_lost() -> None:
+    head = StreamHead("a", 0, "", "", (1,), 0.0)
+    seen = Position().after(Delta(token_ids=[7]))
+    record = StreamRecord.new(head, "", "", lambda: None)
+    stream = Resumable(head, record, (seen,), [Position()], [seen], None)
+    run: Any = SimpleNamespace(choice=SimpleNamespace(index=0, num_cached_tokens=0))
+    assert stream.advance(run, Delta(text="So", token_ids=[7])) is None
+    end = Delta(text=" far", finish_reason="stop")
+    assert stream.advance(run, end) == end
+
+
+async def test_messages_of_another_tenant_or_of_no_stream_do_not_count(tools_api: Api) -> None:
+    api = tools_api
+    _, before = await api.post("/v1/responses", {"input": "Hi"})
+    api.core.script = lambda request: api.core.says(TEXT)
+    body = {"input": "In the", "stream": True, "previous_response_id": before["id"]}
+    whole = await events(api, "/v1/responses", body)
+    past = [event.past for event in whole if event.past is not None][20]
+    assert past is not None
+    api.context.conversations = Conversations()
+    raw = bytearray(b64decode(past["entries"][0]))
+    raw[-3] ^= 1
+    forged = past | {"entries": [b64encode(raw).decode()]}
+    status, answer = await api.post("/v1/responses", body | {"past": forged}, headers=CARRY)
+    assert (status, answer["error"]["code"]) == (403, "stream_forged")
+    assert carried_messages(past, "") == [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello, world."},
+    ]
+    assert carried_messages(past, "another") is None
 
 
 async def test_only_a_past_that_conductors_have_made_counts(speaking: Api) -> None:

@@ -23,6 +23,7 @@ class Carrying(CellServer):
 
     ends_after = NUM_EVENTS + 1  # events of a stream
     ending = b": at 99-0000"  # what it sends then, before its connection breaks
+    last = b"data: [DONE]\n\n"
     refuses = 0  # the status of its answer to what was begun elsewhere
 
     async def _answer(self, http: web.Request) -> web.StreamResponse:
@@ -46,7 +47,7 @@ class Carrying(CellServer):
             opening = OPENING if number == 0 else b""
             kept = f": past {self.name} {self.name}{number}\n" if number == begun or number % 3 == 0 else ""
             await stream.write(opening + f": at {number + 1}-00000000\n{kept}data: {number}\n\n".encode())
-        await stream.write(b"data: [DONE]\n\n")
+        await stream.write(self.last)
         return stream
 
 
@@ -60,10 +61,12 @@ def pace() -> Iterator[None]:
 BODY: dict[str, Any] = {"model": "m", "prompt": "1 " * 400, "stream": True}
 
 
-async def read(front: Front, number: int = 1) -> tuple[bytes, str]:
+async def read(
+    front: Front, number: int = 1, path: str = "/v1/completions", **more: str
+) -> tuple[bytes, str]:
     """Events, and the cell that began them."""
-    body = BODY | {"prompt": f"{number} " * 400}
-    async with front.client.post(f"{front.url}/v1/completions", json=body) as answer:
+    body = BODY | {"prompt": f"{number} " * 400} | more
+    async with front.client.post(front.url + path, json=body) as answer:
         assert answer.status == 200 and "x-moonpool-past" not in answer.headers
         return await answer.read(), answer.headers["x-moonpool-cell"]
 
@@ -91,6 +94,19 @@ async def test_a_stream_goes_on_elsewhere(after: int, ending: bytes) -> None:
             entries = [f"{home.name}{number}" for number in range(0, after, 3)]
             assert past == {"name": home.name, "at": f"{after}-00000000", "entries": entries}
             assert other.bodies[0] == {**BODY, "past": past}
+
+
+@pytest.mark.parametrize("kind", [b"completed", b"incomplete"])
+async def test_a_response_goes_on_though_only_its_cell_knows_the_one_before(kind: bytes) -> None:
+    last = b"event: response." + kind + b'\ndata: {"response":{}}\n\n'
+    servers = [Carrying(name) for name in "abc"]
+    for server in servers:
+        server.last = last
+    async with routed(*servers) as front:
+        servers[0].ends_after = 4
+        text, cell = await read(front, 1, "/v1/responses", previous_response_id="resp_a:abc-1")
+        assert (text, cell) == (WHOLE.replace(b"data: [DONE]\n\n", last), "a")
+        assert servers[0].bodies[0]["previous_response_id"] == "resp_a:abc-1"
 
 
 async def test_a_stream_survives_two_cells_and_not_three() -> None:

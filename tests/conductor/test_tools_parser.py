@@ -74,7 +74,7 @@ CASES: dict[str, tuple[ToolFormat, str, Parsed]] = {
 
 def parse(form: ToolFormat, pieces: list[str]) -> Parsed:
     parser, content, calls = CallParser(form), "", list[list[str]]()
-    for step in [*map(parser.push, pieces), parser.flush()]:
+    for step in [*map(parser.push, pieces), (parser.flush(), [])]:
         content += step[0]
         for call in step[1]:
             if call.name:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from moonpool.connectors.vllm.errors import Unsupported
+from moonpool.connectors.errors import Unsupported
 from moonpool.connectors.vllm.pages import Pages
 
 

@@ -15,7 +15,7 @@ import orjson
 import pytest
 
 from moonpool.connectors.checkpoint import fingerprint_of, layout_facts
-from moonpool.connectors.vllm.errors import Unsupported
+from moonpool.connectors.errors import Unsupported
 from moonpool.connectors.vllm.settings import check_engine, check_version, read_settings
 from moonpool.runtime.config.loading import load_config, shown_options
 from moonpool.runtime.config.options import Config

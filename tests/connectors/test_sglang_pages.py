@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from moonpool.connectors.sglang.errors import StoreAway, Unsupported
+from moonpool.connectors.errors import StoreAway, Unsupported
 from moonpool.connectors.sglang.host_pages import HostPages
 from moonpool.connectors.sglang.identity import engine_prefix, pool_name
 from moonpool.connectors.sglang.page_pool import PagePool

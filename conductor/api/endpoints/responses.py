@@ -15,7 +15,9 @@ from moonpool.conductor.api.prompts import chat_prompt
 from moonpool.conductor.api.responses.answer import ResponseAnswer
 from moonpool.conductor.api.responses.translation import chat_of, not_found
 from moonpool.conductor.api.schemas import ChatBody
+from moonpool.conductor.api.streams.resume import carried_messages
 from moonpool.conductor.api.structure.tool_use import tool_use
+from moonpool.conductor.requests.conversation_records import Messages
 from moonpool.kvstore.errors import IndexUnavailable
 
 
@@ -24,16 +26,19 @@ async def responses(http: web.Request) -> web.StreamResponse:
     context, tenant = http.app[CONTEXT], http[PRINCIPAL].client.name
     about: dict[str, Any] = {}
     chat: dict[str, Any] = {}
+    earlier: Messages = []
 
     async def translate(given: dict[str, Any]) -> dict[str, Any]:
-        previous, earlier = given.get("previous_response_id"), list[dict[str, Any]]()
+        previous = given.get("previous_response_id")
         if previous is not None:
             if not isinstance(previous, str):
                 raise bad_request("previous_response_id: must be a text", "previous_response_id")
-            found = await _earlier(context, tenant, previous)
+            found = carried_messages(given.get("past"), tenant)
+            if found is None:
+                found = await _earlier(context, tenant, previous)
             if found is None:
                 raise not_found(previous)
-            earlier = found
+            earlier.extend(found)
         chat.update(chat_of(given, earlier))
         about.update(_about(given))
         return chat
@@ -53,12 +58,12 @@ async def responses(http: web.Request) -> web.StreamResponse:
 
         async def ask(own: ApiContext) -> web.StreamResponse | None:
             prompt = await exchange.tokenize(chat_prompt(body, own.template, own.tokenizer))
-            return await exchange.answer(body, [prompt], None, tool_use(body, own), prepare)
+            return await exchange.answer(body, [prompt], None, tool_use(body, own), prepare, earlier)
 
         return await exchange.respond(ask)
 
 
-async def _earlier(context: ApiContext, tenant: str, response_id: str) -> list[dict[str, Any]] | None:
+async def _earlier(context: ApiContext, tenant: str, response_id: str) -> Messages | None:
     """The messages up to a response; None: it is unknown. Raises ``ApiError``: 503, Redis does not answer."""
     try:
         return await context.conversations.get(tenant, response_id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import orjson
 
@@ -12,6 +12,9 @@ from moonpool.conductor.api.choice import Choice, Delta, TokenEntry
 
 Item = dict[str, Any]
 
+ENDS: Final = (b"event: response.completed\n", b"event: response.incomplete\n")
+"""What the last event of a stream begins with."""
+
 
 class ResponseAnswer(Answer):
     """Items of the output come one after another: the text, then the calls."""
@@ -19,6 +22,7 @@ class ResponseAnswer(Answer):
     id_prefix = "resp_"
     whole_object = chunk_object = "response"
     text_open = text_close = b""
+    repeats_text = True
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -11,6 +11,7 @@ from moonpool.conductor.api.errors import ApiError, bad_request
 _SAME = (
     *("model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "user", "priority"),
     *("parallel_tool_calls", "service_tier", "cache_salt", "cache_hint", "chat_template_kwargs"),
+    *("stream_options", "past"),
 )
 # Ignoring these would change the meaning of a request.
 _REFUSED = {

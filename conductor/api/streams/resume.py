@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import orjson
@@ -22,10 +22,11 @@ from aiohttp import web
 from moonpool.conductor.api.choice import Delta
 from moonpool.conductor.api.context import ApiContext
 from moonpool.conductor.api.errors import ApiError, bad_request, unavailable
-from moonpool.conductor.api.schemas import CarriedPast, GenerationBody
+from moonpool.conductor.api.schemas import CarriedPast, GenerationBody, parse
 from moonpool.conductor.api.sequence_runs import SequenceRun
-from moonpool.conductor.api.streams.carried import PAST_HEADER, CarriedRecord, read_past
+from moonpool.conductor.api.streams.carried import PAST_HEADER, CarriedRecord, earlier_messages, read_past
 from moonpool.conductor.errors import StreamForged, StreamGone
+from moonpool.conductor.requests.conversation_records import Messages
 from moonpool.conductor.requests.stream_records import (
     TOKEN_CHARS,
     StreamHead,
@@ -100,6 +101,8 @@ class Resumable:
         if position.num_tokens > seen.num_tokens or (position.num_tokens == seen.num_tokens == 0):
             return delta
         if position.ended and not seen.ended and position.num_tokens == seen.num_tokens:
+            if not delta.token_ids:
+                return delta  # it may have text that was held back
             return Delta(finish_reason=delta.finish_reason, stop_reason=delta.stop_reason)
         return None
 
@@ -119,11 +122,20 @@ class Resumable:
 
 
 async def resumable(
-    http: web.Request, context: ApiContext, answer_id: str, body: GenerationBody, runs: Sequence[SequenceRun]
+    http: web.Request,
+    context: ApiContext,
+    answer_id: str,
+    body: GenerationBody,
+    runs: Sequence[SequenceRun],
+    earlier: Messages | None = None,
+    *,
+    repeats_text: bool = False,
 ) -> Resumable | None:
     """Prepare the runs of a stream: new ones, or for what is left of the one in ``Last-Event-ID``.
 
-    None: it was not asked for, or has too many choices. Raises ``ApiError``: 400, 403, 404, 409, 410, 503.
+    ``earlier``: messages that are not in the request itself. ``repeats_text``: the stream's end has all text:
+    choices of which only the end is missing run again. None: it was not asked for, or has too many choices.
+    Raises ``ApiError``: 400, 403, 404, 409, 410, 503.
     """
     given, records = http.headers.get(LAST_EVENT_ID), context.streams
     carries = PAST_HEADER in http.headers and not body.resumable
@@ -144,7 +156,9 @@ async def resumable(
         past, seen = StreamPast(head, ((),) * len(runs), (0,) * len(runs)), (Position(),) * len(runs)
     else:
         if carries and body.past is not None:
-            seen, past = _positions(body.past.at, len(runs)), _carried(body.past)
+            seen = _positions(body.past.at, len(runs))
+            with _genuine():
+                past = read_past(body.past)
         else:
             assert records is not None
             token, seen = _parsed(given or "", len(runs))
@@ -164,13 +178,14 @@ async def resumable(
     for run, seen_of_it, seed, tokens, cached in zip(
         runs, seen, head.seeds, past.tokens, past.cached, strict=True
     ):
+        run.ended = seen_of_it.ended and not repeats_text
         _prepare(run, seed, seen_of_it, tokens, cached, ran_s)
         if goes_on:
             # It was admitted before: it waits for room instead of being rejected.
             run.request, run.leader = replace(run.request, follows=True), None
-    positions = [one if one.ended else Position() for one in seen]
+    positions = [one if run.ended else Position() for one, run in zip(seen, runs, strict=True)]
     if carries:
-        carried = CarriedRecord(head)
+        carried = CarriedRecord(head, earlier)
         return Resumable(head, carried.record, seen, positions, list(seen), None, carried)
     assert records is not None
     return Resumable(head, records.begin(head), seen, positions, list(seen), records)
@@ -190,16 +205,27 @@ def _prepare(
         deadline_s=None if deadline_s is None else max(deadline_s - ran_s, 0.0),
         output_ids=tokens,
     )
-    run.ended = seen.ended
     if cached:
         run.choice.num_cached_tokens = cached
-    if seen.ended:
+    if run.ended:
         run.choice.num_tokens = seen.num_tokens
 
 
-def _carried(given: CarriedPast) -> StreamPast:
+def carried_messages(past: Any, tenant: str) -> Messages | None:
+    """What ``resumable`` got as ``earlier`` when another cluster began the stream; None: it got nothing.
+
+    ``past``: of a request, not validated yet. Raises ``ApiError``: 400, 403.
+    """
+    if not isinstance(past, dict):
+        return None
+    with _genuine():
+        return earlier_messages(parse(CarriedPast, past), tenant)
+
+
+@contextmanager
+def _genuine() -> Iterator[None]:
     try:
-        return read_past(given)
+        yield
     except (StreamForged, StreamGone) as error:
         raise _refused(403, str(error), "stream_forged") from error
 

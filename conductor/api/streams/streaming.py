@@ -21,6 +21,8 @@ from moonpool.conductor.observing.recent_requests import RequestRecord
 
 log = logging.getLogger(__name__)
 
+_END = b"\n\n"  # of an event
+
 SSE_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -105,20 +107,22 @@ class EventStream:
         if self._resumable is not None:
             new = self._resumable.advance(run, delta)
             if new is None:
+                self._answer.passed(run.choice, delta)
                 return
             delta = new
-        event = self._answer.chunk(run.choice, delta)
-        opening = b""
+        events = self._answer.chunk(run.choice, delta)
         if run.choice.index not in self._opened:
             self._opened.add(run.choice.index)
-            opening = self._answer.opening(run.choice.index)
+            events = self._answer.opening(run.choice.index) + events
         await self._only_writer()
         if not self._response.prepared:
             await self._response.prepare(self._http)
-        if event or opening:
-            # The id belongs to the last event, and is made when nothing comes between it and the write.
-            tag = b"" if self._resumable is None else self._resumable.id_line(run)
-            await self._writer.write(opening + tag + event if event else tag + opening)
+        if events:
+            if self._resumable is not None:
+                # The id belongs to the last event, and is made when nothing comes between it and the write.
+                before, end, last = events[: -len(_END)].rpartition(_END)
+                events = before + end + self._resumable.id_line(run) + last + _END
+            await self._writer.write(events)
         self._record.write_s += clock() - started_s
 
     async def _only_writer(self) -> None:

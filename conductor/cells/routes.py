@@ -1,4 +1,4 @@
-"""What a conductor tells routers of its cell: ``GET /v1/cell``."""
+"""What routers of cells ask a conductor: how it is, and hot prefixes to carry from one cell to another."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ import orjson
 from aiohttp import web
 
 from moonpool.conductor.api.context import CONTEXT
+from moonpool.conductor.api.errors import bad_request, forbidden
 from moonpool.conductor.api.models.lanes import LANES
+from moonpool.conductor.api.request_body import read_object
+from moonpool.conductor.api.status_routes import reply
+from moonpool.kvstore.errors import EntryRefused
 from moonpool.kvstore.index.redis.node_record import STAGES
 
 FRESH_S: Final = 0.5
@@ -18,7 +22,7 @@ _SERVING: Final = ("ready", "unhealthy")  # states of nodes that take requests
 _COMPUTING: Final = (*STAGES, "both")
 
 
-async def cell(http: web.Request) -> web.Response:
+async def summary(http: web.Request) -> web.Response:
     """``GET /v1/cell``: what routers need to know, up to ``FRESH_S`` old.
 
     ``num_requests``: in flight at this conductor, one of ``num_conductors``. ``hot``: digests of
@@ -50,3 +54,28 @@ async def cell(http: web.Request) -> web.Response:
         )
         context.cell_summary = context.clock(), body
     return web.Response(body=body, content_type="application/json")
+
+
+async def offered(http: web.Request) -> web.Response:
+    """``GET /v1/cell/prefixes?moves=1``: hot prefixes of all models, each as ``Offers.made`` tells it."""
+    lanes, moves = http.app[LANES], http.query.get("moves") == "1"
+    found = [one | {"model": lane.name} for lane in lanes for one in lane.conductor.offers.made(moves=moves)]
+    return reply({"prefixes": found})
+
+
+async def take(http: web.Request) -> web.Response:
+    """``POST /v1/cell/prefixes``: read prefixes of another cell. See ``Offers.take``.
+
+    A key that may only read is enough: each offer has the seal of a conductor with the cluster's key.
+    """
+    body = await read_object(http, http.app[CONTEXT].options.max_body_nbytes)
+    model, texts = body.get("model"), body.get("prefixes")
+    lane = http.app[LANES].find(model) if isinstance(model, str) else None
+    if lane is None or not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise bad_request("prefixes: a list of offers of a cell, with the model that they are of", "prefixes")
+    try:
+        return reply(await lane.conductor.offers.take(texts))
+    except EntryRefused as error:
+        raise forbidden(f"prefixes: {error}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise bad_request(f"prefixes: no offer of a cell: {error}", "prefixes") from None

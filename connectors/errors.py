@@ -1,4 +1,4 @@
-"""Errors of the backend."""
+"""Errors of the connectors."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ from moonpool.runtime.failures import FailureClass
 
 
 class Unsupported(MoonpoolError):
-    """This engine or this setting of it cannot be served; the message says which and what works."""
+    """This engine or this setting of it cannot be served; the message says which and what works. The engine
+    ends at its start."""
 
     failure = FailureClass.REQUEST
+
+
+class NodeFailed(MoonpoolError):
+    """The store node in vLLM has ended. It is started again; loads and saves fail until then."""
+
+    failure = FailureClass.NODE
 
 
 class StoreAway(MoonpoolError):
