@@ -17,6 +17,7 @@ from moonpool.conductor.placing.placement import Placement, Rejection
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.runtime.errors import ConfigError
 from moonpool.simulator.cluster.clock import Clock
+from moonpool.simulator.cluster.conductor import Conductor
 from moonpool.simulator.cluster.elastic_fleet import ElasticFleet
 from moonpool.simulator.cluster.hot_prefixes import HotPrefixCopies
 from moonpool.simulator.cluster.job import CacheUse, Job
@@ -66,6 +67,7 @@ class Simulation:
             block_tokens=scenario.block_tokens,
             has_open_requests=lambda: self._num_open > 0,
         )
+        self.conductor = Conductor(self.clock)
         self._placed: dict[Job, _Placed] = {}
         self._num_open = len(self.jobs)
         self._num_late = 0  # without a first token within the SLO
@@ -110,7 +112,7 @@ class Simulation:
         for event in self.scenario.events:
             self.clock.at(event.at_s, self._apply_event, event)
         for job in self.jobs:
-            self.clock.at(job.request.arrival_s, self._arrive, job)
+            self.clock.at(job.request.arrival_s, self._enter, job)
         self.clock.run()
 
     def _count_late(self) -> None:
@@ -161,7 +163,14 @@ class Simulation:
 
     # ------------------------------------------------------------------ placement
 
+    def _enter(self, job: Job) -> None:
+        if rejection := self.conductor.enter(job):
+            self._reject(job, rejection.stage)
+        else:
+            self._arrive(job)
+
     def _arrive(self, job: Job) -> None:
+        assert job.turn is not None
         now_s, slo = self.clock.now_s, job.slo(self.scenario.slo)
         job.attempt += job.attempt == 0
         view = self.cluster.view(job)
@@ -173,7 +182,8 @@ class Simulation:
             remaining_tokens=job.remaining,
             expected_tokens=expected,
             deadline_s=_FOREVER_S,
-            fairness_delay_s=self.scenario.placement.slack_s(slo, self.scenario.slo),
+            fairness_delay_s=job.turn.delay_s(now_s)
+            + self.scenario.placement.slack_s(slo, self.scenario.slo),
             origin=job.request.origin,
             adapter=job.request.adapter,
         )
@@ -207,6 +217,15 @@ class Simulation:
     ) -> None:
         now_s, estimate = self.clock.now_s, placement.prefill
         order_s = now_s + placement.patience_s
+        if job.attempt == 1 and job.turn is not None:
+            available = self.cluster.available
+            job.turn.charge(
+                placement,
+                expected,
+                num_prefill=available("prefill"),
+                num_decode=available("decode"),
+                now_s=now_s,
+            )
         self.copies.note(job.keys, placement)
         job.computing = True
         prefill.jobs[job] = None
@@ -381,6 +400,7 @@ class Simulation:
         job.done_s = self.clock.now_s
         self._num_open -= 1
         self._leave(job)
+        self.conductor.leave(job)
 
     def _outcome(self) -> Outcome:
         jobs = self.jobs

@@ -56,8 +56,10 @@ _SCENARIO = (
 @click.option("--workload", metavar="KEY=VALUE,…", help="Generate requests instead: sessions=500,rate=2.")
 @click.option(
     "--beside",
+    multiple=True,
     metavar="KEY=VALUE,…",
-    help="A second workload at the same time, such as batch requests with slo_ttft=120,slo_tbt=1.",
+    help="Repeatable: another workload at the same time, such as batch requests with slo_ttft=120,slo_tbt=1, "
+    "or those of another tenant: tenant=b,weight=2,max_requests=8,tokens_per_minute=60000.",
 )
 @click.option("--prefill", "num_prefill", default=8, show_default=True, help="Prefill nodes.")
 @click.option("--decode", "num_decode", default=8, show_default=True, help="Decode nodes.")
@@ -260,9 +262,9 @@ def _requests(given: dict[str, Any]) -> list[TraceRequest]:
     else:
         found = load_trace(path, block_tokens=block_tokens)
     found = at_speed(found, given["speed"], given["limit"])
-    if given["beside"] is None:
-        return found
-    return beside(found, inputs.workload(given["beside"], block_tokens, seed).requests())
+    for text in given["beside"]:
+        found = beside(found, inputs.workload(text, block_tokens, seed).requests())
+    return found
 
 
 def _scenario(given: dict[str, Any], policy: str) -> Scenario:

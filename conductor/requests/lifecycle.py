@@ -200,7 +200,7 @@ class RequestRun:
 
     async def _enter(self) -> None:
         deps = self._deps
-        self._admitted = await deps.admission.enter(self._request, self.abort, unless=self._aborted)
+        self._admitted = await deps.admission.admit(self._request, self.abort, unless=self._aborted)
         if not self._admitted:
             assert self._ending is not None
             raise self._ending
@@ -439,7 +439,7 @@ class RequestRun:
         ended_by_client = error is None or isinstance(error, DeadlineExceeded)
         pays = num_new > 0 or (ended_by_client and self._placer.num_attempts > 0)
         self._placer.settle(pays=pays)
-        self._deps.admission.leave(self._request, num_new, pays=pays)
+        self._deps.admission.end(self._request, num_new, pays=pays)
         self._deps.batch_queue.notify()
         if error is None and num_new > 0:
             self._send_hint()

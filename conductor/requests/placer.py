@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from moonpool.conductor.accounts.spent import Spent
-from moonpool.conductor.admission.fair_share import Work
 from moonpool.conductor.admission.rejection import DecodeOutlook
 from moonpool.conductor.admission.tenants import may_hold
+from moonpool.conductor.admission.turn import Turn
 from moonpool.conductor.engines.attempt import EngineAttempt
 from moonpool.conductor.errors import NoStructures
 from moonpool.conductor.fleet.member import Member
@@ -68,8 +68,9 @@ class RequestPlacer:
         self._limit = limit
         self._deadline = deadline
         self._slo = request.slo(deps.slo)
-        self._order_s: float | None = None  # its turn among the requests of all tenants
-        self._charged, self._decode_token_s = Work(), 0.0
+        self._turn = Turn(
+            request.client, request.adapter_name, deps.fair_share, deps.adapter_shares, deps.usage
+        )
         # Drawn once, so that sampling does not depend on placements.
         seed = request.sampling.seed
         seed = deps.rng.getrandbits(64) if seed is None else seed % 2**64
@@ -240,30 +241,18 @@ class RequestPlacer:
     def settle(self, *, pays: bool) -> None:
         """Charge the tenant for its output as it was, or, with ``pays`` False, for nothing."""
         if self.num_attempts:
-            used = Work()
-            if pays:
-                num_tokens = len(self._lineage.output_ids) - len(self._request.output_ids)
-                decode_s = self._decode_token_s * num_tokens
-                used = Work(self._charged.prefill_s, decode_s)
-            self._use(used)
+            num_tokens = len(self._lineage.output_ids) - len(self._request.output_ids)
+            self._turn.settle(num_tokens, self._deps.clock(), pays=pays)
 
     def _charge(self, placement: Placement) -> None:
-        """Charge the tenant for the first attempt: those after a failure are not its own doing."""
-        registry, decode = self._deps.registry, placement.decode
-        if decode is not None:
-            # Its part of a step, which the sequences of the batch share. The node has measured the step.
-            num_nodes = max(registry.available("decode"), 1)
-            self._decode_token_s = decode.step_s / (decode.num_running + 1) / num_nodes
-        prefill_s = placement.prefill.compute_s / max(registry.available("prefill"), 1)
-        self._use(Work(prefill_s, self._decode_token_s * self.expected_tokens()))
-
-    def _use(self, used: Work) -> None:
-        """Change what the tenant was charged to ``used``."""
-        deps, tenant, more = self._deps, self._request.client, used.minus(self._charged)
-        deps.adapter_shares.charge(tenant.name, self._request.adapter_name, more, deps.clock())
-        if tenant.name:
-            deps.usage.charge(tenant, more)
-        self._charged = used
+        available = self._deps.registry.available
+        self._turn.charge(
+            placement,
+            self.expected_tokens(),
+            num_prefill=available("prefill"),
+            num_decode=available("decode"),
+            now_s=self._deps.clock(),
+        )
 
     def _adapter_source(self, nodes: Iterable[Member | None]) -> node_pb2.KvAddress | None:
         """Return the address of a node near by that has the request's adapter in memory, where one of
@@ -325,13 +314,7 @@ class RequestPlacer:
         """Seconds added to its arrival in the queues of nodes; negative: with a shorter SLO than others."""
         if self._request.batch:
             return _BATCH_LAG_S
-        # Decided once: a request that is placed again keeps its turn, whatever its tenant was charged since.
-        if self._order_s is None:
-            deps, tenant = self._deps, self._request.client.name
-            delay_s = deps.fair_share.delay_s(tenant, now_s)
-            delay_s += deps.adapter_shares.delay_s(tenant, self._request.adapter_name, now_s)
-            self._order_s = now_s + delay_s
-        return max(self._order_s - now_s, 0.0) + self._slack_s()
+        return self._turn.delay_s(now_s) + self._slack_s()
 
     def _slack_s(self) -> float:
         # Only the operator lets requests go before others: a client may ask for a later turn, not an earlier.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from moonpool.conductor.admission.turn import Turn
 from moonpool.conductor.observing.slo import Slo
 from moonpool.simulator.cluster.memory import PinnedBlocks
 from moonpool.simulator.inputs.trace import TraceRequest
@@ -31,6 +32,7 @@ class Job:
     request: TraceRequest
     keys: list[bytes]
     attempt: int = 0
+    turn: Turn | None = None  # None: not admitted
     decodes_in_place: bool = False  # on the node of its prefill
     use: CacheUse = field(default_factory=CacheUse)
     slow: tuple[int, int] = (0, 0)  # blocks to load from host and SSD

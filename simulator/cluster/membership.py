@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from moonpool.conductor.admission.rejection import DecodeOutlook
-from moonpool.conductor.admission.tenants import may_hold
+from moonpool.conductor.admission.tenants import EVERYWHERE, may_hold
 from moonpool.conductor.costs.links import LinkModel
 from moonpool.conductor.costs.model import CostModel
 from moonpool.conductor.costs.regions import NEAR, RegionLink, RegionLinks
@@ -196,6 +196,11 @@ class Cluster:
             self._eligible.put(node, self._clock.now_s)
 
     # ------------------------------------------------------------------ what placement sees
+
+    def available(self, role: str) -> int:
+        """Number of nodes of a role that requests may go to now."""
+        now_s = self._clock.now_s
+        return self._eligible.within(EVERYWHERE, self.nodes.values(), now_s).count(role, now_s)
 
     def holders(self, keys: Sequence[bytes]) -> dict[str, int]:
         """Return the number of leading blocks that each node holds."""
