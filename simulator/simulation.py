@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from moonpool.conductor.admission.rejection import REJECTIONS
-from moonpool.conductor.costs.output_lengths import OutputLengths
 from moonpool.conductor.observing.demand import DemandCounter
 from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.placing.cluster_view import PlaceRequest
@@ -18,6 +17,7 @@ from moonpool.kvstore.blocks.tier import Tier
 from moonpool.runtime.errors import ConfigError
 from moonpool.simulator.cluster.clock import Clock
 from moonpool.simulator.cluster.conductor import Conductor
+from moonpool.simulator.cluster.coordination import Coordination
 from moonpool.simulator.cluster.elastic_fleet import ElasticFleet
 from moonpool.simulator.cluster.hot_prefixes import HotPrefixCopies
 from moonpool.simulator.cluster.job import CacheUse, Job
@@ -59,7 +59,10 @@ class Simulation:
         self.clock = Clock()
         self.cluster = Cluster(scenario, self.clock, on_prefilled=self._prefilled, on_decoded=self._finish)
         self.nodes = self.cluster.nodes
-        self.jobs = [Job(i, request, self.cluster.keys_of(request)) for i, request in enumerate(requests)]
+        self.jobs = [
+            Job(i, request, self.cluster.keys_of(request), i % scenario.num_conductors)
+            for i, request in enumerate(requests)
+        ]
         self.copies = HotPrefixCopies(
             self.cluster,
             self.clock,
@@ -67,7 +70,12 @@ class Simulation:
             block_tokens=scenario.block_tokens,
             has_open_requests=lambda: self._num_open > 0,
         )
-        self.conductor = Conductor(self.clock)
+        self.coordination = Coordination(
+            self.cluster.conductors,
+            self.clock,
+            share_s=scenario.share_s,
+            has_open_requests=lambda: self._num_open > 0,
+        )
         self._placed: dict[Job, _Placed] = {}
         self._num_open = len(self.jobs)
         self._num_late = 0  # without a first token within the SLO
@@ -83,12 +91,11 @@ class Simulation:
                 self.demand,
                 has_open_requests=lambda: self._num_open > 0,
             )
-        self._lengths = OutputLengths()
         self._longest = max((request.output_tokens for request in requests), default=1)
         self.moves = Moves(
             self.cluster,
             self.clock,
-            self._lengths,
+            self.cluster.costs.output_lengths,
             causes=scenario.migrate,
             tbt_s=scenario.slo.tbt_s,
             block_tokens=scenario.block_tokens,
@@ -119,6 +126,9 @@ class Simulation:
         self._num_late += 1
         if self._most_late is not None and self._num_late > self._most_late:
             self.clock.stop()
+
+    def _conductor(self, job: Job) -> Conductor:
+        return self.cluster.conductors[job.conductor]
 
     # ------------------------------------------------------------------ nodes join and fail
 
@@ -164,19 +174,20 @@ class Simulation:
     # ------------------------------------------------------------------ placement
 
     def _enter(self, job: Job) -> None:
-        if rejection := self.conductor.enter(job):
+        if rejection := self._conductor(job).enter(job):
             self._reject(job, rejection.stage)
         else:
             self._arrive(job)
 
     def _arrive(self, job: Job) -> None:
         assert job.turn is not None
-        now_s, slo = self.clock.now_s, job.slo(self.scenario.slo)
+        now_s, slo, conductor = self.clock.now_s, job.slo(self.scenario.slo), self._conductor(job)
         job.attempt += job.attempt == 0
+        self.coordination.decides()
         view = self.cluster.view(job)
         limit = job.request.output_tokens if self.scenario.knows_lengths else self._longest
         remaining = limit - job.num_produced
-        expected = self._lengths.expected(job.request.input_tokens, job.num_produced, remaining)
+        expected = conductor.lengths.expected(job.request.input_tokens, job.num_produced, remaining)
         request = PlaceRequest(
             num_tokens=job.num_tokens,
             remaining_tokens=job.remaining,
@@ -192,7 +203,6 @@ class Simulation:
         if isinstance(placement, Rejection):
             self._reject(job, "no node" if placement.role else "too large")
             return
-        prefill = self.nodes[placement.prefill.node_id]
         decode = self.nodes[placement.decode.node_id] if placement.decode else None
         if job.attempt == 1:
             estimate = placement.prefill
@@ -210,26 +220,27 @@ class Simulation:
             if rejection is not None:
                 self._reject(job, rejection.stage or "arrival")
                 return
-        self._start(job, placement, prefill, decode, expected)
+        num_blocks = -(-(job.num_tokens + expected) // self.scenario.block_tokens)
+        self._start(job, self.coordination.book(conductor, placement, num_blocks), expected)
 
-    def _start(
-        self, job: Job, placement: Placement, prefill: Node, decode: Node | None, expected: int
-    ) -> None:
+    def _start(self, job: Job, placement: Placement, expected: int) -> None:
         now_s, estimate = self.clock.now_s, placement.prefill
+        prefill = self.nodes[estimate.node_id]
+        decode = self.nodes[placement.decode.node_id] if placement.decode else None
         order_s = now_s + placement.patience_s
         if job.attempt == 1 and job.turn is not None:
-            available = self.cluster.available
+            eligible = self._conductor(job).eligible()
             job.turn.charge(
                 placement,
                 expected,
-                num_prefill=available("prefill"),
-                num_decode=available("decode"),
+                num_prefill=eligible.count("prefill", now_s),
+                num_decode=eligible.count("decode", now_s),
                 now_s=now_s,
             )
         self.copies.note(job.keys, placement)
         job.computing = True
         prefill.jobs[job] = None
-        prefill.load.begin_prefill(
+        prefill.of(job).load.begin_prefill(
             job, estimate.compute_s, placement.patience_s, starts_in_s=estimate.starts_in_s
         )
         if decode is not None and job.remaining > 1:
@@ -287,7 +298,7 @@ class Simulation:
         source.memory.use(keys)
 
         def fetched() -> None:
-            self.cluster.moved(source, node, nbytes, began_s)
+            self.cluster.moved(job, source, node, nbytes, began_s)
             if source.alive:
                 source.memory.release(held)
                 source.on_blocks_released()
@@ -298,7 +309,7 @@ class Simulation:
             node.queue_prefill(job, order_s)
 
         nbytes = count * self.cluster.block_nbytes
-        self.cluster.links.begin(source.node_id, node.node_id, nbytes, self.clock.now_s)
+        self._conductor(job).links.begin(source.node_id, node.node_id, nbytes, self.clock.now_s)
         self.cluster.network.start(source.node_id, node.node_id, nbytes, fetched)
 
     def _prefilled(self, job: Job) -> None:
@@ -306,7 +317,7 @@ class Simulation:
         now_s = self.clock.now_s
         placed = self._placed[job]
         node, decode = placed.prefill, placed.decode
-        node.load.end_prefill(job)
+        node.of(job).load.end_prefill(job)
         job.computing = False
         if job.first_token_s < 0:
             job.first_token_s = job.since_s = now_s
@@ -326,14 +337,15 @@ class Simulation:
             self._place_again(job)
             return
         if self.scenario.rejection != "none":
-            expected = self._lengths.expected(job.request.input_tokens, job.num_produced, job.remaining)
+            lengths = self._conductor(job).lengths
+            expected = lengths.expected(job.request.input_tokens, job.num_produced, job.remaining)
             outlook = self.cluster.outlook(decode, job, expected)
             assert outlook is not None
             policy = REJECTIONS[self.scenario.rejection]
             if policy.before_decode(outlook, job.slo(self.scenario.slo), now_s) is not None:
                 self._reject(job, "decode")
                 return
-        decode.load.decoding(job)
+        decode.of(job).load.decoding(job)
         if decode is node:
             decode.decode(job)
         else:
@@ -369,7 +381,7 @@ class Simulation:
         attempt, began_s = job.attempt, self.clock.now_s
 
         def moved() -> None:
-            self.cluster.moved(node, decode, nbytes, began_s)
+            self.cluster.moved(job, node, decode, nbytes, began_s)
             if job.attempt != attempt:
                 return
             placed.hand_over = None
@@ -380,11 +392,11 @@ class Simulation:
             self.cluster.ends(node)
             decode.decode(job)
 
-        self.cluster.links.begin(node.node_id, decode.node_id, round(nbytes), self.clock.now_s)
+        self._conductor(job).links.begin(node.node_id, decode.node_id, round(nbytes), self.clock.now_s)
         placed.hand_over = self.cluster.network.start(node.node_id, decode.node_id, nbytes, moved)
 
     def _finish(self, job: Job) -> None:
-        self._lengths.observe(job.request.input_tokens, job.request.output_tokens)
+        self._conductor(job).lengths.observe(job.request.input_tokens, job.request.output_tokens)
         gap_s = (job.since_s - job.first_token_s) / max(job.request.output_tokens - 1, 1)
         self.demand.ended(job.request.output_tokens, gap_s <= job.slo(self.scenario.slo).tbt_s)
         self._end(job)
@@ -400,7 +412,7 @@ class Simulation:
         job.done_s = self.clock.now_s
         self._num_open -= 1
         self._leave(job)
-        self.conductor.leave(job)
+        self._conductor(job).leave(job)
 
     def _outcome(self) -> Outcome:
         jobs = self.jobs

@@ -19,6 +19,7 @@ from moonpool.bench.simulation.robustness import robustness as errors_of_estimat
 from moonpool.bench.simulation.rows import curves, rows
 from moonpool.bench.simulation.validation import SECONDS, Settings, validate
 from moonpool.conductor.admission.rejection import REJECTIONS
+from moonpool.conductor.coordination.bookings import SHARE_S
 from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.placing.policies import POLICIES
 from moonpool.kvstore.eviction import POLICIES as EVICTION_POLICIES
@@ -42,6 +43,7 @@ _EVICTION = click.Choice(list(EVICTION_POLICIES))
 # Options that are fields of a scenario as they are.
 _SCENARIO = (
     "num_prefill", "num_decode", "num_both", "rejection", "block_tokens", "host_policy", "ssd_policy", "seed",
+    "num_conductors", "share_s",
 )  # fmt: skip
 
 
@@ -83,6 +85,16 @@ _SCENARIO = (
 )
 @click.option("--slo-ttft", default=math.inf, metavar="SECONDS", help="Limit of the time to first token.")
 @click.option("--slo-tbt", default=math.inf, metavar="SECONDS", help="Limit of the longest tenth of gaps.")
+@click.option("--conductors", "num_conductors", default=1, show_default=True, help="They share the nodes.")
+@click.option(
+    "--share-every",
+    "share_s",
+    default=SHARE_S,
+    show_default=True,
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="Pause between the conductors' reports of load to each other; 0: before each decision.",
+)
 @click.option(
     "--speed",
     default=1.0,

@@ -31,6 +31,7 @@ class Job:
     number: int
     request: TraceRequest
     keys: list[bytes]
+    conductor: int = 0  # the number of its own
     attempt: int = 0
     turn: Turn | None = None  # None: not admitted
     decodes_in_place: bool = False  # on the node of its prefill
