@@ -7,12 +7,13 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from moonpool.conductor.admission.rejection import REJECTIONS
+from moonpool.conductor.admission.rejection import ARRIVAL, DECODE, REJECTIONS
 from moonpool.conductor.observing.demand import DemandCounter
-from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.placing.cluster_view import PlaceRequest
 from moonpool.conductor.placing.place import place
-from moonpool.conductor.placing.placement import Placement, Rejection
+from moonpool.conductor.placing.placement import Placement, PrefillEstimate, Rejection
+from moonpool.conductor.planning.on_demand import NODE_WAIT_S
+from moonpool.conductor.requests.life import LOST, Fail, Look, Refuse, Start
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.runtime.errors import ConfigError
 from moonpool.simulator.cluster.clock import Clock
@@ -137,21 +138,31 @@ class Simulation:
             self.cluster.join(event.role)
         elif (node := self.cluster.fail(event.role, event.number)) is not None:
             for job in list(node.jobs):
-                self._lose(job, node)
+                self._place_again(job, LOST, node.node_id)
 
-    def _lose(self, job: Job, node: Node) -> None:
-        """Place a job again, with its output so far, after ``node`` has failed."""
+    def _place_again(self, job: Job, cause: str, *nodes: str) -> None:
+        """Place a job again, with its output so far: its attempt failed on ``nodes``."""
         if job.ended:
             return
-        prefill = self._placed[job].prefill
-        if node is not prefill and prefill.alive and job.computing:
-            return  # its prefill goes on; ``_prefilled`` sees that the decode node is gone
-        self._place_again(job)
-
-    def _place_again(self, job: Job) -> None:
         job.attempt += 1
         self._leave(job)
-        self._arrive(job)
+        step = job.life.failed(cause, nodes, job.num_produced)
+        if isinstance(step, Fail):
+            self._reject(job, "failed")
+        else:
+            self._look_again(job, step)
+
+    def _look_again(self, job: Job, step: Look) -> None:
+        attempt = job.attempt
+
+        def look() -> None:
+            if job.attempt == attempt:
+                self._arrive(job)
+
+        if step.after_s:
+            self.clock.at(self.clock.now_s + step.after_s, look)
+        else:
+            look()
 
     def _moved(self, job: Job, node: Node) -> None:
         self._placed[job].decode = node
@@ -198,37 +209,52 @@ class Simulation:
             origin=job.request.origin,
             adapter=job.request.adapter,
         )
-        given = slo if job.attempt == 1 else Slo()
-        placement = place(request, view, given, self.scenario.placement)
-        if isinstance(placement, Rejection):
-            self._reject(job, "no node" if placement.role else "too large")
-            return
-        decode = self.nodes[placement.decode.node_id] if placement.decode else None
-        if job.attempt == 1:
-            estimate = placement.prefill
-            if self.fleet is not None and estimate.local_tokens:
-                self.fleet.used(estimate.node_id, estimate.local_tokens)
-            self.demand.arrived(estimate.compute_s, job.num_tokens, estimate.prefix_tokens)
-        if decode is not None and not decode.fits(job):
-            # Placement needs room for the prompt and one token; the simulator reserves the whole output.
-            self._reject(job, "too large")
-            return
-        if job.attempt == 1 and (decode is None or job.remaining > 1):
+        outcome = place(request, view, job.life.slo(slo), self.scenario.placement)
+
+        def rejects() -> Rejection | None:
+            assert isinstance(outcome, Placement)
+            decode = self.nodes[outcome.decode.node_id] if outcome.decode else None
             outlook = self.cluster.outlook(decode, job, expected)
-            policy = REJECTIONS[self.scenario.rejection]
-            rejection = policy.at_arrival(placement, outlook, slo, now_s)
-            if rejection is not None:
-                self._reject(job, rejection.stage or "arrival")
+            return REJECTIONS[self.scenario.rejection].at_arrival(outcome, outlook, slo, now_s)
+
+        if isinstance(outcome, Placement):
+            if not job.life.num_attempts:
+                self._count_demand(job, outcome.prefill)
+            if outcome.decode is not None and not self.nodes[outcome.decode.node_id].fits(job):
+                # Placement needs room for the prompt and one token; the simulator reserves the whole output.
+                self._reject(job, "too large")
                 return
-        num_blocks = -(-(job.num_tokens + expected) // self.scenario.block_tokens)
-        self._start(job, self.coordination.book(conductor, placement, num_blocks), expected)
+        match job.life.decided(outcome, rejects):
+            case Refuse(rejection):
+                self._reject(job, "too large" if rejection.capacity_tokens else rejection.stage or ARRIVAL)
+            case Look() as step:
+                self._wait_for_node(job, step)
+            case Start(placement):
+                job.absent_s = -1.0
+                num_blocks = -(-(job.num_tokens + expected) // self.scenario.block_tokens)
+                self._start(job, self.coordination.book(conductor, placement, num_blocks), expected)
+
+    def _count_demand(self, job: Job, estimate: PrefillEstimate) -> None:
+        if self.fleet is not None and estimate.local_tokens:
+            self.fleet.used(estimate.node_id, estimate.local_tokens)
+        self.demand.arrived(estimate.compute_s, job.num_tokens, estimate.prefix_tokens)
+
+    def _wait_for_node(self, job: Job, step: Look) -> None:
+        now_s = self.clock.now_s
+        if job.absent_s < 0:
+            job.absent_s = now_s
+        if now_s - job.absent_s >= NODE_WAIT_S:
+            self._reject(job, "no node")
+        else:
+            self._look_again(job, step)
 
     def _start(self, job: Job, placement: Placement, expected: int) -> None:
         now_s, estimate = self.clock.now_s, placement.prefill
         prefill = self.nodes[estimate.node_id]
         decode = self.nodes[placement.decode.node_id] if placement.decode else None
         order_s = now_s + placement.patience_s
-        if job.attempt == 1 and job.turn is not None:
+        job.life.started()
+        if job.life.num_attempts == 1 and job.turn is not None:
             eligible = self._conductor(job).eligible()
             job.turn.charge(
                 placement,
@@ -333,18 +359,18 @@ class Simulation:
             self._finish(job)
             return
         assert decode is not None
-        if not decode.alive:
-            self._place_again(job)
-            return
-        if self.scenario.rejection != "none":
+
+        def rejects() -> Rejection | None:
             lengths = self._conductor(job).lengths
             expected = lengths.expected(job.request.input_tokens, job.num_produced, job.remaining)
             outlook = self.cluster.outlook(decode, job, expected)
             assert outlook is not None
             policy = REJECTIONS[self.scenario.rejection]
-            if policy.before_decode(outlook, job.slo(self.scenario.slo), now_s) is not None:
-                self._reject(job, "decode")
-                return
+            return policy.before_decode(outlook, job.slo(self.scenario.slo), now_s)
+
+        if job.life.prefilled(job.num_produced - 1, rejects) is not None:
+            self._reject(job, DECODE)
+            return
         decode.of(job).load.decoding(job)
         if decode is node:
             decode.decode(job)

@@ -23,6 +23,7 @@ from moonpool.conductor.request import GenerateRequest
 from moonpool.conductor.requests.attempt import Attempt, AttemptPlan
 from moonpool.conductor.requests.deadline import Deadline
 from moonpool.conductor.requests.dependencies import RequestDependencies
+from moonpool.conductor.requests.life import RequestLife
 from moonpool.conductor.requests.lineage import Lineage
 from moonpool.conductor.requests.migration import MigrationPlan
 from moonpool.protos import node_pb2
@@ -47,14 +48,13 @@ class RequestPlacer:
         self,
         request: GenerateRequest,
         deps: RequestDependencies,
+        life: RequestLife,
         lineage: Lineage,
         *,
         limit: int,
         deadline: Deadline,
     ) -> None:
         """``limit``: most output tokens. All times of ``deadline``: by ``deps.clock``."""
-        self.avoid: set[str] = set()  # nodes that failed this request
-        self.num_attempts = 0
         self.first_attempt = 0  # number of the first one in messages to nodes
         self._prefixes: Mapping[str, int] = {}  # leading blocks on each node at the latest decision
         self.prefix = PrefixOutcome()  # what came of it at the first attempt
@@ -63,6 +63,7 @@ class RequestPlacer:
         self.hash_s = 0.0  # spent on block keys by the latest decision
         self.place_s = 0.0  # spent on look-up and placement
         self._request = request
+        self._life = life
         self._deps = deps
         self._lineage = lineage
         self._limit = limit
@@ -86,13 +87,11 @@ class RequestPlacer:
         keys = lineage.hash_blocks(chain)
         hashed_s = deps.clock()
         remaining = self._limit - len(lineage.output_ids)
-        # A request that has begun is finished if at all possible.
-        begun = self.num_attempts > 0 or bool(self._request.output_ids)
         request = PlaceRequest(
             num_tokens=lineage.num_tokens,
             remaining_tokens=remaining,
             expected_tokens=self.expected_tokens(),
-            deadline_s=math.inf if begun else self._deadline.run_s(began_s),
+            deadline_s=math.inf if self._life.begun else self._deadline.run_s(began_s),
             reads_cache=not self._wants_prompt_logprobs,
             fairness_delay_s=self._fairness_delay_s(began_s),
             adapter=self._request.adapter.digest if self._request.adapter else "",
@@ -100,10 +99,10 @@ class RequestPlacer:
         )
         lacking = self._lacking()
         view = deps.registry.view(
-            keys, self.avoid | lacking, self._request.only, self._request.client.regions
+            keys, self._life.avoid | lacking, self._request.only, self._request.client.regions
         )
         self._prefixes = view.prefix_blocks
-        outcome = place(request, view, Slo() if begun else self._slo, deps.policy)
+        outcome = place(request, view, self._life.slo(self._slo), deps.policy)
         if lacking and isinstance(outcome, Placement):
             decode = outcome.decode
             for node_id in (outcome.prefill.node_id, *([decode.node_id] if decode is not None else [])):
@@ -141,9 +140,9 @@ class RequestPlacer:
     def start(self, placement: Placement) -> Attempt:
         """Start an attempt on the nodes of ``placement``, which must be known. ``note`` what was started once
         its calls have left."""
-        deps, number = self._deps, self.first_attempt + self.num_attempts
-        self.num_attempts += 1
-        if self.num_attempts == 1:
+        deps, number = self._deps, self.first_attempt + self._life.num_attempts
+        self._life.started()
+        if self._life.num_attempts == 1:
             self._charge(placement)
         members = deps.registry.members
         estimate = placement.prefill
@@ -189,7 +188,7 @@ class RequestPlacer:
         """Tell links, prefixes and copies of the attempt that was started last."""
         deps, client, estimate = self._deps, self._request.client, placement.prefill
         self._begin_fetch(estimate)
-        if self.num_attempts == 1:
+        if self._life.num_attempts == 1:
             deps.activity.reuse.use(self._lineage.keys)
             token_ids = self._lineage.token_ids()
             self.prefix = deps.prefixes.note(
@@ -217,10 +216,10 @@ class RequestPlacer:
 
     def migration(self, attempt: Attempt, target: Member, cause: str) -> MigrationPlan:
         """Plan to have ``target`` go on with a running attempt, under the next attempt's number."""
-        deps, number, source = self._deps, self.first_attempt + self.num_attempts, attempt.plan.decode
+        deps, number, source = self._deps, self.first_attempt + self._life.num_attempts, attempt.plan.decode
         chain = deps.registry.chain(self._request.tenant, self._request.adapter_key)
         assert source is not None and chain is not None
-        self.num_attempts += 1
+        self._life.started()
         self._lineage.hash_blocks(chain)
         return MigrationPlan(
             cause=cause,
@@ -240,7 +239,7 @@ class RequestPlacer:
 
     def settle(self, *, pays: bool) -> None:
         """Charge the tenant for its output as it was, or, with ``pays`` False, for nothing."""
-        if self.num_attempts:
+        if self._life.num_attempts:
             num_tokens = len(self._lineage.output_ids) - len(self._request.output_ids)
             self._turn.settle(num_tokens, self._deps.clock(), pays=pays)
 

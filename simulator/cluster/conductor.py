@@ -9,6 +9,7 @@ from collections.abc import Callable
 from moonpool.conductor.admission.adapter_shares import AdapterShares
 from moonpool.conductor.admission.fair_share import FairShare
 from moonpool.conductor.admission.limits import Limits
+from moonpool.conductor.admission.rejection import DECODE
 from moonpool.conductor.admission.tenants import EVERYWHERE
 from moonpool.conductor.admission.turn import Turn
 from moonpool.conductor.admission.usage import Usage
@@ -143,12 +144,16 @@ class Conductor:
         return rejection
 
     def leave(self, job: Job) -> None:
-        """The request has ended. It costs its tenant nothing if it was rejected, or not admitted."""
+        """The request has ended. It costs its tenant nothing if it got no token, or was not admitted."""
         if job.turn is None:
             return
-        now_s, client, pays = self._clock.now_s, job.request.client, not job.rejected
-        job.turn.settle(job.num_produced, now_s, pays=pays)
-        num_tokens = job.num_produced if pays else -job.request.input_tokens
+        now_s, client = self._clock.now_s, job.request.client
+        # The token of a prefill that was rejected before its decode is not streamed.
+        num_new = 0 if job.rejected == DECODE else job.num_produced
+        pays = job.life.pays(num_new, ended_by_client=False)
+        if job.life.num_attempts:
+            job.turn.settle(num_new, now_s, pays=pays)
+        num_tokens = num_new if pays else -job.request.input_tokens
         self.limits.leave(client, num_tokens, now_s, lasted_s=now_s - job.request.arrival_s)
 
     # ------------------------------------------------------------------ bookings

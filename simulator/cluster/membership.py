@@ -194,8 +194,8 @@ class Cluster:
                 if may_hold(regions, self.links.region_of(node_id))
             }
         return ClusterView(
-            prefill=eligible.of("prefill", now_s),
-            decode=eligible.of("decode", now_s),
+            prefill=eligible.of("prefill", now_s, job.life.avoid),
+            decode=eligible.of("decode", now_s, job.life.avoid),
             prefix_blocks=prefixes,
             slow_blocks=self._slow(keys, prefixes),
             links=conductor.links,
@@ -204,6 +204,7 @@ class Cluster:
             now_s=now_s,
             turn=conductor.turn - 1,
             draw=conductor.rng.random(),
+            avoid=job.life.avoid,
         )
 
     def _slow(self, keys: Sequence[bytes], prefixes: dict[str, int]) -> dict[str, tuple[int, int]]:
