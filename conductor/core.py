@@ -16,8 +16,8 @@ from typing import Any
 from moonpool.conductor.accounts.ledger import Ledger
 from moonpool.conductor.admission.adapter_shares import AdapterShares
 from moonpool.conductor.admission.batch_queue import BatchQueue
+from moonpool.conductor.admission.entrance import Admission
 from moonpool.conductor.admission.fair_share import FairShare
-from moonpool.conductor.admission.limits import Admission
 from moonpool.conductor.admission.rejection import REJECTIONS
 from moonpool.conductor.admission.usage import Usage
 from moonpool.conductor.canary.canaries import Canaries

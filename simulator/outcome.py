@@ -30,6 +30,7 @@ class Served:
     tbt_s: float = 0.0  # mean of the longest tenth of the gaps between tokens; 0: a single token
     e2e_s: float = -1.0
     slo: Slo | None = None  # of its own
+    tenant: str = ""
 
     def within(self, slo: Slo) -> bool:
         """``slo``: of requests without one of their own."""
@@ -107,15 +108,18 @@ def served(job: Job) -> Served:
     """Return the figures of a request that has ended."""
     request = job.request
     plain = (request.arrival_s, request.input_tokens, request.output_tokens, job.rejected)
+    name = request.client.name
     if job.first_token_s < 0 or job.rejected:
-        return Served(*plain, ttft_s=max(job.first_token_s - request.arrival_s, -1.0), slo=request.slo)
+        ttft_s = max(job.first_token_s - request.arrival_s, -1.0)
+        return Served(*plain, ttft_s=ttft_s, slo=request.slo, tenant=name)
     gaps_s = np.concatenate(job.gaps_s) if job.gaps_s else np.empty(0)
     assert len(gaps_s) == request.output_tokens - 1, "a token was lost, or came twice"
     tpot_s = tbt_s = 0.0
     if len(gaps_s):
         tpot_s, tbt_s = float(gaps_s.mean()), longest_tenth_s(gaps_s)
     since_s = request.arrival_s - job.rtt_s
-    return Served(*plain, job.first_token_s - since_s, tpot_s, tbt_s, job.done_s - since_s, request.slo)
+    times = job.first_token_s - since_s, tpot_s, tbt_s, job.done_s - since_s
+    return Served(*plain, *times, request.slo, name)
 
 
 def longest_tenth_s(gaps_s: npt.NDArray[np.float64]) -> float:

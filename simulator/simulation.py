@@ -7,16 +7,18 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from moonpool.conductor.admission.rejection import REJECTIONS
-from moonpool.conductor.costs.output_lengths import OutputLengths
+from moonpool.conductor.admission.rejection import ARRIVAL, DECODE, REJECTIONS
 from moonpool.conductor.observing.demand import DemandCounter
-from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.placing.cluster_view import PlaceRequest
 from moonpool.conductor.placing.place import place
-from moonpool.conductor.placing.placement import Placement, Rejection
+from moonpool.conductor.placing.placement import Placement, PrefillEstimate, Rejection
+from moonpool.conductor.planning.on_demand import NODE_WAIT_S
+from moonpool.conductor.requests.life import LOST, Fail, Look, Refuse, Start
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.runtime.errors import ConfigError
 from moonpool.simulator.cluster.clock import Clock
+from moonpool.simulator.cluster.conductor import Conductor
+from moonpool.simulator.cluster.coordination import Coordination
 from moonpool.simulator.cluster.elastic_fleet import ElasticFleet
 from moonpool.simulator.cluster.hot_prefixes import HotPrefixCopies
 from moonpool.simulator.cluster.job import CacheUse, Job
@@ -58,12 +60,21 @@ class Simulation:
         self.clock = Clock()
         self.cluster = Cluster(scenario, self.clock, on_prefilled=self._prefilled, on_decoded=self._finish)
         self.nodes = self.cluster.nodes
-        self.jobs = [Job(i, request, self.cluster.keys_of(request)) for i, request in enumerate(requests)]
+        self.jobs = [
+            Job(i, request, self.cluster.keys_of(request), i % scenario.num_conductors)
+            for i, request in enumerate(requests)
+        ]
         self.copies = HotPrefixCopies(
             self.cluster,
             self.clock,
             nbytes_per_s=scenario.replicate_nbytes_per_s,
             block_tokens=scenario.block_tokens,
+            has_open_requests=lambda: self._num_open > 0,
+        )
+        self.coordination = Coordination(
+            self.cluster.conductors,
+            self.clock,
+            share_s=scenario.share_s,
             has_open_requests=lambda: self._num_open > 0,
         )
         self._placed: dict[Job, _Placed] = {}
@@ -81,12 +92,11 @@ class Simulation:
                 self.demand,
                 has_open_requests=lambda: self._num_open > 0,
             )
-        self._lengths = OutputLengths()
         self._longest = max((request.output_tokens for request in requests), default=1)
         self.moves = Moves(
             self.cluster,
             self.clock,
-            self._lengths,
+            self.cluster.costs.output_lengths,
             causes=scenario.migrate,
             tbt_s=scenario.slo.tbt_s,
             block_tokens=scenario.block_tokens,
@@ -110,13 +120,16 @@ class Simulation:
         for event in self.scenario.events:
             self.clock.at(event.at_s, self._apply_event, event)
         for job in self.jobs:
-            self.clock.at(job.request.arrival_s, self._arrive, job)
+            self.clock.at(job.request.arrival_s, self._enter, job)
         self.clock.run()
 
     def _count_late(self) -> None:
         self._num_late += 1
         if self._most_late is not None and self._num_late > self._most_late:
             self.clock.stop()
+
+    def _conductor(self, job: Job) -> Conductor:
+        return self.cluster.conductors[job.conductor]
 
     # ------------------------------------------------------------------ nodes join and fail
 
@@ -125,21 +138,31 @@ class Simulation:
             self.cluster.join(event.role)
         elif (node := self.cluster.fail(event.role, event.number)) is not None:
             for job in list(node.jobs):
-                self._lose(job, node)
+                self._place_again(job, LOST, node.node_id)
 
-    def _lose(self, job: Job, node: Node) -> None:
-        """Place a job again, with its output so far, after ``node`` has failed."""
+    def _place_again(self, job: Job, cause: str, *nodes: str) -> None:
+        """Place a job again, with its output so far: its attempt failed on ``nodes``."""
         if job.ended:
             return
-        prefill = self._placed[job].prefill
-        if node is not prefill and prefill.alive and job.computing:
-            return  # its prefill goes on; ``_prefilled`` sees that the decode node is gone
-        self._place_again(job)
-
-    def _place_again(self, job: Job) -> None:
         job.attempt += 1
         self._leave(job)
-        self._arrive(job)
+        step = job.life.failed(cause, nodes, job.num_produced)
+        if isinstance(step, Fail):
+            self._reject(job, "failed")
+        else:
+            self._look_again(job, step)
+
+    def _look_again(self, job: Job, step: Look) -> None:
+        attempt = job.attempt
+
+        def look() -> None:
+            if job.attempt == attempt:
+                self._arrive(job)
+
+        if step.after_s:
+            self.clock.at(self.clock.now_s + step.after_s, look)
+        else:
+            look()
 
     def _moved(self, job: Job, node: Node) -> None:
         self._placed[job].decode = node
@@ -161,56 +184,89 @@ class Simulation:
 
     # ------------------------------------------------------------------ placement
 
+    def _enter(self, job: Job) -> None:
+        if rejection := self._conductor(job).enter(job):
+            self._reject(job, rejection.stage)
+        else:
+            self._arrive(job)
+
     def _arrive(self, job: Job) -> None:
-        now_s, slo = self.clock.now_s, job.slo(self.scenario.slo)
+        assert job.turn is not None
+        now_s, slo, conductor = self.clock.now_s, job.slo(self.scenario.slo), self._conductor(job)
         job.attempt += job.attempt == 0
+        self.coordination.decides()
         view = self.cluster.view(job)
         limit = job.request.output_tokens if self.scenario.knows_lengths else self._longest
         remaining = limit - job.num_produced
-        expected = self._lengths.expected(job.request.input_tokens, job.num_produced, remaining)
+        expected = conductor.lengths.expected(job.request.input_tokens, job.num_produced, remaining)
         request = PlaceRequest(
             num_tokens=job.num_tokens,
             remaining_tokens=job.remaining,
             expected_tokens=expected,
             deadline_s=_FOREVER_S,
-            fairness_delay_s=self.scenario.placement.slack_s(slo, self.scenario.slo),
+            fairness_delay_s=job.turn.delay_s(now_s)
+            + self.scenario.placement.slack_s(slo, self.scenario.slo),
             origin=job.request.origin,
             adapter=job.request.adapter,
         )
-        given = slo if job.attempt == 1 else Slo()
-        placement = place(request, view, given, self.scenario.placement)
-        if isinstance(placement, Rejection):
-            self._reject(job, "no node" if placement.role else "too large")
-            return
-        prefill = self.nodes[placement.prefill.node_id]
-        decode = self.nodes[placement.decode.node_id] if placement.decode else None
-        if job.attempt == 1:
-            estimate = placement.prefill
-            if self.fleet is not None and estimate.local_tokens:
-                self.fleet.used(estimate.node_id, estimate.local_tokens)
-            self.demand.arrived(estimate.compute_s, job.num_tokens, estimate.prefix_tokens)
-        if decode is not None and not decode.fits(job):
-            # Placement needs room for the prompt and one token; the simulator reserves the whole output.
-            self._reject(job, "too large")
-            return
-        if job.attempt == 1 and (decode is None or job.remaining > 1):
-            outlook = self.cluster.outlook(decode, job, expected)
-            policy = REJECTIONS[self.scenario.rejection]
-            rejection = policy.at_arrival(placement, outlook, slo, now_s)
-            if rejection is not None:
-                self._reject(job, rejection.stage or "arrival")
-                return
-        self._start(job, placement, prefill, decode, expected)
+        outcome = place(request, view, job.life.slo(slo), self.scenario.placement)
 
-    def _start(
-        self, job: Job, placement: Placement, prefill: Node, decode: Node | None, expected: int
-    ) -> None:
+        def rejects() -> Rejection | None:
+            assert isinstance(outcome, Placement)
+            decode = self.nodes[outcome.decode.node_id] if outcome.decode else None
+            outlook = self.cluster.outlook(decode, job, expected)
+            return REJECTIONS[self.scenario.rejection].at_arrival(outcome, outlook, slo, now_s)
+
+        if isinstance(outcome, Placement):
+            if not job.life.num_attempts:
+                self._count_demand(job, outcome.prefill)
+            if outcome.decode is not None and not self.nodes[outcome.decode.node_id].fits(job):
+                # Placement needs room for the prompt and one token; the simulator reserves the whole output.
+                self._reject(job, "too large")
+                return
+        match job.life.decided(outcome, rejects):
+            case Refuse(rejection):
+                self._reject(job, "too large" if rejection.capacity_tokens else rejection.stage or ARRIVAL)
+            case Look() as step:
+                self._wait_for_node(job, step)
+            case Start(placement):
+                job.absent_s = -1.0
+                num_blocks = -(-(job.num_tokens + expected) // self.scenario.block_tokens)
+                self._start(job, self.coordination.book(conductor, placement, num_blocks), expected)
+
+    def _count_demand(self, job: Job, estimate: PrefillEstimate) -> None:
+        if self.fleet is not None and estimate.local_tokens:
+            self.fleet.used(estimate.node_id, estimate.local_tokens)
+        self.demand.arrived(estimate.compute_s, job.num_tokens, estimate.prefix_tokens)
+
+    def _wait_for_node(self, job: Job, step: Look) -> None:
+        now_s = self.clock.now_s
+        if job.absent_s < 0:
+            job.absent_s = now_s
+        if now_s - job.absent_s >= NODE_WAIT_S:
+            self._reject(job, "no node")
+        else:
+            self._look_again(job, step)
+
+    def _start(self, job: Job, placement: Placement, expected: int) -> None:
         now_s, estimate = self.clock.now_s, placement.prefill
+        prefill = self.nodes[estimate.node_id]
+        decode = self.nodes[placement.decode.node_id] if placement.decode else None
         order_s = now_s + placement.patience_s
+        job.life.started()
+        if job.life.num_attempts == 1 and job.turn is not None:
+            eligible = self._conductor(job).eligible()
+            job.turn.charge(
+                placement,
+                expected,
+                num_prefill=eligible.count("prefill", now_s),
+                num_decode=eligible.count("decode", now_s),
+                now_s=now_s,
+            )
         self.copies.note(job.keys, placement)
         job.computing = True
         prefill.jobs[job] = None
-        prefill.load.begin_prefill(
+        prefill.of(job).load.begin_prefill(
             job, estimate.compute_s, placement.patience_s, starts_in_s=estimate.starts_in_s
         )
         if decode is not None and job.remaining > 1:
@@ -268,7 +324,7 @@ class Simulation:
         source.memory.use(keys)
 
         def fetched() -> None:
-            self.cluster.moved(source, node, nbytes, began_s)
+            self.cluster.moved(job, source, node, nbytes, began_s)
             if source.alive:
                 source.memory.release(held)
                 source.on_blocks_released()
@@ -279,7 +335,7 @@ class Simulation:
             node.queue_prefill(job, order_s)
 
         nbytes = count * self.cluster.block_nbytes
-        self.cluster.links.begin(source.node_id, node.node_id, nbytes, self.clock.now_s)
+        self._conductor(job).links.begin(source.node_id, node.node_id, nbytes, self.clock.now_s)
         self.cluster.network.start(source.node_id, node.node_id, nbytes, fetched)
 
     def _prefilled(self, job: Job) -> None:
@@ -287,7 +343,7 @@ class Simulation:
         now_s = self.clock.now_s
         placed = self._placed[job]
         node, decode = placed.prefill, placed.decode
-        node.load.end_prefill(job)
+        node.of(job).load.end_prefill(job)
         job.computing = False
         if job.first_token_s < 0:
             job.first_token_s = job.since_s = now_s
@@ -303,18 +359,19 @@ class Simulation:
             self._finish(job)
             return
         assert decode is not None
-        if not decode.alive:
-            self._place_again(job)
-            return
-        if self.scenario.rejection != "none":
-            expected = self._lengths.expected(job.request.input_tokens, job.num_produced, job.remaining)
+
+        def rejects() -> Rejection | None:
+            lengths = self._conductor(job).lengths
+            expected = lengths.expected(job.request.input_tokens, job.num_produced, job.remaining)
             outlook = self.cluster.outlook(decode, job, expected)
             assert outlook is not None
             policy = REJECTIONS[self.scenario.rejection]
-            if policy.before_decode(outlook, job.slo(self.scenario.slo), now_s) is not None:
-                self._reject(job, "decode")
-                return
-        decode.load.decoding(job)
+            return policy.before_decode(outlook, job.slo(self.scenario.slo), now_s)
+
+        if job.life.prefilled(job.num_produced - 1, rejects) is not None:
+            self._reject(job, DECODE)
+            return
+        decode.of(job).load.decoding(job)
         if decode is node:
             decode.decode(job)
         else:
@@ -350,7 +407,7 @@ class Simulation:
         attempt, began_s = job.attempt, self.clock.now_s
 
         def moved() -> None:
-            self.cluster.moved(node, decode, nbytes, began_s)
+            self.cluster.moved(job, node, decode, nbytes, began_s)
             if job.attempt != attempt:
                 return
             placed.hand_over = None
@@ -361,11 +418,11 @@ class Simulation:
             self.cluster.ends(node)
             decode.decode(job)
 
-        self.cluster.links.begin(node.node_id, decode.node_id, round(nbytes), self.clock.now_s)
+        self._conductor(job).links.begin(node.node_id, decode.node_id, round(nbytes), self.clock.now_s)
         placed.hand_over = self.cluster.network.start(node.node_id, decode.node_id, nbytes, moved)
 
     def _finish(self, job: Job) -> None:
-        self._lengths.observe(job.request.input_tokens, job.request.output_tokens)
+        self._conductor(job).lengths.observe(job.request.input_tokens, job.request.output_tokens)
         gap_s = (job.since_s - job.first_token_s) / max(job.request.output_tokens - 1, 1)
         self.demand.ended(job.request.output_tokens, gap_s <= job.slo(self.scenario.slo).tbt_s)
         self._end(job)
@@ -381,6 +438,7 @@ class Simulation:
         job.done_s = self.clock.now_s
         self._num_open -= 1
         self._leave(job)
+        self._conductor(job).leave(job)
 
     def _outcome(self) -> Outcome:
         jobs = self.jobs

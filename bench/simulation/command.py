@@ -20,6 +20,7 @@ from moonpool.bench.simulation.ablations import robustness as errors_of_estimate
 from moonpool.bench.simulation.rows import curves, rows
 from moonpool.bench.simulation.validation import SECONDS, Settings, validate
 from moonpool.conductor.admission.rejection import REJECTIONS
+from moonpool.conductor.coordination.bookings import SHARE_S
 from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.placing.policies import POLICIES
 from moonpool.kvstore.eviction import POLICIES as EVICTION_POLICIES
@@ -43,6 +44,7 @@ _EVICTION = click.Choice(list(EVICTION_POLICIES))
 # Options that are fields of a scenario as they are.
 _SCENARIO = (
     "num_prefill", "num_decode", "num_both", "rejection", "block_tokens", "host_policy", "ssd_policy", "seed",
+    "num_conductors", "share_s",
 )  # fmt: skip
 
 
@@ -58,8 +60,10 @@ _SCENARIO = (
 @click.option("--workload", metavar="KEY=VALUE,…", help="Generate requests instead: sessions=500,rate=2.")
 @click.option(
     "--beside",
+    multiple=True,
     metavar="KEY=VALUE,…",
-    help="A second workload at the same time, such as batch requests with slo_ttft=120,slo_tbt=1.",
+    help="Repeatable: another workload at the same time, such as batch requests with slo_ttft=120,slo_tbt=1, "
+    "or those of another tenant: tenant=b,weight=2,max_requests=8,tokens_per_minute=60000.",
 )
 @click.option("--prefill", "num_prefill", default=8, help="Prefill nodes.")
 @click.option("--decode", "num_decode", default=8, help="Decode nodes.")
@@ -81,6 +85,16 @@ _SCENARIO = (
 )
 @click.option("--slo-ttft", default=math.inf, metavar="SECONDS", help="Limit of the time to first token.")
 @click.option("--slo-tbt", default=math.inf, metavar="SECONDS", help="Limit of the longest tenth of gaps.")
+@click.option("--conductors", "num_conductors", default=1, show_default=True, help="They share the nodes.")
+@click.option(
+    "--share-every",
+    "share_s",
+    default=SHARE_S,
+    show_default=True,
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="Pause between the conductors' reports of load to each other; 0: before each decision.",
+)
 @click.option(
     "--speed",
     default=1.0,
@@ -258,9 +272,9 @@ def _requests(given: dict[str, Any]) -> list[TraceRequest]:
     else:
         found = load_trace(path, block_tokens=block_tokens)
     found = at_speed(found, given["speed"], given["limit"])
-    if given["beside"] is None:
-        return found
-    return beside(found, inputs.workload(given["beside"], block_tokens, seed).requests())
+    for text in given["beside"]:
+        found = beside(found, inputs.workload(text, block_tokens, seed).requests())
+    return found
 
 
 def _scenario(given: dict[str, Any], policy: str) -> Scenario:

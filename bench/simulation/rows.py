@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
@@ -53,7 +53,7 @@ def rows(case: str, outcome: Outcome) -> list[Row]:
         ("GPUs busy", 100 * outcome.busy_ratio, "% of GPU s"),
     ]
     found = [Row(case, metric, float(value), unit) for metric, value, unit in figures]
-    found += _class_rows(case, outcome)
+    found += [*_class_rows(case, outcome), *_tenant_rows(case, outcome)]
     for metric, latency_s in _LATENCIES.items():
         if values := _values(outcome, metric, latency_s):
             mean_ms = 1e3 * float(np.mean(values))
@@ -76,6 +76,21 @@ def _class_rows(case: str, outcome: Outcome) -> list[Row]:
         )
         for slo, count in sorted(classes.items(), key=lambda item: (item[0].ttft_s, item[0].tbt_s))
     ]
+
+
+def _tenant_rows(case: str, outcome: Outcome) -> Iterator[Row]:
+    """Where requests have tenants: the fraction within the SLOs and the time to first token of each."""
+    for name in sorted({each.tenant for each in outcome.served} - {""}):
+        own = [each for each in outcome.served if each.tenant == name]
+        within = sum(each.within(outcome.slo) for each in own)
+        yield Row(
+            case, f"tenant {name} within the SLOs", 100 * within / len(own), f"% of {len(own)} requests"
+        )
+        if limited := sum(each.rejected == "limit" for each in own):
+            yield Row(case, f"tenant {name} over its limits", float(limited), "requests")
+        if ttfts_s := [each.ttft_s for each in own if not each.rejected]:
+            mean_ms = 1e3 * float(np.mean(ttfts_s))
+            yield Row(case, f"tenant {name} TTFT", mean_ms, "ms, mean", **percentiles(ttfts_s, 1e3))
 
 
 def _values(outcome: Outcome, metric: str, latency_s: Callable[[Served], float]) -> list[float]:

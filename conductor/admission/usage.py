@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from moonpool.conductor.admission.fair_share import FairShare, Work
-from moonpool.conductor.admission.limits import Admission
+from moonpool.conductor.admission.limits import Limits
 from moonpool.conductor.admission.tenants import Tenant
 
 
@@ -28,8 +28,8 @@ class Usage:
     conductors within that time may exceed a limit together.
     """
 
-    def __init__(self, admission: Admission, fair_share: FairShare, clock: Callable[[], float]) -> None:
-        self._admission = admission
+    def __init__(self, limits: Limits, fair_share: FairShare, clock: Callable[[], float]) -> None:
+        self._limits = limits
         self._fair_share = fair_share
         self._clock = clock
         self._work: dict[str, Work] = {}
@@ -42,15 +42,15 @@ class Usage:
 
     def own(self) -> list[TenantUse]:
         """Of this conductor, for the others."""
-        admission = self._admission
+        limits = self._limits
         return [
             TenantUse(
                 tenant,
-                admission.num_of_tenant(tenant.name),
-                admission.num_tokens[tenant.name],
+                limits.num_of_tenant(tenant.name),
+                limits.num_tokens[tenant.name],
                 self._work.get(tenant.name, Work()),
             )
-            for tenant in admission.tenants.values()
+            for tenant in limits.tenants.values()
         ]
 
     def hear(self, conductor_id: str, uses: Iterable[TenantUse]) -> None:
@@ -61,7 +61,7 @@ class Usage:
         for name, use in told.items():
             was = use if is_new else before.get(name, TenantUse(use.tenant))
             if use.num_tokens != was.num_tokens:
-                self._admission.use(use.tenant, use.num_tokens - was.num_tokens)
+                self._limits.use(use.tenant, use.num_tokens - was.num_tokens, self._clock())
             if use.work != was.work:
                 work = use.work.minus(was.work)
                 self._fair_share.charge(name, use.tenant.weight, work, self._clock())
@@ -77,4 +77,4 @@ class Usage:
         for told in self._others.values():
             for name, use in told.items():
                 elsewhere[name] += use.num_requests
-        self._admission.count_elsewhere(elsewhere)
+        self._limits.count_elsewhere(elsewhere)

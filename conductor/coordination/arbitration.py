@@ -6,23 +6,16 @@ before it starts (see ``peers``), within some milliseconds or not at all; nodes 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-
 from moonpool.conductor.admission.usage import Usage
-from moonpool.conductor.coordination.bookings import Booking, Bookings, Choice, Wanted
+from moonpool.conductor.coordination.bookings import Bookings
+from moonpool.conductor.coordination.candidates import Candidates
 from moonpool.conductor.coordination.peers import Peers
 from moonpool.conductor.fleet.member import Member
 from moonpool.conductor.fleet.registry import NodeRegistry
 from moonpool.conductor.observing import scheduling_metrics as core_metrics
 from moonpool.conductor.observing.demand import ClusterDemand
 from moonpool.conductor.placing.node_view import Load
-from moonpool.conductor.placing.placement import DecodeEstimate, Placement, PrefillEstimate, Reason
-from moonpool.conductor.placing.policies import POLICIES
-
-# A placement is kept unless another node is earlier by more than this: estimates are no better.
-_KEEP_RATIO = 1.05
-_KEEP_S = 1e-3
+from moonpool.conductor.placing.placement import Placement
 
 
 class Arbitration:
@@ -63,38 +56,12 @@ class Arbitration:
         """
         if not self.peers.num_live:
             return placement
-        prefills = [placement.prefill]
-        if POLICIES[placement.policy].counts_load:
-            prefills += [e for e in placement.prefill_candidates if e != placement.prefill]
-        decodes: list[DecodeEstimate] = []
-        if placement.decode is not None:
-            decodes = [placement.decode, *(e for e in placement.decode_candidates if e != placement.decode)]
-        members = self._registry.members
-        prefills = [estimate for estimate in prefills if estimate.node_id in members]
-        decodes = [estimate for estimate in decodes if estimate.node_id in members]
-        wanted = Wanted(
-            self._prefill_choices(prefills, placement.prefill),
-            [self._decode_choice(estimate) for estimate in decodes],
-            num_blocks,
-            placement.prefill.compute_s,
-        )
-        return _booked(placement, prefills, decodes, await self.peers.book(wanted))
-
-    def _prefill_choices(self, estimates: Sequence[PrefillEstimate], placed: PrefillEstimate) -> list[Choice]:
-        """``placed`` counts as the earliest, whatever it was chosen for, so that only newer foreign load can
-        move it.
-        """
-        first_s = min((estimate.ttft_s for estimate in estimates), default=0.0)
-        choices: list[Choice] = []
-        for estimate in estimates:
-            member = self._registry.members[estimate.node_id]
-            ttft_s = first_s / _KEEP_RATIO - _KEEP_S if estimate == placed else estimate.ttft_s
-            choices.append(Choice(member.incarnation, ttft_s=ttft_s - member.view.foreign_queue_s))
-        return choices
-
-    def _decode_choice(self, estimate: DecodeEstimate) -> Choice:
-        member = self._registry.members[estimate.node_id]
-        return Choice(member.incarnation, capacity=member.view.num_blocks)
+        candidates = Candidates.of(placement, self._registry.members, num_blocks)
+        booking = await self.peers.book(candidates.wanted)
+        booked = candidates.booked(booking)
+        outcome = "moved" if booked is not placement else "kept" if booking.had_room else "full"
+        core_metrics.bookings.labels(outcome).inc()
+        return booked
 
     # ------------------------------------------------------------------ loads, for ``Peers``
 
@@ -119,21 +86,3 @@ class Arbitration:
     def _member(self, incarnation: str) -> Member | None:
         member = self._registry.members.get(incarnation.rpartition("@")[0])
         return member if member is not None and member.incarnation == incarnation else None
-
-
-def _booked(
-    placement: Placement,
-    prefills: list[PrefillEstimate],
-    decodes: list[DecodeEstimate],
-    booking: Booking,
-) -> Placement:
-    prefill = prefills[booking.prefill] if 0 <= booking.prefill < len(prefills) else placement.prefill
-    decode = decodes[booking.decode] if 0 <= booking.decode < len(decodes) else placement.decode
-    if prefill == placement.prefill and decode == placement.decode:
-        core_metrics.bookings.labels("kept" if booking.had_room else "full").inc()
-        return placement
-    core_metrics.bookings.labels("moved").inc()
-    taken = placement.prefill if prefill != placement.prefill else placement.decode
-    assert taken is not None
-    detail = f"another conductor has placed requests on {taken.node_id} meanwhile"
-    return replace(placement, prefill=prefill, decode=decode, reason=Reason.LOAD, detail=detail)

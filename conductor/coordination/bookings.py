@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 
 from moonpool.conductor.placing.node_view import Load
 
+SHARE_S = 0.05
+"""Pause between reports of load to another conductor."""
+
 _NONE = Load()
 
 

@@ -19,7 +19,7 @@ from grpc.aio import ServicerContext
 from moonpool.conductor.admission.fair_share import Work
 from moonpool.conductor.admission.tenants import LEAST_WEIGHT, Tenant
 from moonpool.conductor.admission.usage import TenantUse, Usage
-from moonpool.conductor.coordination.bookings import Booking, Bookings, Choice, Report, Wanted
+from moonpool.conductor.coordination.bookings import SHARE_S, Booking, Bookings, Choice, Report, Wanted
 from moonpool.conductor.observing import scheduling_metrics as core_metrics
 from moonpool.conductor.observing.demand import ClusterDemand, Demand
 from moonpool.conductor.placing.node_view import Load
@@ -34,8 +34,7 @@ log = logging.getLogger(__name__)
 
 # The longest that a booking holds a request. The arbiter takes less than a millisecond.
 ANSWER_S = 0.010
-# Pause between reports to a conductor: with load, and at most.
-_LOADED_S = 0.05
+# Without load, pause between reports.
 _IDLE_S = 0.25
 _BEAT_TIMEOUT_S = 1.0
 _FAREWELL_S = 0.2
@@ -264,7 +263,7 @@ class Peers(conductor_pb2_grpc.ConductorPeerServicer):
         while True:
             ours = self._report()
             if not ours.loads and not told and clock() - began_s < _IDLE_S:
-                await asyncio.sleep(_LOADED_S)
+                await asyncio.sleep(SHARE_S)
                 continue
             told, began_s = bool(ours.loads), clock()
             try:
@@ -284,7 +283,7 @@ class Peers(conductor_pb2_grpc.ConductorPeerServicer):
                     self._peers.pop(peer.conductor_id, None)
                     self._end_soon(peer)
                     return
-            await asyncio.sleep(_LOADED_S)
+            await asyncio.sleep(SHARE_S)
 
     def _lapse(self, peer: _Peer) -> None:
         """Its load no longer counts. Idempotent."""

@@ -14,6 +14,7 @@ from moonpool.conductor.accounts.spent import Spent
 from moonpool.conductor.fleet.member import Member
 from moonpool.conductor.fleet.node_client import RequestKey
 from moonpool.conductor.placing.placement import Placement
+from moonpool.conductor.requests.life import LOST, REFUSED
 from moonpool.conductor.requests.migration import LIMIT_S, Migrated, Migration, MigrationPlan
 from moonpool.protos import node_pb2
 from moonpool.runtime.errors import LifeEnded, MoonpoolError, NodeUnavailable, RemoteError
@@ -23,10 +24,6 @@ from moonpool.runtime.observing.log import request_id
 # Statuses of a healthy node that cannot serve the request now; and of a request that no node can serve.
 _REFUSALS = ("RESOURCE_EXHAUSTED", "UNAVAILABLE", "FAILED_PRECONDITION", "ABORTED", "DEADLINE_EXCEEDED")
 _INVALID = ("INVALID_ARGUMENT", "OUT_OF_RANGE", "UNIMPLEMENTED")
-
-
-# Why an attempt is given up without a failure: another node would begin sooner.
-QUEUE = "queue"
 
 
 class AttemptFailed(Exception):
@@ -244,7 +241,7 @@ class Attempt:
 
     def fail(self, error: NodeUnavailable) -> None:
         self._member(error.node_id).breaker.lost()
-        self.abort(AttemptFailed(error.failure, "lost", str(error), error.node_id))
+        self.abort(AttemptFailed(error.failure, LOST, str(error), error.node_id))
 
     # ------------------------------------------------------------------ migration
 
@@ -321,7 +318,7 @@ class Attempt:
         elif error.status in _INVALID:
             self.abort(AttemptInvalid(str(error)))
         elif error.status in _REFUSALS:
-            self.abort(AttemptFailed(error.failure, "refused", str(error), error.node_id))
+            self.abort(AttemptFailed(error.failure, REFUSED, str(error), error.node_id))
         else:
             self._member(error.node_id).breaker.erred()
             self.abort(AttemptFailed(error.failure, "error", str(error), error.node_id))

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from moonpool.conductor.accounts.ledger import Ledger
 from moonpool.conductor.admission.adapter_shares import AdapterShares
 from moonpool.conductor.admission.batch_queue import BatchQueue
+from moonpool.conductor.admission.entrance import Admission
 from moonpool.conductor.admission.fair_share import FairShare
-from moonpool.conductor.admission.limits import Admission
 from moonpool.conductor.admission.rejection import RejectionPolicy
 from moonpool.conductor.admission.usage import Usage
 from moonpool.conductor.coordination.arbitration import Arbitration

@@ -7,6 +7,8 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
+from functools import partial
+from typing import NoReturn
 
 from moonpool.conductor.admission.confinement import is_in, refused
 from moonpool.conductor.admission.tenants import Tenant, may_hold
@@ -23,11 +25,12 @@ from moonpool.conductor.errors import (
 from moonpool.conductor.fleet.member import Member
 from moonpool.conductor.fleet.node_client import RequestKey
 from moonpool.conductor.observing.timelines.timeline import RequestTimeline
-from moonpool.conductor.placing.placement import Placement, Rejection
+from moonpool.conductor.placing.placement import Placement
 from moonpool.conductor.request import GenerateRequest, TokenEvent, TokenLogprobs
-from moonpool.conductor.requests.attempt import QUEUE, Attempt, AttemptFailed, AttemptInvalid
+from moonpool.conductor.requests.attempt import Attempt, AttemptFailed, AttemptInvalid
 from moonpool.conductor.requests.deadline import Deadline
 from moonpool.conductor.requests.dependencies import RequestDependencies
+from moonpool.conductor.requests.life import LOOK_AGAIN_S, QUEUE, REFUSED, Fail, Look, Refuse, RequestLife
 from moonpool.conductor.requests.lineage import Lineage
 from moonpool.conductor.requests.migration import Migrated
 from moonpool.conductor.requests.placer import RequestPlacer
@@ -37,12 +40,6 @@ from moonpool.protos import node_pb2
 from moonpool.runtime.failures import FailureClass
 
 log = logging.getLogger(__name__)
-
-# A circuit breaker closes by time, so waiting requests check this often.
-_LOOK_AGAIN_S = 0.1
-# The first and the longest pause before busy nodes are asked again.
-_REFUSED_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 1.0
 
 _FINISH = {node_pb2.FINISH_STOP: "stop", node_pb2.FINISH_LENGTH: "length"}
 
@@ -82,18 +79,19 @@ class RequestRun:
         self._deadline = Deadline(
             self._started_s, wait_s=deps.wait_timeout_s, run_s=deps.timeout_s, asked_s=request.deadline_s
         )
+        self._life = RequestLife(
+            max_attempts=deps.max_attempts, begun=bool(request.output_ids), follows=request.follows
+        )
         self._placer = RequestPlacer(
             request,
             deps,
+            self._life,
             self._lineage,
             limit=self._limit,
             deadline=self._deadline,
         )
         self._suspicion = Suspicion(deps.suspects)
         self._attempt: Attempt | None = None
-        self._num_failures = 0  # of attempts, since the latest token
-        self._num_without_decode = 0  # attempts in a row without a token of their decode node
-        self._num_tokens_failed = 0  # streamed before the latest failure
         self._timer: asyncio.TimerHandle | None = None  # None: not begun, or ended
         self._admitted = False
         self._ending: Exception | None = None
@@ -111,8 +109,9 @@ class RequestRun:
                 try:
                     reply = await attempt.first()
                     self._deps.batch_queue.notify()
-                    if not self._lineage.output_ids and not self._request.follows:
-                        self._refuse(self._placer.rejected_before_decode(attempt))
+                    rejects = partial(self._placer.rejected_before_decode, attempt)
+                    if refused_now := self._life.prefilled(len(self._lineage.output_ids), rejects):
+                        self._refuse(refused_now)
                     event: TokenEvent | None = self._on_first_token(attempt, reply)
                     while event is None or event.finish_reason is None:
                         if event is not None:
@@ -193,14 +192,14 @@ class RequestRun:
         except MigrationFailed as failure:
             self._recorder.stayed(plan, failure.reason)
             raise
-        self._recorder.migrated(moved, self._placer.num_attempts, self._placer.spent)
+        self._recorder.migrated(moved, self._life.num_attempts, self._placer.spent)
         return moved
 
     # ------------------------------------------------------------------ placing
 
     async def _enter(self) -> None:
         deps = self._deps
-        self._admitted = await deps.admission.enter(self._request, self.abort, unless=self._aborted)
+        self._admitted = await deps.admission.admit(self._request, self.abort, unless=self._aborted)
         if not self._admitted:
             assert self._ending is not None
             raise self._ending
@@ -228,26 +227,28 @@ class RequestRun:
     async def _place(self) -> Attempt:
         """Start the next attempt. A batch request waits for its turn and for idle capacity."""
         placer = self._placer
-        if not self._request.batch or placer.num_attempts:
+        if not self._request.batch or self._life.num_attempts:
             return await self._start(await self._decide())
         queue, fair_share = self._deps.batch_queue, self._deps.fair_share
         client = self._request.client.name
         order_s = self._started_s + fair_share.delay_s(client, self._started_s)
         async with queue.turn(client, placer.priority, order_s, unless=self._aborted):
             while not placer.is_idle_enough(placement := await self._decide()):
-                await queue.wait(_LOOK_AGAIN_S)
+                await queue.wait(LOOK_AGAIN_S)
             return await self._start(placement)
 
     async def _start(self, placement: Placement) -> Attempt:
         placer, booked = self._placer, False
         self._recorder.asks(placement)
         while not booked:
-            while placer.num_attempts == 0 and (rejection := placer.rejected(placement)):
-                if not self._request.follows:
-                    self._refuse(rejection)
+            step = self._life.decided(placement, partial(placer.rejected, placement))
+            if isinstance(step, Refuse):
+                self._refuse(step)
+            if isinstance(step, Look):
                 # A part of a request that has begun waits until the others leave room.
-                await asyncio.wait((self._aborted,), timeout=_LOOK_AGAIN_S)
+                await asyncio.wait((self._aborted,), timeout=step.after_s)
                 placement = await self._decide()
+                continue
             placement = await self._deps.arbitration.book(placement, placer.num_blocks)
             if self._ending is not None:
                 raise self._ending
@@ -259,7 +260,7 @@ class RequestRun:
             self._set_timer()
         # From here on an abort, or the end of the request, reaches it.
         attempt = self._attempt = placer.start(placement)
-        number, placed_s = placer.num_attempts - 1, self._deps.clock()
+        number, placed_s = self._life.num_attempts - 1, self._deps.clock()
         try:
             await asyncio.sleep(0)  # its calls leave now: the nodes need not wait for the book-keeping
         finally:
@@ -278,8 +279,10 @@ class RequestRun:
             outcome = self._placer.decide()
             if isinstance(outcome, Placement):
                 return outcome
-            if not outcome.role:
-                self._refuse(outcome)
+            step = self._life.decided(outcome, lambda: None)
+            if isinstance(step, Refuse):
+                self._refuse(step)
+            assert isinstance(step, Look)
             waited_s, prospect = self._deps.clock() - began_s, self._deps.on_demand.ask()
             why = f"{self.client.confinement}; {prospect.why}" if self.client.regions else prospect.why
             absent = NoNodes(outcome.role, waited_s, why, prospect.retry_after_s)
@@ -290,16 +293,15 @@ class RequestRun:
             if waits_for != outcome.role:
                 waits_for = outcome.role
                 self._recorder.waits(waits_for)
-            await self._deps.registry.change(min(_LOOK_AGAIN_S, prospect.wait_s - waited_s))
+            await self._deps.registry.change(min(step.after_s, prospect.wait_s - waited_s))
         expired = isinstance(self._ending, DeadlineExceeded)
         if absent is not None and self._deps.on_demand.starts_nodes and expired:
             raise absent from self._ending
         raise self._ending
 
-    def _refuse(self, rejection: Rejection | None) -> None:
-        """Raise the error of a rejection; None: return."""
-        if rejection is None:
-            return
+    def _refuse(self, refuse: Refuse) -> NoReturn:
+        """Raise the error of a rejection."""
+        rejection = refuse.rejection
         if rejection.capacity_tokens:
             raise RequestInvalid(rejection.reason)
         raise RequestRejected(rejection.reason, rejection.retry_after_s, rejection.stage or "nodes")
@@ -379,33 +381,22 @@ class RequestRun:
 
     async def _failed(self, failure: AttemptFailed) -> None:
         """Prepare the next attempt. Raises if this was the last one."""
-        num_tokens, attempt = len(self._lineage.output_ids), self._placer.num_attempts - 1
+        num_tokens, attempt = len(self._lineage.output_ids), self._life.num_attempts - 1
         level = logging.INFO if failure.cause == QUEUE else logging.WARNING
         log.log(level, "attempt %d after %d tokens: %s", attempt, num_tokens, failure.reason)
         silent_s = self._attempt.silent_s if self._attempt is not None else 0.0
         self._recorder.retry(failure, attempt, num_tokens, silent_s, self._placer.spent)
-        if failure.cause == QUEUE:
-            return  # no node failed
-        num_new = num_tokens - self._num_tokens_failed
-        # Where only prefills succeed, each placement brings one token, at the price of a prefill.
-        self._num_without_decode = self._num_without_decode + 1 if num_new < 2 else 0
-        if num_new:
-            # Failures of a long stream are not counted together.
-            self._num_tokens_failed, self._num_failures = num_tokens, 0
-            self._placer.avoid.clear()
-        self._num_failures += 1
-        self._placer.avoid.update(failure.nodes)
+        step = self._life.failed(failure.cause, failure.nodes, num_tokens)
         if failure.cause == "ended_life":
             self._suspicion.add(failure.reason)
             if self._suspicion.is_proven:
                 raise RequestEndsLives(self._suspicion.ended) from failure
-        if self._num_failures >= self._deps.max_attempts:
-            if failure.cause == "refused" and not num_tokens:
+        if isinstance(step, Fail):
+            if failure.cause == REFUSED and not num_tokens:
                 raise RequestRejected(failure.reason, retry_after_s=1.0) from failure
-            raise RequestFailed(failure.reason, self._num_failures, num_tokens, failure.failure) from failure
-        if failure.cause == "refused" or self._num_without_decode > self._deps.max_attempts:
-            num_pauses = max(self._num_failures, self._num_without_decode) - 1
-            await asyncio.sleep(min(_REFUSED_PAUSE_S * num_pauses, _LONGEST_PAUSE_S))
+            raise RequestFailed(failure.reason, step.num_failures, num_tokens, failure.failure) from failure
+        if step.after_s:
+            await asyncio.sleep(step.after_s)
 
     def _set_timer(self) -> None:
         """Expire at the deadline as it is now."""
@@ -435,11 +426,10 @@ class RequestRun:
             del self._deps.runs[self._request.request_id]
         if self._attempt is not None:
             self._attempt.close()
-        # Work for an answer that never began is the cluster's loss, except where the client ended it.
         ended_by_client = error is None or isinstance(error, DeadlineExceeded)
-        pays = num_new > 0 or (ended_by_client and self._placer.num_attempts > 0)
+        pays = self._life.pays(num_new, ended_by_client=ended_by_client)
         self._placer.settle(pays=pays)
-        self._deps.admission.leave(self._request, num_new, pays=pays)
+        self._deps.admission.end(self._request, num_new, pays=pays)
         self._deps.batch_queue.notify()
         if error is None and num_new > 0:
             self._send_hint()

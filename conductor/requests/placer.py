@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from moonpool.conductor.accounts.spent import Spent
-from moonpool.conductor.admission.fair_share import Work
 from moonpool.conductor.admission.rejection import DecodeOutlook
 from moonpool.conductor.admission.tenants import may_hold
+from moonpool.conductor.admission.turn import Turn
 from moonpool.conductor.engines.attempt import EngineAttempt
 from moonpool.conductor.errors import NoStructures
 from moonpool.conductor.fleet.member import Member
@@ -23,6 +23,7 @@ from moonpool.conductor.request import GenerateRequest
 from moonpool.conductor.requests.attempt import Attempt, AttemptPlan
 from moonpool.conductor.requests.deadline import Deadline
 from moonpool.conductor.requests.dependencies import RequestDependencies
+from moonpool.conductor.requests.life import RequestLife
 from moonpool.conductor.requests.lineage import Lineage
 from moonpool.conductor.requests.migration import MigrationPlan
 from moonpool.protos import node_pb2
@@ -47,14 +48,13 @@ class RequestPlacer:
         self,
         request: GenerateRequest,
         deps: RequestDependencies,
+        life: RequestLife,
         lineage: Lineage,
         *,
         limit: int,
         deadline: Deadline,
     ) -> None:
         """``limit``: most output tokens. All times of ``deadline``: by ``deps.clock``."""
-        self.avoid: set[str] = set()  # nodes that failed this request
-        self.num_attempts = 0
         self.first_attempt = 0  # number of the first one in messages to nodes
         self._prefixes: Mapping[str, int] = {}  # leading blocks on each node at the latest decision
         self.prefix = PrefixOutcome()  # what came of it at the first attempt
@@ -63,13 +63,15 @@ class RequestPlacer:
         self.hash_s = 0.0  # spent on block keys by the latest decision
         self.place_s = 0.0  # spent on look-up and placement
         self._request = request
+        self._life = life
         self._deps = deps
         self._lineage = lineage
         self._limit = limit
         self._deadline = deadline
         self._slo = request.slo(deps.slo)
-        self._order_s: float | None = None  # its turn among the requests of all tenants
-        self._charged, self._decode_token_s = Work(), 0.0
+        self._turn = Turn(
+            request.client, request.adapter_name, deps.fair_share, deps.adapter_shares, deps.usage
+        )
         # Drawn once, so that sampling does not depend on placements.
         seed = request.sampling.seed
         seed = deps.rng.getrandbits(64) if seed is None else seed % 2**64
@@ -85,13 +87,11 @@ class RequestPlacer:
         keys = lineage.hash_blocks(chain)
         hashed_s = deps.clock()
         remaining = self._limit - len(lineage.output_ids)
-        # A request that has begun is finished if at all possible.
-        begun = self.num_attempts > 0 or bool(self._request.output_ids)
         request = PlaceRequest(
             num_tokens=lineage.num_tokens,
             remaining_tokens=remaining,
             expected_tokens=self.expected_tokens(),
-            deadline_s=math.inf if begun else self._deadline.run_s(began_s),
+            deadline_s=math.inf if self._life.begun else self._deadline.run_s(began_s),
             reads_cache=not self._wants_prompt_logprobs,
             fairness_delay_s=self._fairness_delay_s(began_s),
             adapter=self._request.adapter.digest if self._request.adapter else "",
@@ -99,10 +99,10 @@ class RequestPlacer:
         )
         lacking = self._lacking()
         view = deps.registry.view(
-            keys, self.avoid | lacking, self._request.only, self._request.client.regions
+            keys, self._life.avoid | lacking, self._request.only, self._request.client.regions
         )
         self._prefixes = view.prefix_blocks
-        outcome = place(request, view, Slo() if begun else self._slo, deps.policy)
+        outcome = place(request, view, self._life.slo(self._slo), deps.policy)
         if lacking and isinstance(outcome, Placement):
             decode = outcome.decode
             for node_id in (outcome.prefill.node_id, *([decode.node_id] if decode is not None else [])):
@@ -140,9 +140,9 @@ class RequestPlacer:
     def start(self, placement: Placement) -> Attempt:
         """Start an attempt on the nodes of ``placement``, which must be known. ``note`` what was started once
         its calls have left."""
-        deps, number = self._deps, self.first_attempt + self.num_attempts
-        self.num_attempts += 1
-        if self.num_attempts == 1:
+        deps, number = self._deps, self.first_attempt + self._life.num_attempts
+        self._life.started()
+        if self._life.num_attempts == 1:
             self._charge(placement)
         members = deps.registry.members
         estimate = placement.prefill
@@ -188,7 +188,7 @@ class RequestPlacer:
         """Tell links, prefixes and copies of the attempt that was started last."""
         deps, client, estimate = self._deps, self._request.client, placement.prefill
         self._begin_fetch(estimate)
-        if self.num_attempts == 1:
+        if self._life.num_attempts == 1:
             deps.activity.reuse.use(self._lineage.keys)
             token_ids = self._lineage.token_ids()
             self.prefix = deps.prefixes.note(
@@ -216,10 +216,10 @@ class RequestPlacer:
 
     def migration(self, attempt: Attempt, target: Member, cause: str) -> MigrationPlan:
         """Plan to have ``target`` go on with a running attempt, under the next attempt's number."""
-        deps, number, source = self._deps, self.first_attempt + self.num_attempts, attempt.plan.decode
+        deps, number, source = self._deps, self.first_attempt + self._life.num_attempts, attempt.plan.decode
         chain = deps.registry.chain(self._request.tenant, self._request.adapter_key)
         assert source is not None and chain is not None
-        self.num_attempts += 1
+        self._life.started()
         self._lineage.hash_blocks(chain)
         return MigrationPlan(
             cause=cause,
@@ -239,31 +239,19 @@ class RequestPlacer:
 
     def settle(self, *, pays: bool) -> None:
         """Charge the tenant for its output as it was, or, with ``pays`` False, for nothing."""
-        if self.num_attempts:
-            used = Work()
-            if pays:
-                num_tokens = len(self._lineage.output_ids) - len(self._request.output_ids)
-                decode_s = self._decode_token_s * num_tokens
-                used = Work(self._charged.prefill_s, decode_s)
-            self._use(used)
+        if self._life.num_attempts:
+            num_tokens = len(self._lineage.output_ids) - len(self._request.output_ids)
+            self._turn.settle(num_tokens, self._deps.clock(), pays=pays)
 
     def _charge(self, placement: Placement) -> None:
-        """Charge the tenant for the first attempt: those after a failure are not its own doing."""
-        registry, decode = self._deps.registry, placement.decode
-        if decode is not None:
-            # Its part of a step, which the sequences of the batch share. The node has measured the step.
-            num_nodes = max(registry.available("decode"), 1)
-            self._decode_token_s = decode.step_s / (decode.num_running + 1) / num_nodes
-        prefill_s = placement.prefill.compute_s / max(registry.available("prefill"), 1)
-        self._use(Work(prefill_s, self._decode_token_s * self.expected_tokens()))
-
-    def _use(self, used: Work) -> None:
-        """Change what the tenant was charged to ``used``."""
-        deps, tenant, more = self._deps, self._request.client, used.minus(self._charged)
-        deps.adapter_shares.charge(tenant.name, self._request.adapter_name, more, deps.clock())
-        if tenant.name:
-            deps.usage.charge(tenant, more)
-        self._charged = used
+        available = self._deps.registry.available
+        self._turn.charge(
+            placement,
+            self.expected_tokens(),
+            num_prefill=available("prefill"),
+            num_decode=available("decode"),
+            now_s=self._deps.clock(),
+        )
 
     def _adapter_source(self, nodes: Iterable[Member | None]) -> node_pb2.KvAddress | None:
         """Return the address of a node near by that has the request's adapter in memory, where one of
@@ -325,13 +313,7 @@ class RequestPlacer:
         """Seconds added to its arrival in the queues of nodes; negative: with a shorter SLO than others."""
         if self._request.batch:
             return _BATCH_LAG_S
-        # Decided once: a request that is placed again keeps its turn, whatever its tenant was charged since.
-        if self._order_s is None:
-            deps, tenant = self._deps, self._request.client.name
-            delay_s = deps.fair_share.delay_s(tenant, now_s)
-            delay_s += deps.adapter_shares.delay_s(tenant, self._request.adapter_name, now_s)
-            self._order_s = now_s + delay_s
-        return max(self._order_s - now_s, 0.0) + self._slack_s()
+        return self._turn.delay_s(now_s) + self._slack_s()
 
     def _slack_s(self) -> float:
         # Only the operator lets requests go before others: a client may ask for a later turn, not an earlier.

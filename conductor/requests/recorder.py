@@ -18,7 +18,8 @@ from moonpool.conductor.observing.timelines.parts import parts_of
 from moonpool.conductor.observing.timelines.spans import CONDUCTOR, spans_of
 from moonpool.conductor.observing.timelines.timeline import RequestTimeline
 from moonpool.conductor.placing.placement import Placement
-from moonpool.conductor.requests.attempt import QUEUE, AttemptFailed, AttemptPlan
+from moonpool.conductor.requests.attempt import AttemptFailed, AttemptPlan
+from moonpool.conductor.requests.life import QUEUE
 from moonpool.conductor.requests.migration import Migrated, MigrationPlan
 from moonpool.conductor.requests.recovery import Recovery
 from moonpool.protos import node_pb2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from moonpool.conductor.placing.node_view import NodeView
@@ -26,14 +26,15 @@ class Adapters:
     until their blocks are needed. ``engine.adapters.residency`` without the bytes."""
 
     def __init__(
-        self, clock: Clock, memory: NodeMemory, view: NodeView, *, num_blocks: int, load_s: float
+        self, clock: Clock, memory: NodeMemory, views: Sequence[NodeView], *, num_blocks: int, load_s: float
     ) -> None:
-        """``num_blocks`` and ``load_s``: of each. ``view``: names the resident ones."""
+        """``num_blocks`` and ``load_s``: of each. ``views``: name the resident ones."""
         self.num_loads = 0
-        view.adapter_load_s = load_s
         self._clock = clock
         self._memory = memory
-        self._view = view
+        self._views = views
+        for view in views:
+            view.adapter_load_s = load_s
         self._num_blocks = num_blocks
         self._load_s = load_s
         self._residents: OrderedDict[str, _Resident] = OrderedDict()  # last used last
@@ -92,4 +93,5 @@ class Adapters:
         return one
 
     def _tell(self) -> None:
-        self._view.resident_adapters = frozenset(self._residents)
+        for view in self._views:
+            view.resident_adapters = frozenset(self._residents)

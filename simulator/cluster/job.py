@@ -7,9 +7,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from moonpool.conductor.admission.turn import Turn
 from moonpool.conductor.observing.slo import Slo
+from moonpool.conductor.requests.life import RequestLife
+from moonpool.runtime.config.options import ConductorOptions
 from moonpool.simulator.cluster.memory import PinnedBlocks
 from moonpool.simulator.inputs.trace import TraceRequest
+
+_MAX_ATTEMPTS = ConductorOptions().max_attempts
 
 
 @dataclass(slots=True)
@@ -30,7 +35,11 @@ class Job:
     number: int
     request: TraceRequest
     keys: list[bytes]
+    conductor: int = 0  # the number of its own
     attempt: int = 0
+    life: RequestLife = field(default_factory=lambda: RequestLife(max_attempts=_MAX_ATTEMPTS))
+    absent_s: float = -1.0  # since when it has found no node; negative: it has one
+    turn: Turn | None = None  # None: not admitted
     decodes_in_place: bool = False  # on the node of its prefill
     use: CacheUse = field(default_factory=CacheUse)
     slow: tuple[int, int] = (0, 0)  # blocks to load from host and SSD

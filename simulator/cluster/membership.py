@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 from moonpool.conductor.admission.rejection import DecodeOutlook
 from moonpool.conductor.admission.tenants import may_hold
-from moonpool.conductor.costs.links import LinkModel
-from moonpool.conductor.costs.model import CostModel
-from moonpool.conductor.costs.regions import NEAR, RegionLink, RegionLinks
-from moonpool.conductor.fleet.eligible_nodes import EligibleByRegions
+from moonpool.conductor.costs.regions import NEAR, RegionLink
 from moonpool.conductor.placing.cluster_view import ClusterView
-from moonpool.conductor.placing.node_table import NodeTable
 from moonpool.kvstore.blocks.keys import KEY_NBYTES
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.index.block_map import BlockMap
 from moonpool.kvstore.index.key_table import PlainKeyTable
 from moonpool.kvstore.index.redis.node_record import stages_of
 from moonpool.simulator.cluster.clock import Clock
+from moonpool.simulator.cluster.conductor import Conductor
 from moonpool.simulator.cluster.job import Job
 from moonpool.simulator.cluster.network import Network
 from moonpool.simulator.cluster.node import Node, OnJob
@@ -28,7 +24,7 @@ from moonpool.simulator.inputs.trace import TraceRequest
 
 
 class Cluster:
-    """``nodes``: by id. A node of both roles is in both tables."""
+    """``nodes``: by id. ``costs``, ``links``, ``prefill`` and ``decode`` are those of the first conductor."""
 
     def __init__(self, scenario: Scenario, clock: Clock, *, on_prefilled: OnJob, on_decoded: OnJob) -> None:
         hardware = scenario.hardware
@@ -37,14 +33,16 @@ class Cluster:
         self.network = Network(
             clock, nbytes_per_s=rate, latency_s=hardware.network_latency_s, between=self.between
         )
-        self.costs = CostModel()
-        self.links = LinkModel(
-            latency_s=hardware.network_latency_s,
-            nbytes_per_s=rate,
-            connect_s=0.0,
-            regions=RegionLinks.parse(scenario.region_links, node_price=scenario.node_price),
+        self.conductors = [
+            Conductor(number, scenario, clock, nbytes_per_s=rate) for number in range(scenario.num_conductors)
+        ]
+        first = self.conductors[0]
+        self.costs, self.links, self.prefill, self.decode = (
+            first.costs,
+            first.links,
+            first.prefill,
+            first.decode,
         )
-        self.costs.links = self.links
         num_nodes = {
             "prefill": scenario.num_prefill + scenario.num_both,
             "decode": scenario.num_decode + scenario.num_both,
@@ -55,8 +53,6 @@ class Cluster:
         self.former: list[Node] = []  # those that failed or left
         self.ordered_s: dict[str, float] = {}  # when each node was asked for
         self.ended_s: dict[str, float] = {}
-        self.prefill = NodeTable()
-        self.decode = NodeTable()
         self._scenario = scenario
         self._clock = clock
         # Single blocks change here most often, and a dict has no call of a library.
@@ -64,14 +60,10 @@ class Cluster:
         self._hardware = {"prefill": hardware, "decode": decode_hardware, "both": hardware}
         self._on_prefilled = on_prefilled
         self._on_decoded = on_decoded
-        self._eligible = EligibleByRegions()
         self._numbers = {"prefill": 0, "decode": 0, "both": 0}
         self._names: dict[int, bytes] = {}
         self._parents: dict[bytes, bytes] = {}
-        self._roles: dict[str, str] = {}  # of nodes
         self._retiring: dict[Node, None] = {}
-        self._rng = random.Random(scenario.seed)
-        self._turn = 0
         counts = {"prefill": scenario.num_prefill, "decode": scenario.num_decode, "both": scenario.num_both}
         for role, count in counts.items():
             for _ in range(count):
@@ -110,32 +102,27 @@ class Cluster:
             self._clock,
             NodeIndex(name, self._index, self._clock, self._reality),
             self._parents,
-            self.costs,
+            [conductor.costs for conductor in self.conductors],
             self._reality,
             on_prefilled=self._on_prefilled,
             on_decoded=self._on_decoded,
-            on_load=self._touch,
+            on_load=lambda member: self.conductors[member.conductor].touch(member),
         )
         regions = self._scenario.regions
-        node.view.region = regions[number % len(regions)] if regions else ""
-        self.links.place(name, node.view.region)
         self.nodes[node.node_id] = node
-        self._give(node, role)
         self.ordered_s[node.node_id] = self._clock.now_s if ordered_s is None else ordered_s
-        tables = self._tables(role)
-        # Start at the minimum of its peers, not at zero: otherwise it would get every request.
-        node.view.num_placed = min((view.num_placed for view in tables[0]), default=0)
-        for table in tables:
-            table.add(node.view)
-        self._touch(node)
+        for conductor, member in zip(self.conductors, node.members, strict=True):
+            member.view.region = regions[number % len(regions)] if regions else ""
+            conductor.links.place(name, member.view.region)
+            # Start at the minimum of its peers, not at zero: otherwise it would get every request.
+            peers = conductor.prefill if "prefill" in stages_of(role) else conductor.decode
+            member.view.num_placed = min((view.num_placed for view in peers), default=0)
+        self._give(node, role)
 
     def switch(self, node: Node, role: str) -> None:
         """Change the role of a node; its blocks stay, and its jobs end there."""
         self._forget(node)
         self._give(node, role)
-        for table in self._tables(role):
-            table.add(node.view)
-        self._touch(node)
 
     def handing_on(self) -> set[str]:
         """Nodes that should hand on the requests that decode there: they end, or no longer decode."""
@@ -156,18 +143,18 @@ class Cluster:
             self._gone(node)
 
     def _forget(self, node: Node) -> None:
-        for table in self._tables(self._roles[node.node_id]):
-            table.remove(node.view)
-        node.stages = ()
-        self._eligible.drop(node)
+        for conductor, member in zip(self.conductors, node.members, strict=True):
+            conductor.drop(member)
 
     def _give(self, node: Node, role: str) -> None:
-        self._roles[node.node_id] = role
-        node.stages, node.view.computes_rest = stages_of(role), role == "decode"
+        for conductor, member in zip(self.conductors, node.members, strict=True):
+            conductor.use(member, role)
 
     def _gone(self, node: Node) -> None:
         self.former.append(node)
         self.ended_s[node.node_id] = self._clock.now_s
+        for conductor in self.conductors:
+            del conductor.members[node.node_id]
         node.stop()
 
     def node_s(self, until_s: float) -> float:
@@ -185,16 +172,6 @@ class Cluster:
                 self._forget(node)
         return node
 
-    def _tables(self, role: str) -> list[NodeTable]:
-        tables = {"prefill": self.prefill, "decode": self.decode}
-        return [tables[stage] for stage in stages_of(role)]
-
-    def _touch(self, node: Node) -> None:
-        self.prefill.touch(node.view)
-        self.decode.touch(node.view)
-        if node.stages:
-            self._eligible.put(node, self._clock.now_s)
-
     # ------------------------------------------------------------------ what placement sees
 
     def holders(self, keys: Sequence[bytes]) -> dict[str, int]:
@@ -202,12 +179,13 @@ class Cluster:
         return self._index.longest_prefix(keys)
 
     def view(self, job: Job) -> ClusterView:
-        """Return the current view for one decision, with the next turn and random draw."""
-        self._turn += 1
-        for view in self.decode:
-            self.nodes[view.node_id].refresh()
+        """Return its conductor's view for one decision, with the next turn and random draw."""
+        conductor = self.conductors[job.conductor]
+        conductor.turn += 1
+        for node in conductor.decode:
+            self.nodes[node.node_id].refresh(job.conductor)
         keys, now_s = job.keys, self._clock.now_s
-        eligible = self._eligible.within(job.request.regions, self.nodes.values(), now_s)
+        eligible = conductor.eligible(job.request.regions)
         prefixes = self._index.longest_prefix(keys)
         if regions := job.request.regions:
             prefixes = {
@@ -216,16 +194,17 @@ class Cluster:
                 if may_hold(regions, self.links.region_of(node_id))
             }
         return ClusterView(
-            prefill=eligible.of("prefill", now_s),
-            decode=eligible.of("decode", now_s),
+            prefill=eligible.of("prefill", now_s, job.life.avoid),
+            decode=eligible.of("decode", now_s, job.life.avoid),
             prefix_blocks=prefixes,
             slow_blocks=self._slow(keys, prefixes),
-            links=self.links,
+            links=conductor.links,
             block_size=self._scenario.block_tokens,
             block_nbytes=self.block_nbytes,
             now_s=now_s,
-            turn=self._turn - 1,
-            draw=self._rng.random(),
+            turn=conductor.turn - 1,
+            draw=conductor.rng.random(),
+            avoid=job.life.avoid,
         )
 
     def _slow(self, keys: Sequence[bytes], prefixes: dict[str, int]) -> dict[str, tuple[int, int]]:
@@ -240,11 +219,11 @@ class Cluster:
                 slow[node_id] = (host, ssd)
         return slow
 
-    def moved(self, source: Node, target: Node, nbytes: float, began_s: float) -> None:
-        """Learn from a transfer that has ended."""
+    def moved(self, job: Job, source: Node, target: Node, nbytes: float, began_s: float) -> None:
+        """Its conductor learns from a transfer that has ended."""
         if self._scenario.errors:
             now_s = self._clock.now_s
-            self.costs.observe_transfer(
+            self.conductors[job.conductor].costs.observe_transfer(
                 source.node_id, target.node_id, nbytes=round(nbytes), actual_s=now_s - began_s, now_s=now_s
             )
 
@@ -252,8 +231,8 @@ class Cluster:
         if decode is None:
             return None
         return DecodeOutlook(
-            view=decode.refresh(),
-            schedule=decode.load.schedule,
+            view=decode.refresh(job.conductor),
+            schedule=decode.of(job).load.schedule,
             num_tokens=job.num_tokens,
             expected_tokens=expected,
             block_size=self._scenario.block_tokens,

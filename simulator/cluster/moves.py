@@ -12,6 +12,7 @@ from moonpool.conductor.costs.output_lengths import OutputLengths
 from moonpool.conductor.migration.decisions import Move, Running, Waiting
 from moonpool.conductor.migration.relief import plan_relief
 from moonpool.conductor.migration.rounds import MoveRounds
+from moonpool.conductor.requests.life import LOST, QUEUE
 from moonpool.simulator.cluster.clock import Clock
 from moonpool.simulator.cluster.job import Job
 from moonpool.simulator.cluster.membership import Cluster
@@ -59,11 +60,11 @@ class Moves:
         block_tokens: int,
         longest: int,
         has_open_requests: Callable[[], bool],
-        on_replaced: Callable[[Job], None],
+        on_replaced: Callable[[Job, str], None],
         on_moved: Callable[[Job, Node], None],
     ) -> None:
-        """``on_replaced``: called for a job to place again; ``on_moved``: with the node that decodes it now.
-        ``longest``: most tokens of an answer."""
+        """``on_replaced``: called for a job to place again, with the cause; ``on_moved``: with the node that
+        decodes it now. ``longest``: most tokens of an answer."""
         self.num_moved = 0
         self.num_replaced = 0
         self._cluster = cluster
@@ -98,7 +99,7 @@ class Moves:
             assert isinstance(job, Job)
             self._replaced_s[job] = now_s
             self.num_replaced += 1
-            self._on_replaced(job)
+            self._on_replaced(job, QUEUE)
         self._replaced_s = {job: at_s for job, at_s in self._replaced_s.items() if at_s > ends_s}
 
     # ------------------------------------------------------------------ running requests
@@ -199,5 +200,5 @@ class Moves:
             moving.target.memory.release(moving.hold)
             moving.target.on_blocks_released()
         if moving.stopped and moving.job.attempt == moving.attempt:
-            self._on_replaced(moving.job)
+            self._on_replaced(moving.job, LOST)
         self._rounds.ended(moving.move.request_id, self._clock.now_s)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from moonpool.conductor.costs.model import CostModel
-from moonpool.conductor.fleet.circuit_breaker import CircuitBreaker
 from moonpool.conductor.placing.load_ledger import LoadLedger
 from moonpool.conductor.placing.node_view import NodeView
 from moonpool.simulator.cluster.adapters import Adapters
 from moonpool.simulator.cluster.clock import Clock
+from moonpool.simulator.cluster.conductor import Member
 from moonpool.simulator.cluster.job import Job
 from moonpool.simulator.cluster.memory import NodeMemory, PinnedBlocks
 from moonpool.simulator.cluster.reality import NodeIndex, Reality
@@ -37,14 +37,14 @@ class Node:
         clock: Clock,
         index: NodeIndex,
         parents: Mapping[bytes, bytes],
-        costs: CostModel,
+        costs: Sequence[CostModel],
         reality: Reality,
         *,
         on_prefilled: OnJob,
         on_decoded: OnJob,
-        on_load: Callable[[Node], None],
+        on_load: Callable[[Member], None],
     ) -> None:
-        """``hardware``: as believed. ``on_load`` is called when ``view`` or ``breaker`` has changed."""
+        """``hardware``: as believed. ``costs``: of each conductor. ``on_load``: a member has changed."""
         self.node_id = node_id
         self.hardware = hardware
         self.alive = True
@@ -55,9 +55,6 @@ class Node:
             blocks=scenario.blocks(hardware),
             policies=("lru", scenario.host_policy, scenario.ssd_policy),
         )
-        self.stages: tuple[str, ...] = ()  # that requests are placed here for; none: it gets no more
-        self.breaker = CircuitBreaker(node_id, lambda: clock.now_s, lambda: on_load(self))
-        self._costs = costs
         self._reality = reality
         role = node_id.rpartition("-")[0]
         self._step_factor = 1.0 if role == "prefill" else reality.node_factor("decode")
@@ -73,21 +70,22 @@ class Node:
             tbt_s=scenario.slo.tbt_s,
             adapter_s=hardware.adapter_step_s,
         )
-        self.view = NodeView(
-            node_id,
-            costs.node(hardware.profile, clock.now_s),
-            num_blocks=self.memory.pool.capacity,
-            chunk_tokens=hardware.chunk_tokens,
-        )
+        self.members: list[Member] = []
+        for number, model in enumerate(costs):
+            view = NodeView(
+                node_id,
+                model.node(hardware.profile, clock.now_s),
+                num_blocks=self.memory.pool.capacity,
+                chunk_tokens=hardware.chunk_tokens,
+            )
+            self.members.append(Member(view, number, model, clock, on_load))
         self.adapters = Adapters(
             clock,
             self.memory,
-            self.view,
+            [member.view for member in self.members],
             num_blocks=-(-hardware.adapter_nbytes // (scenario.block_tokens * hardware.kv_token_nbytes)),
             load_s=hardware.adapter_nbytes / (hardware.host_load_nbytes_per_s or math.inf),
         )
-        self.load = LoadLedger(self.view, lambda: clock.now_s, lambda _: on_load(self))
-        self._num_reported = 0  # tokens of the batch that ``load`` has counted
         self._clock = clock
         self._scenario = scenario
         self._on_prefilled = on_prefilled
@@ -97,18 +95,21 @@ class Node:
         self._load_ends_s = 0.0
         self._index = index
 
-    # ------------------------------------------------------------------ whether it gets requests
-
-    healthy = True
+    # ------------------------------------------------------------------ what conductors know of it
 
     @property
-    def has_room(self) -> bool:
-        """False while it warms up and has as many requests as it may."""
-        return self.breaker.has_room(self.load.num_requests)
+    def view(self) -> NodeView:
+        """The first conductor's."""
+        return self.members[0].view
 
-    def available(self, now_s: float) -> bool:
-        """Whether new requests may go there."""
-        return self.alive and self.breaker.closed(now_s)
+    @property
+    def load(self) -> LoadLedger:
+        """The first conductor's."""
+        return self.members[0].load
+
+    def of(self, job: Job) -> Member:
+        """The member of the job's conductor."""
+        return self.members[job.conductor]
 
     # ------------------------------------------------------------------ prefill
 
@@ -178,17 +179,18 @@ class Node:
 
     def prefilled(self, prefill: Prefill) -> None:
         job, now_s = prefill.job, self._clock.now_s
-        if self._scenario.errors and self.load.prefilled_alone(job):
+        member = self.of(job)
+        if self._scenario.errors and member.load.prefilled_alone(job):
             tokens = prefill.num_tokens, prefill.num_cached
-            self.breaker.took(self.view.cost.prefill_s(*tokens, now_s), prefill.busy_s)
-            self._costs.observe_prefill(
-                self.view.cost,
+            member.breaker.took(member.view.cost.prefill_s(*tokens, now_s), prefill.busy_s)
+            member.costs.observe_prefill(
+                member.view.cost,
                 uncached_tokens=prefill.num_tokens,
                 cached_tokens=prefill.num_cached,
                 actual_s=prefill.busy_s,
                 now_s=now_s,
             )
-        self.breaker.succeeded()
+        member.breaker.succeeded()
         full = min(job.num_tokens // self._scenario.block_tokens, len(job.keys))
         self.memory.commit(job.hold, job.keys[len(job.hold.pinned) : full])
         self._on_prefilled(job)
@@ -202,13 +204,13 @@ class Node:
 
     def add_incoming(self, job: Job, starts_in_s: float, expected_tokens: int) -> None:
         """Count a job that was placed to decode here."""
-        view = self.refresh()
+        view = self.refresh(job.conductor)
         num_tokens, size = job.num_tokens, self._scenario.block_tokens
         step_s = view.cost.step_s(
             view.num_running + 1, view.num_context_tokens + num_tokens, self._clock.now_s
         )
         job.num_delivered = 0
-        self.load.begin_decode(
+        self.of(job).load.begin_decode(
             job,
             num_tokens,
             expected_tokens=expected_tokens,
@@ -240,9 +242,10 @@ class Node:
         """Release the job's blocks and drop it from the queues. Idempotent."""
         self.jobs.pop(job, None)
         self._queued.pop(job, None)
-        self.load.end_prefill(job)
-        self.refresh()
-        self.load.end_decode(job, job.num_delivered)
+        load = self.of(job).load
+        load.end_prefill(job)
+        self.refresh(job.conductor)
+        load.end_decode(job, job.num_delivered)
         if not self.alive:
             return
         if hold is not None:
@@ -261,14 +264,15 @@ class Node:
 
     def decode(self, job: Job) -> None:
         job.num_delivered = 1  # the token of its prefill
-        self._report(1)
+        self._report(self.of(job), 1)
         self.engine.join(Decode(job, job.num_tokens, job.remaining, job.since_s))
 
     def stepped(self, expected_s: float, actual_s: float) -> None:
         if self._scenario.errors:
             plain_s = expected_s / self._step_factor
             now_s = self._clock.now_s
-            self._costs.observe_steps(self.view.cost, plain_s=plain_s, actual_s=actual_s, now_s=now_s)
+            for member in self.members:
+                member.costs.observe_steps(member.view.cost, plain_s=plain_s, actual_s=actual_s, now_s=now_s)
 
     def work_factor(self, num_sequences: int, context_tokens: int) -> float:
         return self._reality.work_factor("decode", num_sequences, context_tokens)
@@ -286,7 +290,7 @@ class Node:
     def take_over(self, job: Job) -> None:
         """Go on with a job whose blocks have arrived."""
         job.num_delivered = 0
-        self.load.decoding(job)
+        self.of(job).load.decoding(job)
         self.engine.join(Decode(job, job.num_tokens, job.remaining, job.since_s))
 
     def waiting_for_blocks(self) -> list[Job]:
@@ -297,26 +301,41 @@ class Node:
         job = decode.job
         job.add_tokens(gaps_s)
         job.num_delivered += len(gaps_s)
-        self.breaker.succeeded()
+        member = self.of(job)
+        member.num_ended += len(gaps_s)
+        member.breaker.succeeded()
         self._on_decoded(job)
 
     # ------------------------------------------------------------------ what placement sees
 
-    def refresh(self) -> NodeView:
-        """Bring ``view`` up to date and return it."""
-        num_produced, view = self.engine.num_produced(), self.view
+    def refresh(self, conductor: int = 0) -> NodeView:
+        """Bring the ``view`` of a conductor up to date and return it."""
+        member = self.members[conductor]
+        num_produced, view = self._num_produced(member), member.view
         waits, available = len(self._waiting_for_blocks), self._num_available
         same = view.num_waiting == waits and view.num_free_blocks == available
-        if not same or num_produced != self._num_reported:
-            self._report(num_produced - self._num_reported)
-            self._num_reported = num_produced
+        if not same or num_produced != member.num_reported or len(self.members) > 1:
+            num_new = num_produced - member.num_reported
+            member.num_reported = num_produced
+            self._report(member, num_new)
         return view
 
-    def _report(self, num_delivered: int) -> None:
-        self.load.on_step(
+    def _num_produced(self, member: Member) -> int:
+        """Tokens that decoding has produced so far for requests of one conductor."""
+        if len(self.members) == 1:
+            return self.engine.num_produced()
+        own = (count for job, count in self.engine.decoding() if job.conductor == member.conductor)
+        return member.num_ended + sum(own)
+
+    def _report(self, member: Member, num_delivered: int) -> None:
+        # Only where there are other conductors, the batch has sequences that are not its own.
+        num_running, num_context_tokens = self.engine.batch() if len(self.members) > 1 else (0, 0)
+        member.load.on_step(
             num_delivered=num_delivered,
             num_waiting=len(self._waiting_for_blocks),
             num_free_blocks=self._num_available,
+            num_running=num_running,
+            num_context_tokens=num_context_tokens,
         )
 
     @property
@@ -326,6 +345,8 @@ class Node:
     def stop(self) -> None:
         """Stop for good; all blocks are lost. The jobs keep the tokens that the batch has produced."""
         self.alive = False
+        for member in self.members:
+            member.alive = False
         self._index.leave()
         for decode, gaps_s in self.engine.stop():
             decode.job.add_tokens(gaps_s)

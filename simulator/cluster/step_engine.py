@@ -121,6 +121,12 @@ class StepEngine:
             return self._num_produced
         return self._num_produced + self._done(run) * self._batch_size
 
+    def batch(self) -> tuple[int, int]:
+        """The sequences that decode, and the tokens that they attend to."""
+        run = self._run
+        done = self._done(run) if run is not None and run.batch_size else 0
+        return self._batch_size, self._context + done * self._batch_size
+
     def _done(self, run: Run) -> int:
         """The steps of the run that have ended."""
         return min(int(run.steps(self._clock.now_s - run.start_s) + 1e-9), run.count)

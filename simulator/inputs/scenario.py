@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from moonpool.conductor.admission.rejection import REJECTIONS
+from moonpool.conductor.coordination.bookings import SHARE_S
 from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.placing.policies import POLICIES, Policy
 from moonpool.conductor.planning.plan import Rules
@@ -70,6 +71,8 @@ class Scenario:
     node_price: float = 1.0  # of a second: model.price
     chooser: Policy | None = None  # instead of ``policy``: one that is no option
     errors: Errors = field(default_factory=Errors)  # of what the scheduler believes
+    num_conductors: int = 1  # requests go to them in turn
+    share_s: float = SHARE_S  # between their reports to each other; 0: before each decision
     seed: int = 1
 
     def __post_init__(self) -> None:
@@ -93,6 +96,13 @@ class Scenario:
         if not self.replicate_nbytes_per_s >= 0:
             raise ConfigError(
                 f"--replicate must be 0 or more, got {self.replicate_nbytes_per_s:g}", key="replicate"
+            )
+        alone = self.replicate_nbytes_per_s or self.migrate or self.elastic is not None or self.chooser
+        if self.num_conductors < 1 or (self.num_conductors > 1 and alone):
+            raise ConfigError(
+                "--conductors must be 1 or more; with copies (--replicate), moves, a planner or a policy of "
+                f"its own it must be 1, got {self.num_conductors}",
+                key="conductors",
             )
         for event in self.events:
             if not counts[event.role]:

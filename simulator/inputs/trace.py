@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from moonpool.conductor.admission.tenants import EVERYWHERE, Regions
+from moonpool.conductor.admission.tenants import ANYONE, EVERYWHERE, Regions, Tenant
 from moonpool.conductor.observing.slo import Slo
 from moonpool.runtime.errors import ConfigError
 
@@ -43,6 +43,7 @@ class TraceRequest:
 
     ``slo``: None: the cluster's. ``origin``: the region that it comes from; ``regions``: those that it is
     confined to, no others' blocks of the same ids included. ``adapter``: the LoRA adapter; empty: none.
+    ``client``: the tenant, of which limits and weight count here.
     """
 
     arrival_s: float
@@ -53,6 +54,7 @@ class TraceRequest:
     regions: Regions = EVERYWHERE
     adapter: str = ""
     slo: Slo | None = None
+    client: Tenant = ANYONE
 
 
 def load_trace(path: Path, *, block_tokens: int = BLOCK_TOKENS) -> list[TraceRequest]:

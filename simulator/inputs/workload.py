@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count, islice
 
+from moonpool.conductor.admission.tenants import LEAST_WEIGHT, Tenant
 from moonpool.conductor.observing.slo import Slo
 from moonpool.runtime.errors import ConfigError
 from moonpool.simulator.inputs.trace import TraceRequest
@@ -19,7 +20,7 @@ _LEAST = {
     1: ("sessions", "prompt_tokens", "output_tokens", "turn_tokens", "system_prompts", "turns"),
     0: (
         "system_tokens", "spread", "think_s", "tool_share", "tool_calls", "tool_s", "token_s", "slo_ttft",
-        "slo_tbt",
+        "slo_tbt", "max_requests", "tokens_per_minute",
     ),
 }  # fmt: skip
 
@@ -49,6 +50,10 @@ class Workload:
     token_s: float = 0.02  # assumed duration of an output token, for the time of the next turn
     slo_ttft: float = 0.0  # seconds; of its requests. Both 0: as the cluster's, one of them 0: none
     slo_tbt: float = 0.0
+    tenant: str = ""  # of all its requests, with this weight and these limits; 0: none
+    weight: float = 1.0
+    max_requests: int = 0
+    tokens_per_minute: int = 0
     block_tokens: int = 512
     seed: int = 1
 
@@ -60,6 +65,10 @@ class Workload:
                     raise ConfigError(text, key=name)
         if not self.rate > 0:
             raise ConfigError(f"a workload's rate must be above 0, got {self.rate}", key="rate")
+        if not self.weight >= LEAST_WEIGHT:
+            raise ConfigError(f"a workload's weight must be above 0, got {self.weight}", key="weight")
+        if not self.tenant and (self.weight != 1.0 or self.max_requests or self.tokens_per_minute):
+            raise ConfigError("a weight and limits are of a tenant: give tenant=NAME, too", key="tenant")
         if self.tool_share > 1:
             raise ConfigError(
                 f"a workload's tool_share is at most 1, got {self.tool_share}", key="tool_share"
@@ -76,6 +85,9 @@ class Workload:
         if self.slo_ttft or self.slo_tbt:
             slo = Slo.of_limits(self.slo_ttft, self.slo_tbt)
             found = [replace(request, slo=slo) for request in found]
+        if self.tenant:
+            client = Tenant(self.tenant, self.weight, self.max_requests, self.tokens_per_minute)
+            found = [replace(request, client=client) for request in found]
         return sorted(found, key=lambda request: request.arrival_s)
 
     def _arrivals(self, rng: random.Random) -> Iterator[float]:

@@ -21,6 +21,7 @@ from moonpool.conductor.fleet import member as member_module
 from moonpool.conductor.fleet.member import Member
 from moonpool.conductor.placing.placement import Placement
 from moonpool.conductor.requests.deadline import Deadline
+from moonpool.conductor.requests.life import RequestLife
 from moonpool.conductor.requests.lineage import Lineage
 from moonpool.conductor.requests.placer import RequestPlacer
 from moonpool.kvstore.blocks.keys import BlockKey, pack
@@ -171,6 +172,7 @@ class History:
         placer = Placer(
             asked,
             self.deps,
+            RequestLife(max_attempts=4),
             Lineage(asked.prompt_token_ids, MODEL.block_size),
             limit=8,
             deadline=Deadline(self.now_s, wait_s=1e9, run_s=1e9, asked_s=None),

@@ -136,6 +136,34 @@ def test_nodes_that_fail_and_join_lose_no_request(
     assert set(outcome.rejections) <= {"too large"}
 
 
+def test_a_request_is_placed_again_as_soon_as_a_node_that_it_needs_is_lost() -> None:
+    """Its prefill takes two seconds, and is of no use once the decode node that follows it is gone."""
+    lost = ClusterEvent(1.0, "fail", "decode")
+    simulation, outcome = run(
+        Scenario(SMALL, 2, 1, events=[ClusterEvent(0.5, "join", "decode"), lost]), [one(20_000, 20)]
+    )
+    undisturbed = run(Scenario(SMALL, 2, 2), [one(20_000, 20)])[1].served[0]
+    assert simulation.jobs[0].life.num_attempts == 2
+    assert outcome.served[0].ttft_s == pytest.approx(1.0 + undisturbed.ttft_s, rel=0.01)
+
+
+def test_a_request_fails_when_each_of_its_attempts_lost_its_node() -> None:
+    events = [
+        ClusterEvent(0.1 * n, kind, "prefill", number)
+        for n in range(1, 9)
+        for kind, number in (("join", 0), ("fail", n - 1))
+    ]
+    _, outcome = run(Scenario(SMALL, 1, 1, events=events), [one(20_000, 20)])
+    assert outcome.rejections == {"failed": 1}
+
+
+def test_a_request_waits_for_a_node_that_comes_soon() -> None:
+    events = [ClusterEvent(0.5, "fail", "prefill"), ClusterEvent(2.0, "join", "prefill")]
+    _, outcome = run(Scenario(SMALL, 1, 1, events=events), [one(2000, 20, at_s=1.0)])
+    assert not outcome.rejections
+    assert 1.0 <= outcome.served[0].ttft_s < 1.5
+
+
 def test_without_any_node_left_requests_are_rejected_and_say_so() -> None:
     scenario = Scenario(SMALL, 1, 1, events=[ClusterEvent(0.5, "fail", "decode")])
     _, outcome = run(scenario, chat(1, sessions=5))
