@@ -31,3 +31,8 @@ def test_every_metric_ends_in_its_unit_and_says_what_it_counts() -> None:
     for row in rows:
         assert row.meaning[0].isupper() or row.meaning[0].isdigit(), row
         assert row.kind == "counter" or not row.name.endswith("_total"), row
+
+
+def test_metrics_of_collectors_have_rows() -> None:
+    wanted = {"moonpool_node_health", "moonpool_host_energy_joules_total", "moonpool_gpu_clock_hertz"}
+    assert wanted <= {row.name for row in metrics()}
