@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, pairwise
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moonpool.bench.harness.command import Run
 from moonpool.bench.harness.turns import gaps, spread, turns
@@ -17,7 +17,6 @@ from moonpool.bench.serve.client.answer import Answer, read_json
 from moonpool.bench.serve.client.cluster import cluster_server, cluster_servers
 from moonpool.bench.serve.client.server import Server
 from moonpool.bench.serve.client.workload import Prompts
-from moonpool.bench.serve.settings import Settings
 from moonpool.conductor.costs.links import LinkModel
 from moonpool.conductor.costs.model import NodeCost, Profile
 from moonpool.conductor.observing.slo import Slo
@@ -28,6 +27,9 @@ from moonpool.conductor.placing.place import place
 from moonpool.conductor.placing.placement import Placement
 from moonpool.conductor.placing.policies import POLICIES
 from moonpool.runtime.reports.report import Row, versus
+
+if TYPE_CHECKING:
+    from moonpool.bench.serve.settings import Settings  # needs torch; the papers' cases do not
 
 STREAMS, STREAM_PROMPT, STREAM_OUTPUT = 4, 64, 192
 LONGS, LONG_PROMPT, LONG_OUTPUT = 4, 1024, 16
