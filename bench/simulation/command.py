@@ -85,7 +85,13 @@ _SCENARIO = (
 )
 @click.option("--slo-ttft", default=math.inf, metavar="SECONDS", help="Limit of the time to first token.")
 @click.option("--slo-tbt", default=math.inf, metavar="SECONDS", help="Limit of the longest tenth of gaps.")
-@click.option("--conductors", "num_conductors", default=1, show_default=True, help="They share the nodes.")
+@click.option(
+    "--conductors",
+    "num_conductors",
+    default=1,
+    show_default=True,
+    help="They share the nodes; several need --replicate 0.",
+)
 @click.option(
     "--share-every",
     "share_s",

@@ -23,7 +23,8 @@ log = logging.getLogger(__name__)
 _CARRYING: Final = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 _MOST_NBYTES: Final = 4 << 20
 """Of a past that is kept: more tokens than any stream may have, and half of the largest body."""
-_LAST: Final = (DONE.rstrip(), b'data: {"error"', *ENDS)
+_ERROR: Final = b'data: {"error"'
+_LAST: Final = (DONE.rstrip(), _ERROR, *ENDS)
 _UNAVAILABLE: Final = b'"type":"service_unavailable_error"'  # such as ``no_nodes``
 _END: Final = b"\n\n"
 
@@ -113,7 +114,7 @@ class ClientStream:
             if block.startswith(AT):
                 passed += self._held + self._kept(block) + _END
                 self._held = b""
-            elif block.startswith(_LAST) and _UNAVAILABLE not in block:
+            elif block.startswith(_LAST) and not (block.startswith(_ERROR) and _UNAVAILABLE in block):
                 passed, self._held, self._ended = passed + self._held + block + _END, b"", True
             elif block.startswith(b":"):
                 passed += block + _END  # a comment alone: it waits

@@ -6,7 +6,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Final
@@ -42,8 +42,9 @@ _CLIENT_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # those that conducto
 _EVENTS: Final = "text/event-stream"
 _FULL: Final = (429, 503)
 _BROKEN: Final = "lost in the middle of a stream"
-# Of a cell that does not have the stream of Last-Event-ID.
-_UNKNOWN: Final = (403, 404, 410)
+_UNKNOWN: Final = "unknown"
+# Of a cell that does not have what is asked about, or the stream of Last-Event-ID.
+_NOT_FOUND: Final = (403, 404, 410)
 _NOT_PASSED: Final = frozenset(
     {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer"}
     | {"transfer-encoding", "upgrade", "host", "content-length", "cookie", "expect", REQUEST_ID_HEADER}
@@ -136,13 +137,15 @@ class Router:
         asked = _Asked(http, body, await http.read(), client, home, request_id, stream)
         first: web.StreamResponse | None = None
         lost: Cell | None = None  # in the middle of the stream
-        for cell, door in self._attempts(asked):
+        reasons: set[str] = set()
+        for cell, door in self._attempts(asked, reasons):
             answer, reason = await self._attempt(asked, cell, door)
+            reasons.add(reason)
             if answer is not None and not reason:
                 if lost is not None:
                     metrics.continued.labels(lost.name).inc()
                 return answer
-            if reason != "unknown" or not asked.about:
+            if reason != _UNKNOWN or not self._is_of_another(asked, cell):
                 first = first or answer
             if reason == _BROKEN:
                 metrics.broken.labels(cell.name).inc()
@@ -158,26 +161,32 @@ class Router:
             raise _no_cells(asked)
         return first
 
-    def _attempts(self, asked: _Asked) -> Iterator[tuple[Cell, Door]]:
-        """Conductors to ask in turn, each of them open when it is its turn."""
+    def _attempts(self, asked: _Asked, reasons: Set[str]) -> Iterator[tuple[Cell, Door]]:
+        """Conductors to ask in turn, each of them open when it is its turn. ``reasons``: of those that could
+        not answer so far."""
         known = self.cells.cells.get(asked.made_by)
         confined = asked.client.regions
-        found: list[Cell] = []
         if known is not None and known.usable and may_hold(confined, known.region):
-            found = [known]
-        if not found or asked.stream.can_carry:
-            # What ``known`` made may have come to its end in another cell.
-            began_s = time.perf_counter()
-            regions = self.cells.nearest(asked.home)
-            all_may_have_it = asked.resumes or (known is not None and not found)
-            most = None if all_may_have_it else self._options.max_attempts
-            chosen = candidates(regions, asked.digests(), model=asked.model, confined=confined, most=most)
-            found += [cell for cell in chosen if cell is not known]
-            metrics.decision.observe(time.perf_counter() - began_s)
-        for cell in found:
+            for door in self.cells.open_doors(known):
+                if door.is_open and _UNKNOWN not in reasons:
+                    yield known, door
+            if reasons == {"full"}:
+                return  # no other cell has it
+        # What ``known`` made may have come to its end in any other cell, unless it was lost just now.
+        began_s = time.perf_counter()
+        regions = self.cells.nearest(asked.home)
+        all_may_have_it = asked.resumes or (known is not None and asked.stream.response is None)
+        most = None if all_may_have_it else self._options.max_attempts
+        chosen = candidates(regions, asked.digests(), model=asked.model, confined=confined, most=most)
+        metrics.decision.observe(time.perf_counter() - began_s)
+        for cell in chosen:
             for door in self.cells.open_doors(cell):
-                if door.is_open:
+                if door.is_open and cell is not known:
                     yield cell, door
+
+    def _is_of_another(self, asked: _Asked, cell: Cell) -> bool:
+        """Whether it asks about an id that another cell than ``cell`` made."""
+        return asked.made_by in self.cells.cells and asked.made_by != cell.name
 
     async def _attempt(self, asked: _Asked, cell: Cell, door: Door) -> tuple[web.StreamResponse | None, str]:
         """The answer, and why the next cell is to be asked instead; empty: the answer counts."""
@@ -204,14 +213,14 @@ class Router:
                 log.warning("cell %s: %s: %s", cell.name, door.url, error or type(error).__name__)
                 return None, "lost"
             reason = "full" if answer.status in _FULL else ""
-            of_another = asked.made_by in self.cells.cells and asked.made_by != cell.name
-            if (asked.resumes or of_another) and answer.status in _UNKNOWN:
-                reason = "unknown"
+            if (asked.resumes or asked.made_by in self.cells.cells) and answer.status in _NOT_FOUND:
+                reason = _UNKNOWN
+                self._shares.take_back(asked.client, cell.name)
             if asked.stream.response is not None and not (streams and answer.status == 200):
                 log.warning(
                     "request %s: cell %s does not go on: %s", asked.request_id, cell.name, first[:256]
                 )
-                return None, reason or "unknown"
+                return None, reason or _UNKNOWN
             headers = _passed(answer.headers)
             headers.update({REQUEST_ID_HEADER: asked.request_id, CELL_HEADER: cell.name})
             if not reason:

@@ -47,6 +47,12 @@ class TenantShares:
         total = sum(self._faded(*one, now_s) for one in cells.values())
         return cells[cell][0] / total
 
+    def take_back(self, client: Tenant, cell: str) -> None:
+        """The request just counted was none for this cell."""
+        now_s, cells = self._clock(), self._counts.get(client.name, {})
+        if cell in cells:
+            cells[cell] = (max(self._faded(*cells[cell], now_s) - 1.0, 0.0), now_s)
+
     @staticmethod
     def _faded(count: float, at_s: float, now_s: float) -> float:
         return count * math.exp2(-(now_s - at_s) / _HALF_LIFE_S)

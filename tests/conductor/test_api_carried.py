@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from moonpool.conductor.api.choice import Delta
+from moonpool.conductor.api.errors import ApiError
 from moonpool.conductor.api.responses.conversations import Conversations
 from moonpool.conductor.api.schemas import CarriedPast
 from moonpool.conductor.api.streams.resume import Position, Resumable, carried_messages
@@ -175,3 +176,13 @@ async def test_only_a_past_that_conductors_have_made_counts(speaking: Api) -> No
     assert (status, answer["error"]["code"]) == (409, "stream_differs")
     status, answer = await speaking.post("/v1/completions", body | {"past": past.model_dump()})
     assert (status, answer["error"]["param"]) == (400, "past"), "nobody asks for a past"
+
+
+def test_an_answer_that_ends_before_what_the_client_has_is_another_one() -> None:
+    head = StreamHead("a", 0, "", "", (1,), 0.0)
+    seen = Position().after(Delta(token_ids=[7, 8]))
+    record = StreamRecord.new(head, "", "", lambda: None)
+    stream = Resumable(head, record, (seen,), [Position()], [seen], None)
+    run: Any = SimpleNamespace(choice=SimpleNamespace(index=0, num_cached_tokens=0))
+    with pytest.raises(ApiError, match="came out differently"):
+        stream.advance(run, Delta(text="So", token_ids=[7], finish_reason="stop"))

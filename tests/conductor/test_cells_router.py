@@ -211,6 +211,22 @@ async def test_what_continues_goes_where_it_was_made() -> None:
         assert {(status, answer["cell"]) for status, answer, _ in found} == {(200, "c")}
 
 
+async def test_what_ended_elsewhere_is_found_when_its_cell_is_back_and_only_then_looked_for() -> None:
+    async with routed(*three()) as front:
+        servers, body = front.servers, prompt(1, previous_response_id="resp_a:abc-1")
+        servers["a"].status = servers["b"].status = 404
+        assert await cell_of(front, body) is servers["c"]
+        for given in ({}, {"Last-Event-ID": "x:1-00000000"}):
+            servers["a"].status, servers["c"].status = 410, 404
+            status, _, headers = await front.post(body, **given)
+            assert (status, headers["x-moonpool-cell"]) == (410, "a"), "the cell that made it says why"
+        servers["a"].status = 429
+        asked = len(servers["b"].bodies) + len(servers["c"].bodies)
+        status, _, headers = await front.post(body)
+        assert (status, headers["x-moonpool-cell"]) == (429, "a")
+        assert len(servers["b"].bodies) + len(servers["c"].bodies) == asked, "they do not have it"
+
+
 async def test_conductors_of_a_cell_stand_in_for_each_other() -> None:
     servers = [CellServer("a"), CellServer("a"), CellServer("b")]
     servers[0].summary |= {"num_requests": 3, "num_conductors": 2}

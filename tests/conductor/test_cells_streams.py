@@ -98,7 +98,9 @@ async def test_a_stream_goes_on_elsewhere(after: int, ending: bytes) -> None:
 
 @pytest.mark.parametrize("kind", [b"completed", b"incomplete"])
 async def test_a_response_goes_on_though_only_its_cell_knows_the_one_before(kind: bytes) -> None:
-    last = b"event: response." + kind + b'\ndata: {"response":{}}\n\n'
+    # It repeats the metadata of its request.
+    metadata = b'{"metadata":{"type":"service_unavailable_error"}}'
+    last = b"event: response." + kind + b'\ndata: {"response":' + metadata + b"}\n\n"
     servers = [Carrying(name) for name in "abc"]
     for server in servers:
         server.last = last

@@ -91,7 +91,8 @@ class Resumable:
         if delta.finish_reason is None:
             for token_id in delta.token_ids:
                 self.record.add(index, token_id, run.choice.num_cached_tokens)
-        if position.num_tokens == seen.num_tokens and position.check != seen.check:
+        differs = position.num_tokens == seen.num_tokens and position.check != seen.check
+        if differs or (position.ended and position.num_tokens < seen.num_tokens):
             raise ApiError(
                 409,
                 "the tokens of this stream came out differently this time: send the request anew, without "

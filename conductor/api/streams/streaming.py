@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from aiohttp import web
 
@@ -106,8 +107,10 @@ class EventStream:
         started_s = clock()
         if self._resumable is not None:
             new = self._resumable.advance(run, delta)
+            if new is not delta:
+                # What the client has already counts for the end of the answer.
+                self._answer.passed(run.choice, delta if new is None else replace(delta, finish_reason=None))
             if new is None:
-                self._answer.passed(run.choice, delta)
                 return
             delta = new
         events = self._answer.chunk(run.choice, delta)
