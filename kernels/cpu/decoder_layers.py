@@ -13,8 +13,10 @@ from moonpool.kernels.cpu.library import Function, Library, view_of
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
-# Steps of fewer multiply-adds (half a millisecond) hold the GIL, as their operations would one by one.
+# Steps of fewer multiply-adds and bytes of KV hold the GIL, as their operations would one by one: half a
+# millisecond for either.
 _MAX_GIL_HELD_PRODUCTS = 50_000_000
+_MAX_GIL_HELD_NBYTES = 8 << 20
 
 
 Dtypes = tuple[torch.dtype, torch.dtype]
@@ -144,13 +146,14 @@ class DecoderLayers:
         hidden: [batch, hidden], contiguous; positions, slots: int64 [batch]; table: int32 [batch,
         max_blocks]; lens: int32 [batch].
         """
-        residual = torch.empty_like(hidden)
+        residual, view = torch.empty_like(hidden), view_of(pool)
         n, rules = len(hidden), self._rules
         step = _Step(
-            view_of(pool).address, positions.data_ptr(), slots.data_ptr(), table.data_ptr(), lens.data_ptr(),
+            view.address, positions.data_ptr(), slots.data_ptr(), table.data_ptr(), lens.data_ptr(),
             table.stride(0), n, rules.num_heads, rules.soft_cap, rules.eps,
         )  # fmt: skip
-        function = self._gil_held if n <= self._max_gil_held_rows else self._gil_released
+        is_long = table.numel() * view.block_nbytes * len(self._layers) > _MAX_GIL_HELD_NBYTES
+        function = self._gil_released if is_long or n > self._max_gil_held_rows else self._gil_held
         function(
             ctypes.addressof(self._layers), len(self._layers), ctypes.addressof(step),
             hidden.data_ptr(), residual.data_ptr(),

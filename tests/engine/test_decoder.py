@@ -10,6 +10,7 @@ import pytest
 
 from moonpool.engine.device.selection import choose_device
 from moonpool.engine.model.decoder import Decoder
+from moonpool.kernels.cpu import decoder_layers
 from moonpool.kernels.cpu.decoder_layers import DecoderLayers
 from moonpool.kernels.cpu.library import load
 from moonpool.kernels.mode import mode
@@ -73,4 +74,16 @@ async def test_other_layers_stay_separate(
     """Norms after each part, experts, latents."""
     monkeypatch.setattr(DecoderLayers, "__call__", None)
     async with serve_on(choose_device("cpu"), make_checkpoint(family).path) as driver:
+        assert all(len(tokens) == 10 for tokens in await generated(driver))
+
+
+async def test_steps_that_read_much_kv_release_the_gil(
+    make_checkpoint: Callable[..., Any], serve_on: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = load()
+    assert library is not None
+    monkeypatch.setattr(decoder_layers, "_MAX_GIL_HELD_NBYTES", 0)
+    functions = library.gil_held["decode_layers"]
+    monkeypatch.setitem(library.gil_held, "decode_layers", dict.fromkeys(functions))  # cannot be called
+    async with serve_on(choose_device("cpu"), make_checkpoint("llama").path) as driver:
         assert all(len(tokens) == 10 for tokens in await generated(driver))

@@ -70,7 +70,7 @@ class AgentDescriptor:
             found = msgspec.convert({**fields, "incarnation": incarnation}, cls, builtin_types=(bytes,))
             if found.epoch >> 64:
                 raise ValueError("epoch must have 64 bits")
-            if not all(0 < port <= 65535 for _, port in found.tcp_addresses[1:]):
+            if not all(0 < int(rail.rpartition(":")[2]) <= 65535 for rail in found.tcp_rails):
                 raise ValueError("tcp_rails must have ports up to 65535")
         except (msgspec.MsgspecError, RecursionError, ValueError, TypeError) as error:
             raise DescriptorError(f"no agent descriptor of version {FORMAT_VERSION}: {error}") from None
