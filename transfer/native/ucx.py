@@ -98,6 +98,8 @@ PROT_LOCAL, PROT_REMOTE_READ = 0x3, 0x100
 OP_FLAGS, OP_MEMORY_HANDLE = 0x10, 0x100
 CLOSE_FORCE = 1
 OK, IN_PROGRESS, ERR_CANCELED = 0, 1, -16
+# As functions return it: the lowest 8 bits.
+ERR_NO_DEVICE = -14 & 0xFF
 ErrorCallback = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
 
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {

@@ -97,7 +97,7 @@ def test_a_better_cut_is_told_after_enough_steps_if_it_is_worth_a_restart() -> N
 @pytest.mark.slow
 async def test_a_large_head_moves_layers_forward_and_tokens_stay_the_same(make_checkpoint) -> None:
     """The doctor says which layers, by what the stages took."""
-    head = {"vocab_size": 64_000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8}
+    head = {"vocab_size": 16_000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8}
     path: Path = make_checkpoint("qwen2", **SHAPE | head).path
 
     async def served(layers: str) -> tuple[list[int], str, list[float]]:

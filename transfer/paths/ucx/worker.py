@@ -24,6 +24,7 @@ from moonpool.transfer.paths.ucx.topology import num_rdma_rails, rdma_devices
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_MOST_TRIES = 10  # of a context and a worker, where interfaces come and go
 # Settings to survive a peer's death and to make TCP fast; names as in `ucx_info -c`. An environment variable
 # UCX_<name> takes precedence. Not every build knows every name.
 _CONFIG = {
@@ -80,8 +81,7 @@ class UcxWorker:
     def __init__(self, ucx: Ucx) -> None:
         """Raises UcxError when no transport works here."""
         self.ucx = ucx
-        self._context = self._make_context()
-        self.worker = self._make_worker()
+        self._context, self.worker = self._make_both()
         self.address = self._own_address()
         event_fd = ctypes.c_int()
         self._check("ucp_worker_get_efd", ucx.call.ucp_worker_get_efd(self.worker, ctypes.byref(event_fd)))
@@ -122,16 +122,21 @@ class UcxWorker:
         self._check("ucp_init", status)
         return context
 
-    def _make_worker(self) -> ctypes.c_void_p:
-        worker = ctypes.c_void_p()
+    def _make_both(self) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
+        """A context and its worker."""
         params = lib.WorkerParams(
             field_mask=lib.WORKER_PARAM_THREAD_MODE, thread_mode=lib.THREAD_MODE_SERIALIZED
         )
-        status = self.ucx.call.ucp_worker_create(self._context, ctypes.byref(params), ctypes.byref(worker))
-        if status != lib.OK:
-            self.ucx.call.ucp_cleanup(self._context)
-        self._check("ucp_worker_create", status)
-        return worker
+        for _ in range(_MOST_TRIES):
+            context, worker = self._make_context(), ctypes.c_void_p()
+            status = self.ucx.call.ucp_worker_create(context, ctypes.byref(params), ctypes.byref(worker))
+            if status == lib.OK:
+                return context, worker
+            self.ucx.call.ucp_cleanup(context)
+            if status != lib.ERR_NO_DEVICE:
+                break
+            # An interface that the context had found is gone, as those of containers come and go.
+        raise UcxError("ucp_worker_create", status)
 
     def _own_address(self) -> bytes:
         call = self.ucx.call
