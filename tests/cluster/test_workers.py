@@ -113,22 +113,30 @@ async def test_a_killed_worker_takes_no_stream_along_and_is_back(
     async with Client(cluster.url) as client, redis:
         async for _ in client.complete(PROMPT, expected, **GREEDY):
             pass
-        replies = [Reply() for _ in range(8)]
-        before = {key async for key in redis.scan_iter(match="*:stream:*")}
+        replies: list[Reply] = []
+        reading: list[asyncio.Task[None]] = []
+        before: set[bytes] = set()
+
+        async def records() -> set[bytes]:
+            return {key async for key in redis.scan_iter(match="*:stream:*")}
 
         async def read(reply: Reply) -> None:
             async with Client(cluster.url) as own:
                 async for _ in own.complete(PROMPT, reply, **GREEDY):
                     pass
 
-        reading = [asyncio.create_task(read(reply)) for reply in replies]
-
         async def both_stream() -> bool:
+            if all(task.done() for task in reading):
+                # Not begun, or all came to one worker, or ended before they were looked at.
+                await asyncio.gather(*reading)
+                before.update(await records())
+                replies[:] = [Reply() for _ in range(8)]
+                reading[:] = [asyncio.create_task(read(reply)) for reply in replies]
             running = [
                 (await cluster_of(one, cluster.url))["num_requests"] for one in workers.sessions.values()
             ]
             # A stream of which nothing is written in Redis yet cannot be resumed.
-            written = {key async for key in redis.scan_iter(match="*:stream:*")} - before
+            written = await records() - before
             begun = len(written) == len(replies) and all(len(reply.pieces_s) >= 5 for reply in replies)
             return begun and all(running)
 
