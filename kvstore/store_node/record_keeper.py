@@ -180,11 +180,13 @@ class RecordKeeper:
 
     async def _report_lost(self) -> None:
         while self._lost:
-            storage, (stored, evicted) = next(iter(self._lost.items()))
+            storage, found = next(iter(self._lost.items()))
+            stored, evicted = found
             name = (stored.owner, stored.info.key)
             if self._shelf.inventory.get(storage) is None:
                 await self.leave(name, storage, [self._node_id], evicted=evicted)
-            self._lost.pop(storage, None)
+            if self._lost.get(storage) is found:  # else it was published and lost again meanwhile
+                del self._lost[storage]
 
     # ------------------------------------------------------------------ news for other nodes
 
@@ -227,7 +229,8 @@ class RecordKeeper:
             except (StoreError, NodeUnavailable, RemoteError) as error:
                 log.info("%s: %s", name, error)
 
-        if not any(task.get_name() == name for task in self._tasks):
+        # A task that has ended is among them until its callbacks were called.
+        if not any(task.get_name() == name and not task.done() for task in self._tasks):
             task = asyncio.create_task(run(), name=name)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
