@@ -7,7 +7,6 @@ import logging
 import sys
 import time
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 from moonpool.conductor.access.gate import Gate
@@ -26,10 +25,11 @@ from moonpool.conductor.text.chat_template import load_chat_template
 from moonpool.conductor.text.tokenizer import Tokenizer
 from moonpool.conductor.workers import group_of, run_workers, serve_worker_metrics
 from moonpool.kvstore.index.redis.node_record import STAGES
-from moonpool.runtime.config.agreement import agreement_of, own_version
+from moonpool.runtime.config.agreement import agreement_of
 from moonpool.runtime.config.loading import shown_options
 from moonpool.runtime.config.models_file import served_models
 from moonpool.runtime.config.options import Config
+from moonpool.runtime.machine.description import own_version
 from moonpool.runtime.network.http_listening import reachable
 from moonpool.runtime.replicas.identity import Replica
 from moonpool.runtime.reports.conditions import load_average
@@ -177,7 +177,7 @@ def _about(config: Config) -> dict[str, Any]:
     """Plain JSON types, without secrets. Runs git, some milliseconds: call once."""
     measured = measure_environment(_PACKAGES)
     return {
-        "moonpool": version("moonpool"),
+        "moonpool": own_version(),
         "commit": measured.commit,
         "machine": measured.machine,
         "versions": dict(measured.versions),

@@ -56,7 +56,8 @@ def run_part(part: Part, timeout_s: float, directory: Path) -> Outcome:
     log, json_path = directory / f"{part.name}.log", directory / f"{part.name}.json"
     json_path.unlink(missing_ok=True)
     began_s = time.monotonic()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    places = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": places, "PYTHONUNBUFFERED": "1"}
     with log.open("wb") as output:
         # A process group of its own, so that the processes that it started end with it.
         child = subprocess.Popen(

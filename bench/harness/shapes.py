@@ -105,11 +105,14 @@ def write_checkpoint(directory: Path, words: dict[str, Any]) -> None:
     """Random weights of the standard deviation 0.02, and the shipped tokenizer with words added."""
     (directory / "config.json").write_text(json.dumps(words))
     shipped = ModelOptions().directory
-    generator = torch.Generator().manual_seed(_SEED)
+    # A CPU takes minutes for the billions of numbers of a large shape.
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(_SEED)
     tensors = {}
     for name, shape in expected_tensors(ModelConfig.from_checkpoint(directory)).items():
-        weight = torch.empty(tuple(shape), dtype=torch.bfloat16)
-        tensors[name] = weight.fill_(1) if "norm" in name else weight.normal_(0, 0.02, generator=generator)
+        weight = torch.empty(tuple(shape), dtype=torch.bfloat16, device=device)
+        weight = weight.fill_(1) if "norm" in name else weight.normal_(0, 0.02, generator=generator)
+        tensors[name] = weight.cpu()
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     tokenizer = json.loads((shipped / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]

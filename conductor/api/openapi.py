@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from importlib.metadata import version
 from typing import Any, Literal
 
 from aiohttp import web
@@ -22,6 +21,7 @@ from moonpool.conductor.api.schemas import (
 )
 from moonpool.conductor.api.status_routes import MAX_LISTED, TIMELINE_FORMATS
 from moonpool.conductor.canary.decision import LEAST_REQUESTS
+from moonpool.runtime.machine.description import own_version
 
 Schema = dict[str, Any]
 
@@ -156,7 +156,7 @@ def document() -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {
             "title": "Moonpool",
-            "version": version("moonpool"),
+            "version": own_version(),
             "summary": "OpenAI's API, and the timeline of each request",
         },
         "paths": _paths(),

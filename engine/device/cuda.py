@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -59,6 +61,18 @@ def exact_products() -> None:
     matmul.allow_fp16_reduced_precision_reduction = False
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect no garbage: what frees memory or modules of CUDA in this thread would end a capture."""
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collected:
+            gc.enable()
+
+
 class CudaDevice:
     """See ``Device``. From any thread: each method makes the device the thread's current one, because CUDA
     allocates memory on a current device at many calls that do not concern it."""
@@ -88,6 +102,7 @@ class CudaDevice:
         graph = torch.cuda.CUDAGraph()
         # It waits for the current device. Other threads (of transfers) may call CUDA meanwhile.
         with (
+            _no_collection(),
             torch.cuda.device(self.torch),
             torch.cuda.graph(
                 graph, pool=self._graph_memory, stream=self._steps, capture_error_mode="thread_local"

@@ -63,6 +63,7 @@ class _Flight:
     begun_s: float
     predicted_s: float
     launched: Callable[[], Launched[Step]]
+    failed: bool = False  # to launch, as is known already
 
 
 class StepLoop:
@@ -207,7 +208,8 @@ class StepLoop:
         try:
             while flight is not None:
                 later = None
-                if not self.closing and self._error is None and not len(self.reservations):
+                stops = flight.failed or self.closing or self._error is not None
+                if not stops and not len(self.reservations):
                     ahead = self.scheduler.schedule_ahead(flight.plan)
                     if ahead is not None:
                         self._in_flight.append(ahead)
@@ -284,7 +286,7 @@ class StepLoop:
         begun_s, predicted_s = self._clock(), self.costs.predict_s(plan)
         launching = self._on_worker(partial(self._launch_now, plan, before))
         await asyncio.wait((launching,))
-        return _Flight(plan, begun_s, predicted_s, launching.result)
+        return _Flight(plan, begun_s, predicted_s, launching.result, launching.exception() is not None)
 
     def _launch_now(self, plan: StepPlan, before: _Flight | None) -> Launched[Step]:
         if before is None:

@@ -59,10 +59,10 @@ from moonpool.kvstore.store.collector import observe_stores
 from moonpool.kvstore.tiers.metrics import evicted_totals
 from moonpool.protos import node_pb2
 from moonpool.runtime import rpc
-from moonpool.runtime.config.agreement import agreement_of, own_version
+from moonpool.runtime.config.agreement import agreement_of
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.health.monitor import HealthMonitor, NodeUnfit
-from moonpool.runtime.machine.description import versions_of
+from moonpool.runtime.machine.description import own_version, versions_of
 from moonpool.runtime.observing import failures
 from moonpool.runtime.observing.metrics_server import serve_metrics
 from moonpool.runtime.replicas.identity import Replica

@@ -20,10 +20,10 @@ import numpy as np
 from moonpool.engine.collectives.board import SharedBoard, SharedMemory, StepWord
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
-from moonpool.runtime.config.agreement import own_version
 from moonpool.runtime.config.loading import load_config
 from moonpool.runtime.config.options import Config, TransferOptions
 from moonpool.runtime.errors import ConfigError
+from moonpool.runtime.machine.description import own_version
 from moonpool.runtime.message_checks import check_message
 from moonpool.runtime.observing.log import setup_logging
 from moonpool.runtime.security import process

@@ -18,9 +18,9 @@ from moonpool.engine.collectives.board import SharedBoard, StepWord
 from moonpool.engine.errors import JoinRefused, RankLost, RankUnfit
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
-from moonpool.runtime.config.agreement import own_version
 from moonpool.runtime.config.options import ParallelOptions
 from moonpool.runtime.errors import ConfigError
+from moonpool.runtime.machine.description import own_version
 from moonpool.runtime.message_checks import check_message
 from moonpool.runtime.network.sockets import loopback_only
 from moonpool.runtime.security import process

@@ -1,8 +1,9 @@
 """Compile the Triton kernels without a GPU and report the resources that each needs.
 
 Checked for each architecture: that a kernel compiles, its registers, spills and shared memory, the use of
-tensor cores, and the width of its loads. Run as ``python -m moonpool.kernels.compilation.compiler``; ``--json
-FILE`` writes the table. The exit code is 1 if a kernel has a fault.
+tensor cores, the width of its loads, and that ptxas left no register unset. Run as ``python -m
+moonpool.kernels.compilation.compiler``; ``--json FILE`` writes the table. The exit code is 1 if a kernel has
+a fault.
 """
 
 # Triton is untyped.
@@ -27,6 +28,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from moonpool.kernels.compilation.assembly import unset_registers
 from moonpool.kernels.compilation.catalog import all_cases
 from moonpool.kernels.compilation.kernel_case import Case
 
@@ -70,6 +72,7 @@ class Resources:
     num_tensor_core_instructions: int
     num_warpgroup_instructions: int
     widest_load_nbytes: int
+    num_unset_reads: int = 0  # instructions with a register that no one may have written
 
     @property
     def resident(self) -> int:
@@ -92,6 +95,8 @@ class Resources:
             found.append(f"{name} does not multiply by warp groups")
         if self.widest_load_nbytes < case.loads_nbytes:
             found.append(f"{name} loads {self.widest_load_nbytes} bytes at a time, not {case.loads_nbytes}")
+        if self.num_unset_reads:
+            found.append(f"{name} reads registers that are not set, in {self.num_unset_reads} instructions")
         if self.resident < case.resident:
             found.append(f"{name} fits {self.resident} times on a multiprocessor, not {case.resident}")
         return found
@@ -131,6 +136,7 @@ def compile_case(case: Case, arch: int) -> Resources:
         len(re.findall(r"\bH(?:G)?MMA\b", assembly)),
         len(re.findall(r"\bHGMMA\b", assembly)),
         max(widths, default=4 if loads else 0),
+        len(unset_registers(assembly)),
     )
 
 

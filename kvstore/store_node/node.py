@@ -39,10 +39,10 @@ from moonpool.kvstore.store_node.shelves import ShelfFactory
 from moonpool.kvstore.store_node.verification import Shelf
 from moonpool.protos import node_pb2, node_pb2_grpc, store_pb2_grpc
 from moonpool.runtime import rpc
-from moonpool.runtime.config.agreement import agreement_of, own_version
+from moonpool.runtime.config.agreement import agreement_of
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.health.monitor import HealthMonitor
-from moonpool.runtime.machine.description import describe_machine
+from moonpool.runtime.machine.description import describe_machine, own_version
 from moonpool.runtime.observing.metrics_server import serve_metrics
 from moonpool.runtime.security import process
 from moonpool.runtime.security.roles import CONDUCTOR, OPERATOR

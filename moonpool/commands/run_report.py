@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from moonpool.client import Client
 from moonpool.commands.options import DEFAULT_URL, api_key_option, console, output_option, run_with_client
 from moonpool.commands.single_page import single_page
 from moonpool.errors import ApiError, ReportSourceInvalid
+from moonpool.runtime.machine.description import own_version
 from moonpool.runtime.reports.schema import ReportInvalid, validate
 
 
@@ -98,7 +98,7 @@ def report_data(
     return {
         "title": title,
         "made_unix_s": time.time(),
-        "moonpool": version("moonpool"),
+        "moonpool": own_version(),
         "benchmarks": list(benchmarks),
         **(cluster or {"cluster": None, "timelines": []}),
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import reduce
-from importlib.metadata import version
 from typing import Any
 
 from moonpool.runtime.config.options import Config
@@ -33,10 +32,6 @@ def agreement_of(config: Config) -> dict[str, Any]:
 def default_of(key: str) -> Any:
     """The value of ``key`` in a process that did not publish it."""
     return _value(Config(), key)
-
-
-def own_version() -> str:
-    return version("moonpool")
 
 
 def _value(config: Config, key: str) -> Any:

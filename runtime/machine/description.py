@@ -6,7 +6,9 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import tomllib
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 from moonpool.runtime.machine.processor import cpuinfo
@@ -18,6 +20,17 @@ def describe_machine() -> str:
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     cores = len(os.sched_getaffinity(0))
     return f"{cpu}, {cores} cores, {gib:.0f} GiB, {platform.system()} {platform.release()}"
+
+
+@cache
+def own_version() -> str:
+    """Moonpool's version; where it runs from its sources without being installed, that of pyproject.toml."""
+    try:
+        return importlib.metadata.version("moonpool")
+    except importlib.metadata.PackageNotFoundError:
+        sources = Path(__file__).resolve().parents[2] / "pyproject.toml"
+        found: str = tomllib.loads(sources.read_text())["project"]["version"]
+        return found
 
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:

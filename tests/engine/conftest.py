@@ -30,6 +30,8 @@ transformers = Lazily("transformers")
 torch.set_num_threads(1)
 
 VOCAB_SIZE = 160
+# (device, engine.kv_dtype) of pages in few bits; no GPU kernel has int8 pages.
+PAGES = [("cpu", "fp8_e4m3"), ("cpu", "int8"), pytest.param("cuda", "fp8_e4m3", marks=pytest.mark.gpu)]
 ROOT = b"r" * 16
 
 _SHAPE = {

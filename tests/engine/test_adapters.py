@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from moonpool.engine.batching.sequence import Sequence
 from moonpool.engine.batching.step_plan import StepEvent
+from moonpool.engine.device.selection import choose_device
 from moonpool.engine.engine import Engine
 from moonpool.engine.errors import AdapterRefused, SequenceTooLong
 from moonpool.engine.speculation.speculator import Speculator
@@ -20,7 +22,7 @@ from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.runtime.config.engine_options import SpeculativeOptions
 from moonpool.runtime.config.options import EngineOptions, ModelOptions
 from tests.engine.adapters import adapted, make_adapter, ref_of
-from tests.engine.conftest import VOCAB_SIZE, Driver, Reference, Result, prompt
+from tests.engine.conftest import PAGES, VOCAB_SIZE, Driver, Reference, Result, prompt
 
 NUM_TOKENS = 12
 # Different ranks and projections; each has its own root of block keys.
@@ -301,9 +303,10 @@ async def test_files_that_changed_since_are_refused(make: Any, tmp_path: Path) -
             engine.release(sequence)
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8_e4m3"])
-async def test_beside_kv_in_few_bits(serve: Any, make: Any, kv_dtype: str) -> None:
+@pytest.mark.parametrize(("device", "kv_dtype"), PAGES)
+async def test_beside_kv_in_few_bits(serve_on: Any, make: Any, device: str, kv_dtype: str) -> None:
     """Blocks are bytes: the tokens are those of the merged model with the same KV."""
+    serve = partial(serve_on, choose_device(device))
     base, adapters = make("llama")
     model = adapters["all"]
     words = {"kv_dtype": kv_dtype, "block_size": 8}

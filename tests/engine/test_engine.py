@@ -133,15 +133,15 @@ async def test_cancelling_at_any_time_frees_the_blocks_and_disturbs_no_other_seq
 async def test_a_failed_step_ends_its_sequences_and_no_others(checkpoint, serve, monkeypatch) -> None:
     async with serve(checkpoint.path, max_batch_size=2) as driver:
         runner = driver.engine._loop.runner
-        real, calls = runner.execute, []
+        real, calls = runner.launch, []
 
-        def execute(plan: Any) -> Any:
+        def launch(plan: Any, *sampled: Any) -> Any:
             calls.append(plan)
             if len(calls) == 4:
                 raise RuntimeError("the tensors caught fire")
-            return real(plan)
+            return real(plan, *sampled)
 
-        monkeypatch.setattr(runner, "execute", execute)
+        monkeypatch.setattr(runner, "launch", launch)
         tokens = prompt(9)
         results = await driver.run(*(driver.sequence(tokens, max_tokens=9) for _ in range(3)))
         assert [r.finish_reason for r in results] == [FinishReason.ERROR] * 2 + [FinishReason.LENGTH]

@@ -17,16 +17,13 @@ from moonpool.engine.device.selection import choose_device
 from moonpool.kvstore.blocks.layout import KVLayout
 from moonpool.runtime.config.options import EngineOptions
 from moonpool.runtime.errors import ConfigError
-from tests.engine.conftest import prompt
+from tests.engine.conftest import PAGES, prompt
 from tests.engine.ranks.test_exact import SHAPE
 from tests.engine.ranks.test_handover import NUM_TOKENS, side
 
 # Of log probabilities of the small model of the tests, whose KV values are far apart: e4m3 keeps four bits
 # of each, int8 seven of the largest of a token and head.
 TOLERANCE = {"fp8_e4m3": 0.6, "int8": 0.15}
-
-
-PAGES = [("cpu", "fp8_e4m3"), ("cpu", "int8"), pytest.param("cuda", "fp8_e4m3", marks=pytest.mark.gpu)]
 
 
 async def logprobs(driver: Any, tokens: list[int]) -> np.ndarray[Any, Any]:
