@@ -99,7 +99,7 @@ async def test_a_prompt_of_another_process_is_decoded_here(checkpoint, serve_on,
         sys.executable,
         *command,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))},
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )

@@ -27,6 +27,8 @@ from tests.engine.test_adapters import exact
 # Of log probabilities: x is rounded to 16 bits a segment, in each of 21 matrices.
 TOLERANCE = 5e-3
 LENGTHS = (1, 9, 23, 40)
+# Int4 in groups of 16, for which GPUs have no kernel: they compute with the plain weights.
+PLAIN_ON_GPUS = {"gptq", "gptq-v2", "gptq-act-order", "awq", "packed-int4", "packed-int4-asymmetric"}
 
 
 def prompts() -> list[list[int]]:
@@ -53,8 +55,9 @@ async def test_a_format_means_what_its_tool_wrote(
     meant = write(name, make_checkpoint("llama"), tmp_path, skip=("1.mlp.up_proj",))
     async with serve(meant.path, max_batch_tokens=24) as driver:
         await assert_exact(driver, meant)
-        weights = driver.engine._loop.runner.model.layers[0]
-        assert weights.qkv.nbytes < 0.6 * 4 * 160 * 48
+        nbytes = driver.engine._loop.runner.model.layers[0].qkv.nbytes
+        plain = driver.engine.device.torch.type == "cuda" and name in PLAIN_ON_GPUS
+        assert (nbytes < 0.6 * 4 * 160 * 48) is not plain
 
 
 @pytest.mark.parametrize(
