@@ -70,6 +70,11 @@ class Correction:
             self._own_log = math.log(seconds)
             self._usual.add(self._own_log)
 
+    @property
+    def tried(self) -> float:
+        """The factor of trust by which requests were placed that have not been measured; 1: none."""
+        return math.exp(self._tried)
+
     def used(self, now_s: float) -> None:
         """A request was placed there. Until it has been measured, others are placed by what is known."""
         self._tried = min(self._tried, self._trusted(now_s))

@@ -23,8 +23,8 @@ _UNKNOWN_HOST_NBYTES_PER_S = 5e9
 _UNKNOWN_SSD_NBYTES_PER_S = 1.5e9
 
 # The work by which profiles are compared: tokens of a prompt; sequences of a batch with their tokens.
-_USUAL_PROMPT = 1024
-_USUAL_BATCH = (8, 8 * 1024)
+USUAL_PROMPT = 1024
+USUAL_BATCH = (8, 8 * 1024)
 
 _LOADS = ("host_load_nbytes_per_s", "ssd_load_nbytes_per_s")
 
@@ -72,8 +72,8 @@ class NodeCost:
     def measured(self, profile: Profile, now_s: float) -> None:
         """The node has measured itself as ``profile``."""
         self.profile = profile
-        self.prefill_correction.measured(profile.prefill_s(_USUAL_PROMPT, 0), now_s)
-        self.decode_correction.measured(profile.step_s(*_USUAL_BATCH), now_s)
+        self.prefill_correction.measured(profile.prefill_s(USUAL_PROMPT, 0), now_s)
+        self.decode_correction.measured(profile.step_s(*USUAL_BATCH), now_s)
 
     @property
     def knows_prefills(self) -> bool:

@@ -201,7 +201,7 @@ class EngineAttempt(Attempt):
             predicted_s = cost.profile.prefill_s(self._num_tokens - cached, cached)
             self._cost_model.check("prefill", predicted_s, self._first_s)
             member.breaker.took(predicted_s, self._first_s)
-        cost.learn_prefill(self._num_tokens - cached, cached, self._first_s)
+        cost.learn_prefill(self._num_tokens - cached, cached, self._first_s, self._clock())
 
     def _measure_steps(self, member: Member) -> None:
         """Learn from several steps in a row during which no prompt of ours was computed on the engine."""
@@ -221,5 +221,5 @@ class EngineAttempt(Attempt):
             predicted_s = cost.profile.step_s(view.num_running, view.num_context_tokens)
             self._cost_model.check("step", predicted_s, step_s)
             member.breaker.took(predicted_s * count, step_s * count)
-        cost.learn_step(view.num_running, view.num_context_tokens, step_s)
+        cost.learn_step(view.num_running, view.num_context_tokens, step_s, now_s)
         self._window = now_s, 0

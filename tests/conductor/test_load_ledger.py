@@ -45,7 +45,7 @@ def test_an_engine_is_overdue_once_it_is_known_what_it_takes() -> None:
     assert view.queue.overdue_s(160.0) == 0
     ledger.end_prefill("a")
     for _ in range(4):
-        cost.learn_prefill(1000, 0, 0.5)
+        cost.learn_prefill(1000, 0, 0.5, 100.0)
     ledger.begin_prefill("b", 0.5, 0.0)
     assert view.queue.overdue_s(160.0) == pytest.approx(59.5)
 

@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from moonpool.conductor.core import Conductor
 from moonpool.conductor.fleet.served_model import ServedModel
+from moonpool.conductor.observing.timelines.timeline import RequestSummary
 from moonpool.conductor.request import GenerateRequest, SamplingParams, TokenEvent
 from moonpool.runtime.config.options import ConductorOptions, IndexOptions
 from moonpool.runtime.config.security_options import SecurityOptions
@@ -85,9 +87,15 @@ def ids(events: list[TokenEvent]) -> list[int]:
 
 
 def engine_of(conductor: Conductor, name: str) -> str:
+    return decided(conductor, name)[0].decode_node
+
+
+def decided(conductor: Conductor, name: str) -> tuple[RequestSummary, dict[str, Any]]:
+    """The outcome of a request, and the decision on its placement with the estimates it rests on."""
     timeline = conductor.timeline(name)
     assert timeline is not None
-    return timeline.summary.decode_node
+    placed = [event for event in timeline.to_dict()["events"] if event["event"] == "placed"]
+    return timeline.summary, placed[-1]["placement"]
 
 
 async def test_requests_follow_their_prefix(pair: Pair) -> None:
@@ -106,7 +114,9 @@ async def test_requests_follow_their_prefix(pair: Pair) -> None:
                     await asyncio.sleep(0.02)
             events = await answer(conductor, f"warm-{turn}", prompt)
             assert ids(events) == expected
-            assert engine_of(conductor, f"warm-{turn}") == chosen
+            summary, decision = decided(conductor, f"warm-{turn}")
+            # Both are idle and count as equally fast until they have measured more, so the prefix decides.
+            assert (summary.decode_node, summary.reason) == (chosen, "locality"), decision
             assert events[-1].num_cached_tokens == (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
