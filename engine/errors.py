@@ -85,6 +85,19 @@ class GpuMemoryShort(EngineError):
         self.room_nbytes = room_nbytes
 
 
+class WrongKernel(EngineError):
+    """A compiled kernel computes something else than its definition."""
+
+    failure = FailureClass.DEVICE
+
+    def __init__(self, what: str, head_dim: int, pages: str, device: str, off: float) -> None:
+        super().__init__(
+            f"{what} attention with heads of {head_dim} over pages of {pages} is compiled wrongly for "
+            f"{device}: off by {off:.0%} of the largest value. Nothing is served with it: choose another "
+            "engine.kv_dtype or engine.block_size, or another version of triton"
+        )
+
+
 class OutOfBlocks(EngineError):
     """Not enough blocks are free or evictable. Nothing was allocated."""
 

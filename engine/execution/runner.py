@@ -21,6 +21,7 @@ from moonpool.engine.device.device import Device, Launched
 from moonpool.engine.device.selection import TORCH_DTYPES, page_dtype
 from moonpool.engine.device.threads import use_threads
 from moonpool.engine.errors import DeviceLost, WeightsTooLarge
+from moonpool.engine.execution.attention_check import check_attention
 from moonpool.engine.execution.decode_graphs import DecodeGraphs
 from moonpool.engine.execution.gpu_memory import choose_num_blocks
 from moonpool.engine.execution.input_builder import InputBuilder
@@ -111,6 +112,9 @@ class ModelRunner:
         self.num_blocks = own * shard.cp  # of the pool, on all cp ranks
         self.max_len = min(max_len, self.num_blocks * options.block_size)
         self.pool = device.run(lambda: pool_tensor(layout, own, device.torch, pool_memory)).wait()
+        if device.runs_ahead:
+            scale = self.model.attention.scale
+            device.run(lambda: check_attention(config, shard, self.pool, self._dtype, scale)).wait()
         packing = AdapterPacking(config, shard, self._dtype, layout.block_nbytes)
         self.adapters = self.model.adapters = AdapterPages(packing, self.pool)
         self._packing = Packing.choose(config.windows, pp=shard.pp, cp=shard.cp, runs_ahead=device.runs_ahead)
