@@ -26,7 +26,8 @@ def unset_registers(assembly: str) -> list[str]:
     """Return the instructions that read a uniform register which some path to them has not written.
 
     ptxas 12.8, which Triton 3.6 brings, makes such code for the descriptors of some tiles in shared memory:
-    the kernel then reads another's memory, or none. It warns of nothing.
+    the kernel then reads another's memory, or none. It warns of nothing. A write under a predicate counts:
+    what reads it has that condition too.
     """
     wrong: list[str] = []
     for function in assembly.split("Function :")[1:]:
@@ -60,8 +61,6 @@ def _steps(function: str) -> Iterator[_Step]:
         )
         name, _, operands = plain.partition(" ")
         step = _Step(text, *_registers(name, operands))
-        if predicate and predicate.lstrip("@!") not in ("PT", "UPT"):
-            step.writes = set()  # perhaps not
         going_on = i + 1 < len(lines) and (bool(predicate) or not name.startswith((*_ENDS, "BRA")))
         if going_on or name.startswith("BRA.DIV"):
             step.next.append(i + 1)

@@ -54,7 +54,6 @@ def attention_cases(arch: int) -> Iterator[AttentionCase]:
         yield AttentionCase(torch.bfloat16, torch.bfloat16, 128, group, block_size)
         yield AttentionCase(torch.bfloat16, FP8, 128, group, block_size)
     yield AttentionCase(torch.bfloat16, FP8, 64, group=2)
-    yield AttentionCase(torch.bfloat16, FP8, 32, group=2)
     for pages in (torch.bfloat16, FP8):  # DeepSeek's latents
         yield AttentionCase(torch.bfloat16, pages, 576, group=16, block_size=64, key_only=64)
     yield AttentionCase(torch.bfloat16, torch.bfloat16, 256, group=2, capped=True)

@@ -37,13 +37,11 @@ def test_what_one_path_only_writes_is_unset() -> None:
         ("ULDC.64 UR4, c[0x0][0x208]", "LDG.E R2, desc[UR4][R2.64]", "EXIT"),
         # Both ways to the last line write it.
         ("@P1 BRA 0x30", "UMOV UR5, 0x1", "BRA 0x40", "UMOV UR5, 0x2", "IADD3 R1, R1, UR5, RZ", "EXIT"),
+        # A condition that the reader has, too.
+        ("@UP1 USHF.R.U32.HI UR8, URZ, 0x1, URZ", "@!P2 BRA 0x30", "UMOV UR8, 0x1", "MOV R1, UR8", "EXIT"),
         # A loop: what the first turn reads was written before it.
         ("UMOV UR4, URZ", "UIADD3 UR4, UR4, 0x1, URZ", "@P0 BRA 0x10", "EXIT", "UMOV UR9, UR8"),
     ],
 )
 def test_what_every_path_writes_is_set(lines: tuple[str, ...]) -> None:
     assert unset_registers(listing(*lines)) == []
-
-
-def test_a_write_under_a_condition_may_not_happen() -> None:
-    assert unset_registers(listing("@P0 UMOV UR4, 0x1", "MOV R1, UR4", "EXIT")) == ["MOV R1, UR4"]
