@@ -40,10 +40,13 @@ _KEYS = {
 @click.option(
     "--models", "models_file", metavar="FILE", help="TOML file of models and routes: see docs/models.md."
 )
-@click.option("--prefill", type=int, metavar="N", help="Prefill nodes (default: 2).")
-@click.option("--decode", type=int, metavar="N", help="Decode nodes (default: 2).")
+@click.option("--prefill", type=int, metavar="N", help="Prefill nodes (default: 2, fewer on few GPUs).")
+@click.option("--decode", type=int, metavar="N", help="Decode nodes (the same).")
 @click.option(
-    "--both", type=int, metavar="N", help="Nodes that prefill and decode (default: 0); alone: only those."
+    "--both",
+    type=int,
+    metavar="N",
+    help="Nodes that prefill and decode (default: 0, 1 on a single GPU); alone: only those.",
 )
 @click.option("--store", type=int, metavar="N", help="Store nodes (default: 0).")
 @click.option(
@@ -93,8 +96,7 @@ def up_command(
         given["on"] = "auto" if on == "ray://auto" else on
         sets = ["fleet.provider=ray", *sets]
     options = [f"{_KEYS[name]}={value}" for name, value in given.items() if value is not None]
-    alone = ["cluster.prefill=0", "cluster.decode=0"] if given["both"] else []
-    config = load_config(file, [*alone, *sets, *options])
+    config = load_config(file, [*sets, *options])
     if hosts > 1 and config.engine.parallel.pp == 1:
         config = override(config, [f"engine.parallel.pp={hosts}"])
     sys.exit(asyncio.run(up(config.with_adapters(adapters), console, once=once, hosts=hosts)))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from moonpool.doctor.finding import Finding
 from moonpool.errors import ExtraMissing, LocalClusterError, has_extra
-from moonpool.local.node_configs import pools_nbytes
+from moonpool.local.node_configs import models_to_start, pools_nbytes
 from moonpool.local.preflight import available_nbytes, check_memory, check_model
 from moonpool.local.redis_server import find_redis
 from moonpool.runtime.config.model_directory import ModelMissing
@@ -34,6 +34,7 @@ def check_machine(config: Config) -> Iterator[Finding]:
     """Yield the findings, each as soon as it is known; without the engine only what a store node needs."""
     yield Finding("python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
     if has_extra("serve"):
+        config = models_to_start(config)[0].config
         yield Finding("torch", "ok", version("torch"))
         for check in _ENGINE_CHECKS:
             yield check(config)
@@ -168,7 +169,7 @@ def huge_pages(config: Config) -> Finding:
 
 def threads(config: Config) -> Finding:
     cores = usable_cores()
-    nodes = config.cluster.prefill + config.cluster.decode
+    nodes = config.cluster.num_compute
     num_threads = config.engine.compute_threads(cores, max(1, nodes))
     fact = f"{cores} cores for {nodes} nodes of {num_threads} compute threads a rank"
     if nodes * num_threads > 2 * cores:

@@ -17,6 +17,7 @@ from moonpool.client import Client
 from moonpool.errors import ApiError
 from moonpool.local.children import NODE_MODULE, Children, ready_timeout_s
 from moonpool.local.elastic_nodes import STOP_TIMEOUT_S, ElasticNodes
+from moonpool.local.node_configs import models_to_start
 from moonpool.local.played_hosts import PlayedHost
 from moonpool.local.preflight import check_before_start
 from moonpool.local.preload import PRELOAD
@@ -24,7 +25,6 @@ from moonpool.local.ray_nodes import RayNodes
 from moonpool.local.redis_server import RedisServer
 from moonpool.local.supervisor import Supervisor
 from moonpool.local.vllm_engine import find_vllm, fit_for_vllm
-from moonpool.runtime.config.models_file import served_models
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.errors import ChildFailed
 from moonpool.runtime.machine.processor import usable_cores
@@ -80,10 +80,12 @@ class LocalCluster:
     ) -> None:
         if config.cluster.engine == "vllm":
             config = fit_for_vllm(config)
+        models = models_to_start(config)
+        if not (config.models.served or config.models.path):
+            config = models[0].config
         self._on_ray = config.fleet.provider == "ray"
         threads = config.engine.threads
         if not self._on_ray:
-            models = served_models(config).models
             num_compute = sum(one.config.cluster.num_compute for one in models)
             threads = config.engine.compute_threads(usable_cores(), num_compute)
         self.config = replace(
@@ -140,7 +142,7 @@ class LocalCluster:
         imports = PRELOAD | {self._node_module: PRELOAD[NODE_MODULE]}
         if (server := use_fork_server(imports)) is not None:
             server.start()  # it imports in the background
-        for one in served_models(self.config).models:
+        for one in models_to_start(self.config):
             await check_before_start(one.config)
         if self.config.cluster.engine == "vllm":
             find_vllm()
@@ -238,12 +240,11 @@ class LocalCluster:
             self.config, self.directory, self._loaded, host=self._host, node_module=self._node_module
         )
         self.children["conductor"] = made.conductor(*options)
-        served = served_models(self.config)
         nodes = {
             one.name: made
             if one.config is self.config
             else Children(one.config, self.directory, self._loaded, one.name, self._host)
-            for one in served.models
+            for one in models_to_start(self.config)
         }
         self._elastic.begin(self.config, nodes, supervises=bool(self.supervisor_address))
 

@@ -2,11 +2,47 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from moonpool.runtime.config.loading import override
+from moonpool.runtime.config.models_file import ModelConfig, served_models
 from moonpool.runtime.config.options import Config
+from moonpool.runtime.machine.gpus import computes_on_gpus
+
+
+def models_to_start(config: Config) -> tuple[ModelConfig, ...]:
+    """Return the models of ``config`` with the numbers of nodes that suit this machine, where none are given.
+
+    Two nodes on one GPU take turns, whole kernels at a time (docs/decisions/gpu.md). Raises ``ConfigError``.
+    """
+    models = served_models(config).models
+    return tuple(replace(one, config=_with_counts(one.config, len(models))) for one in models)
+
+
+def _with_counts(config: Config, num_models: int) -> Config:
+    counts = config.cluster
+    prefill, decode, both = counts.prefill, counts.decode, counts.both
+    if prefill >= 0 and decode >= 0:
+        return config
+    if both:
+        prefill, decode = max(prefill, 0), max(decode, 0)
+    elif prefill < 0 and decode < 0 and (num_fit := _num_fit(config, num_models)) < 4:
+        prefill = decode = num_fit // 2
+        both = 1 - prefill
+    else:
+        prefill, decode = (2 if count < 0 else count for count in (prefill, decode))
+    return replace(config, cluster=replace(counts, prefill=prefill, decode=decode, both=both))
+
+
+def _num_fit(config: Config, num_models: int) -> int:
+    """Nodes of one of ``num_models`` models that have GPUs of their own, at least 1; many on CPUs."""
+    gpus = (
+        0 if config.fleet.provider == "ray" or config.cluster.engine == "vllm" else computes_on_gpus(config)
+    )
+    return max(gpus // (num_models * num_gpus_of(config)), 1) if gpus else sys.maxsize
 
 
 def node_configs(config: Config) -> list[Config]:

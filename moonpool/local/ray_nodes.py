@@ -8,6 +8,7 @@ from collections.abc import Callable
 from moonpool.conductor.fleet.errors import ProviderFailed
 from moonpool.conductor.fleet.providers.provider import FAILED, RUNNING
 from moonpool.conductor.fleet.providers.ray import RayProvider
+from moonpool.local.node_configs import models_to_start
 from moonpool.runtime.config.options import Config
 
 _READY_TIMEOUT_S = 300.0  # Ray may have to start machines
@@ -20,7 +21,7 @@ class RayNodes:
     def __init__(self, config: Config, report: Callable[[str], None]) -> None:
         """``config``: final. Raises ``ConfigError``."""
         self._provider = RayProvider(config)
-        self._counts = config.cluster
+        self._counts = models_to_start(config)[0].config.cluster
         self._address = config.fleet.ray
         self._report = report
 

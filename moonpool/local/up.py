@@ -13,7 +13,7 @@ from rich.markup import escape
 from moonpool.errors import ApiError
 from moonpool.local.cluster import LocalCluster
 from moonpool.local.conversation import hold_conversation, turns_table
-from moonpool.runtime.config.models_file import served_models
+from moonpool.local.node_configs import models_to_start
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.service.load_progress import LoadBars
 
@@ -48,7 +48,7 @@ async def up(config: Config, console: Console, *, once: bool, hosts: int = 1) ->
         asyncio.get_running_loop().add_signal_handler(number, interrupt)
 
     report("starting a conductor")
-    for one in served_models(config).models:
+    for one in models_to_start(config):
         counts = one.config.cluster
         by_role = ((role, getattr(counts, role)) for role in ("prefill", "decode", "both", "store"))
         nodes = ", ".join(f"{count} {role}" for role, count in by_role if count)

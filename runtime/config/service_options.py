@@ -158,8 +158,14 @@ class RouterOptions(Section, name="router"):
 
 @dataclass(frozen=True, slots=True)
 class ClusterOptions(Section, name="cluster"):
-    prefill: int = option(2, "nodes", "prefill nodes `moonpool up` starts", least=0)
-    decode: int = option(2, "nodes", "decode nodes `moonpool up` starts", least=0)
+    prefill: int = option(
+        -1,
+        "nodes",
+        "prefill nodes `moonpool up` starts; -1: 2, and none beside cluster.both; on GPUs as many as have "
+        "their own, so on a single GPU one node that does both",
+        least=-1,
+    )
+    decode: int = option(-1, "nodes", "the same for decode nodes", least=-1)
     both: int = option(0, "nodes", "nodes that prefill and decode `moonpool up` starts", least=0)
     store: int = option(0, "nodes", "store nodes `moonpool up` starts", least=0)
     most: int = option(
@@ -182,11 +188,11 @@ class ClusterOptions(Section, name="cluster"):
 
     def _check(self) -> None:
         for stage, count in (("prefill", self.prefill), ("decode", self.decode)):
-            require(count + self.both > 0, f"cluster.{stage}", "at least 1 without cluster.both", count)
+            require(count != 0 or self.both > 0, f"cluster.{stage}", "at least 1 without cluster.both", count)
 
     @property
     def num_compute(self) -> int:
-        """Nodes with an engine."""
+        """Nodes with an engine, none of them -1."""
         return self.prefill + self.decode + self.both
 
 

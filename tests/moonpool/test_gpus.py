@@ -7,8 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from moonpool.local.node_configs import gpu_options, node_configs, pools_nbytes
-from moonpool.runtime.config.options import ClusterOptions, Config, EngineOptions, ModelOptions
+from moonpool.local.node_configs import gpu_options, models_to_start, node_configs, pools_nbytes
+from moonpool.runtime.config.loading import load_config
+from moonpool.runtime.config.options import (
+    ClusterOptions,
+    Config,
+    EngineOptions,
+    ModelOptions,
+    ParallelOptions,
+)
 from moonpool.runtime.machine import gpus
 
 
@@ -55,6 +62,52 @@ def test_a_node_of_replicas_has_consecutive_gpus() -> None:
         f"engine.gpu_memory={fraction}" for fraction in (0.3, 0.3, 0.9, 0.3)
     ]
     assert pools_nbytes(whole) == (2 * 3 + 2) * (256 << 20)
+
+
+COUNTS = [
+    # given, number of GPUs (0: CPUs), ranks of a node: prefill, decode, both
+    ({}, 0, 1, (2, 2, 0)),
+    ({}, 1, 1, (0, 0, 1)),
+    ({}, 2, 1, (1, 1, 0)),
+    ({}, 3, 1, (1, 1, 0)),
+    ({}, 8, 1, (2, 2, 0)),
+    ({}, 4, 2, (1, 1, 0)),
+    ({}, 4, 8, (0, 0, 1)),  # too few: the node says so
+    ({"prefill": 1}, 1, 1, (1, 2, 0)),
+    ({"decode": 3}, 8, 1, (2, 3, 0)),
+    ({"prefill": 2, "decode": 2}, 1, 1, (2, 2, 0)),
+    ({"both": 2}, 0, 1, (0, 0, 2)),
+    ({"both": 1, "decode": 1}, 1, 1, (0, 1, 1)),
+]
+
+
+@pytest.mark.parametrize(("given", "num_gpus", "ranks", "counts"), COUNTS)
+def test_as_many_nodes_as_have_gpus_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+    given: dict[str, int],
+    num_gpus: int,
+    ranks: int,
+    counts: tuple[int, int, int],
+) -> None:
+    monkeypatch.setattr(gpus, "num_gpus", lambda: num_gpus)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0")
+    whole = replace(
+        Config(),
+        cluster=ClusterOptions(**given),
+        engine=EngineOptions(parallel=ParallelOptions(tp=ranks)),
+        model=ModelOptions(device="auto" if num_gpus else "cpu"),
+    )
+    ((one, *others), again) = (models_to_start(whole), models_to_start(models_to_start(whole)[0].config))
+    assert not others
+    assert (one.config.cluster.prefill, one.config.cluster.decode, one.config.cluster.both) == counts
+    assert again[0].config == one.config
+
+
+def test_several_models_divide_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "num_gpus", lambda: 2)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0")
+    config = load_config(None, ["models.served=a=/a,b=/b"])
+    assert [one.config.cluster.num_compute for one in models_to_start(config)] == [1, 1]
 
 
 @pytest.mark.parametrize("num_nodes", [1, 3, 7])
