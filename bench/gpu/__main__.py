@@ -113,7 +113,7 @@ def _run_all(names: tuple[str, ...], within_s: float, directory: Path) -> Iterat
 
 
 def _environment() -> tuple[report.Environment, str]:
-    """This machine with its GPU, and a name for the result file."""
+    """This machine, and a name for the result file."""
     options = click.get_current_context().params
     command = " ".join(["make gpu", *sys.argv[1:]])
     measured = report.measure_environment(_PACKAGES, command=command, options=options)
@@ -126,7 +126,7 @@ def _environment() -> tuple[report.Environment, str]:
         driver = done.stdout.splitlines()[0].strip()
     versions = {**measured.versions, "cuda": str(torch.version.cuda), "device": gpu, "driver": driver}
     name = gpu.lower().replace("nvidia ", "").replace(" ", "-")
-    return replace(measured, machine=f"{gpu}, {measured.machine}", versions=versions), name
+    return replace(measured, versions=versions), name
 
 
 @click.command()

@@ -27,6 +27,7 @@ from moonpool.bench.serve.speculation import method_rows
 from moonpool.bench.serve.tiers import tier_rows
 from moonpool.runtime.config.loading import load_config
 from moonpool.runtime.errors import ConfigError
+from moonpool.runtime.machine.gpus import computes_on_gpus
 from moonpool.runtime.machine.processor import usable_cores
 from moonpool.runtime.reports.conditions import CacheState, Conditions
 
@@ -156,7 +157,9 @@ def serve(run: Run, **given: Any) -> Settings:
         if not run.named:
             run.parts = ["prompt", "together", "alone"]
         model_dir = model_dir or shape_directory(given["shape"])
-        sets = (f"model.path={model_dir}", "engine.pool_nbytes=1GiB", *sets)
+        # On GPUs the pool is sized by their memory.
+        pool = () if computes_on_gpus(load_config(None, sets)) else ("engine.pool_nbytes=1GiB",)
+        sets = (f"model.path={model_dir}", *pool, *sets)
     run.conditions = Conditions(
         [] if given["url"] else models_of(sets),
         CacheState.holding(0, 0, _CACHE),

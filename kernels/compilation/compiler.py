@@ -31,6 +31,7 @@ from triton.compiler import ASTSource
 from moonpool.kernels.compilation.assembly import unset_registers
 from moonpool.kernels.compilation.catalog import all_cases
 from moonpool.kernels.compilation.kernel_case import Case
+from moonpool.runtime.machine.processor import usable_cores
 
 # By architecture: shared memory of a program and of a multiprocessor, in bytes.
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10}
@@ -154,7 +155,7 @@ def _inspect(cubin: bytes) -> tuple[str, str]:
 
 
 def compile_all(cases: list[Case], arch: int) -> list[tuple[Resources, list[str]]]:
-    """Each case's resources and faults, compiled by two processes.
+    """Each case's resources and faults, compiled by a process a core, at least two.
 
     Threads would not do: ``ast.parse`` of Python 3.11 is not thread-safe (SystemError: AST constructor
     recursion depth mismatch). On two cores, two processes take 8 s where one takes 11 s.
@@ -163,7 +164,7 @@ def compile_all(cases: list[Case], arch: int) -> list[tuple[Resources, list[str]
     jobs = [
         (replace(case, kernel=None), case.kernel.__module__, case.kernel.__name__, arch) for case in cases
     ]
-    with ProcessPoolExecutor(2, get_context("spawn")) as workers:
+    with ProcessPoolExecutor(max(usable_cores(), 2), get_context("spawn")) as workers:
         made = list(workers.map(_compile_named, jobs))
     return [(resources, resources.faults(case)) for resources, case in zip(made, cases, strict=True)]
 

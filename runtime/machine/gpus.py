@@ -11,14 +11,25 @@ from moonpool.runtime.errors import ConfigError
 
 def num_gpus() -> int:
     """The number of GPUs that CUDA offers this process, without the import of torch."""
+    return len(gpu_names())
+
+
+def gpu_names() -> list[str]:
+    """Their names, such as "NVIDIA H200", the same way."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return 0
-    count = ctypes.c_int()
+        return []
+    count, device, name = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(256)
     if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
-        return 0
-    return count.value
+        return []
+    names = []
+    for number in range(count.value):
+        failed = cuda.cuDeviceGet(ctypes.byref(device), number) or cuda.cuDeviceGetName(
+            name, len(name), device
+        )
+        names.append("unknown GPU" if failed else name.value.decode())
+    return names
 
 
 def computes_on_gpus(config: Config) -> int:

@@ -63,6 +63,7 @@ import json
 import re
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -73,6 +74,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moonpool.runtime.machine.description import commit_here, describe_machine, versions_of
+from moonpool.runtime.machine.gpus import gpu_names
 from moonpool.runtime.redaction import redacted
 from moonpool.runtime.reports.conditions import BASELINE, Conditions, noise_of
 from moonpool.runtime.reports.schema import ReportInvalid, validate
@@ -209,14 +211,15 @@ def measure_environment(
     options: Mapping[str, object] | None = None,
     conditions: Conditions | None = None,
 ) -> Environment:
-    """Describe this machine and process.
+    """Describe this machine with its GPUs, and this process.
 
     packages: record the versions of these distributions; absent ones are left out. command: the command line,
     as a user types it; without it the one of this process. options: name to value; secrets are hidden.
     """
     date = now() if now is not None else datetime.now(UTC)
+    gpus = [name if number == 1 else f"{number} × {name}" for name, number in Counter(gpu_names()).items()]
     return Environment(
-        describe_machine(),
+        ", ".join([*gpus, describe_machine()]),
         versions_of(packages),
         commit_here(),
         date.isoformat(timespec="seconds"),

@@ -107,7 +107,9 @@ async def test_a_prompt_of_another_process_is_decoded_here(checkpoint, serve_on,
     assert child.stdout is not None
     try:
         async with serve_on(choose_device(device_name), checkpoint.path, gpu_memory=0.3) as driver:
-            news = json.loads(await asyncio.wait_for(child.stdout.readline(), 100))
+            line = await asyncio.wait_for(child.stdout.readline(), 100)
+            assert line, f"the other process ended with {await child.wait()}"
+            news = json.loads(line)
             engine = driver.engine
             sequence = driver.sequence(tokens, max_tokens=20)
             assert engine.reserve(sequence)

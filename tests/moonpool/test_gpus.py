@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -127,3 +131,35 @@ def test_without_a_gpu_nodes_get_no_options(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0")
     assert gpus.computes_on_gpus(config(1, 1)) == 4
     assert options_of(config(1, 2), 0) == [()] * 3
+
+
+_CUDA = r"""
+#include <string.h>
+int cuInit(unsigned flags) { return 0; }
+int cuDeviceGetCount(int *count) { return *count = 2, 0; }
+int cuDeviceGet(int *device, int number) { return *device = 70 + number, 0; }
+int cuDeviceGetName(char *name, int nbytes, int device) {
+    return device == 71 ? 999 : (strncpy(name, "NVIDIA H200", nbytes), 0);
+}
+"""
+
+
+def test_the_driver_names_the_gpus(tmp_path: Path) -> None:
+    (tmp_path / "cuda.c").write_text(_CUDA)
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "cuda.c"], check=True)
+    code = (
+        "from moonpool.runtime.machine.gpus import gpu_names, num_gpus\n"
+        "from moonpool.runtime.reports.report import measure_environment\n"
+        "print(num_gpus(), *gpu_names(), measure_environment(()).machine, sep='|')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"LD_LIBRARY_PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    number, first, second, machine = done.stdout.split("|")
+    assert (number, first, second) == ("2", "NVIDIA H200", "unknown GPU")
+    assert machine.startswith("NVIDIA H200, unknown GPU, ")
