@@ -84,10 +84,15 @@ class StepEngine:
         """Start more work if there is room now."""
         if self._settling:
             return
-        if self._run is None:
+        run = self._run
+        if run is None:
             self._begin()
-        elif self._run.count > 1 and (self._joining or (self._waiting and not self._run.chunks)):
-            self._cut(self._run)
+        elif run.count > 1 and (
+            self._joining
+            or (self._waiting and not run.chunks)
+            or any(prefill.is_void for prefill, _ in run.chunks)
+        ):
+            self._cut(run)
 
     def leave(self, job: Job, left: OnGaps) -> None:
         """Take a job out of the batch at the end of the current step, if it does not end there."""

@@ -100,8 +100,8 @@ class Scenario:
         alone = self.replicate_nbytes_per_s or self.migrate or self.elastic is not None or self.chooser
         if self.num_conductors < 1 or (self.num_conductors > 1 and alone):
             raise ConfigError(
-                "--conductors must be 1 or more; with copies (--replicate), moves, a planner or a policy of "
-                f"its own it must be 1, got {self.num_conductors}",
+                "--conductors must be 1 or more; with copies (without --replicate 0), moves, a planner or a "
+                f"policy of its own it must be 1, got {self.num_conductors}",
                 key="conductors",
             )
         for event in self.events:

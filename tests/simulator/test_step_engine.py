@@ -149,6 +149,20 @@ def test_a_decode_node_computes_the_rest_of_a_prompt_that_it_has_the_beginning_o
     assert outcome.served[1].e2e_s == pytest.approx(seconds)
 
 
+def test_a_prompt_whose_decode_node_was_lost_is_computed_no_further() -> None:
+    """Its prefill ends with its step, and the job begins anew."""
+    lost_s, chunk_s = 0.25, PACED_COSTS.prefill_s(NODE.chunk_tokens, 0)
+    events = [ClusterEvent(lost_s, "fail", "decode", 0)]
+    scenario = Scenario(NODE, 1, 2, policy="least-loaded", block_tokens=_BLOCK, events=events)
+    simulation = Simulation(scenario, [request(0.0, 20 * NODE.chunk_tokens, 2, 0)])
+    whole_s = PACED_COSTS.prefill_s(20 * NODE.chunk_tokens, 0)
+    assert lost_s < whole_s / 2
+    outcome = simulation.run()
+    (job,) = simulation.jobs
+    assert job.attempt == 2
+    assert lost_s + whole_s * 0.9 < outcome.served[0].ttft_s < lost_s + 3 * chunk_s + whole_s
+
+
 def test_a_node_that_joins_gets_few_requests_until_it_has_served_some() -> None:
     before = [request(0.5 * i, 200, 1, 100 * i) for i in range(10)]
     burst = [request(10.0 + 1e-6 * i, 200, 1, 10_000 + 100 * i) for i in range(12)]
