@@ -75,7 +75,7 @@ def experts_command(
         )
     if apply:
         changed, not_kept = run_with_client(url, lambda client: place(client, node, plan))
-        console.print(f"{node}: the experts of {changed} layers were moved")
+        console.print(f"{node}: the experts of {changed} layers were moved: plan {plan.digest}")
         if not_kept:
             console.print(f"{node} begins without this plan when it is started again: {not_kept}")
 

@@ -141,18 +141,19 @@ async def test_a_live_nodes_experts_move_and_no_text_changes(served: Served) -> 
         running = asyncio.create_task(texts())
         moved = await asyncio.to_thread(run, "decode-0", "--copies", "2", "--apply")
         assert moved.exit_code == 0, moved.output
-        assert f"decode-0: the experts of {NUM_LAYERS} layers were moved" in moved.output
+        said = f"decode-0: the experts of {NUM_LAYERS} layers were moved: plan "
+        assert said in moved.output
+        plan = f"tp 2 × pp 1, ep 2 by plan {moved.output.partition(said)[2].split()[0]}"
         assert await running == expected
         assert await texts() == expected
         other = await asyncio.to_thread(run, "decode-0", "--ranks", "3", "--apply")
         assert "decode-0 has 2 ranks: leave out --ranks, or --apply" in other.output
 
-        async def told() -> str:
-            ranks = str((await nodes(client))["decode-0"]["ranks"])
-            return ranks if ranks.startswith("tp 2 × pp 1, ep 2 by plan ") else ""
+        async def is_told() -> bool:
+            # A heartbeat during the move tells of the layers that were moved by then.
+            return (await nodes(client))["decode-0"]["ranks"] == plan
 
-        await eventually(told)
-        plan = await told()
+        await eventually(is_told)
         kill(served.cluster, "decode-0")
         await served.cluster.children["decode-0"].wait()
         await served.cluster.restart("decode-0")
