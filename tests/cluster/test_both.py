@@ -60,6 +60,24 @@ async def idle(client: Client) -> bool:
     )
 
 
+@pytest.mark.slow
+async def test_a_request_alone_stays_on_one_node(both: Client) -> None:
+    """Where one node seemed slow at prompts and the other at decoding, splits are better until that has faded:
+    half of it every minute."""
+
+    async def stays() -> bool:
+        # Two at once, so that both nodes are measured: a node that seemed slow while it started gets no
+        # request of its own otherwise, and so stays slow in the estimates.
+        pair = (PROMPT + "the first", PROMPT + "the second")
+        await asyncio.gather(*(whole(both, prompt, temperature=0) for prompt in pair))
+        alone = Reply()
+        await whole(both, PROMPT + "the idle", alone, temperature=0)
+        summary = (await both.timeline(alone.id))["summary"]
+        return bool(summary["path"] == "whole" and summary["transferred_nbytes"] == 0)
+
+    await eventually(stays, timeout_s=200)
+
+
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "seeded"])
 async def test_one_node_and_two_give_the_same_tokens(
     client: Client, both: Client, sampling: dict[str, Any]
@@ -77,19 +95,6 @@ async def test_one_node_and_two_give_the_same_tokens(
         if summary["path"] == "whole":
             assert summary["prefill_node"] == summary["decode_node"]
             assert summary["transferred_nbytes"] == 0
-
-    async def whole_again() -> bool:
-        # Two at once, so that both nodes are measured: a node that seemed slow while it started gets no
-        # request of its own otherwise, and so stays slow in the estimates.
-        pair = (PROMPT + "the first", PROMPT + "the second")
-        await asyncio.gather(*(whole(both, prompt, **sampling) for prompt in pair))
-        alone = Reply()
-        await whole(both, PROMPT + "the idle", alone, **sampling)
-        return bool((await both.timeline(alone.id))["summary"]["path"] == "whole")
-
-    # What the crowd above cost is still in the estimates for a while. Where one node seemed slow at prompts
-    # and the other at decoding, splits are better until that has faded: half of it every minute.
-    await eventually(whole_again, timeout_s=200)
     await eventually(lambda: idle(both))
 
 
