@@ -62,7 +62,7 @@ async def idle(client: Client) -> bool:
 
 @pytest.mark.slow
 async def test_a_request_alone_stays_on_one_node(both: Client) -> None:
-    """Where one node seemed slow at prompts and the other at decoding, splits are better until that has faded:
+    """Where one node seemed slow at prompts and the other at decoding, two are better until that has faded:
     half of it every minute."""
 
     async def stays() -> bool:
