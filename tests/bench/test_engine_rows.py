@@ -32,6 +32,7 @@ def test_the_ratio_of_masks_is_of_the_turns_of_a_round() -> None:
     assert masks.step_row("case", masked, plain).ratio == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 async def test_a_draft_model_that_is_always_right_gets_all_its_tokens_accepted() -> None:
     """The model as its own draft: two tokens a step with one proposed, five with four."""
     directory = ModelOptions().directory

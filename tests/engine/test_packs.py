@@ -283,6 +283,7 @@ async def test_it_packs_what_another_node_handed_over(mixed) -> None:
         assert engine.pool.num_used == 0
 
 
+@pytest.mark.slow
 async def test_tensor_parallel_ranks_pack_alike(mixed) -> None:
     prompts = [prompt(40, seed) for seed in range(4)]
     async with (

@@ -21,6 +21,7 @@ EU = frozenset({"eu"})
 LINKS = ("eu:us rtt_ms=300 gbit_s=0.1 price_gb=1",)
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @example(147, False)  # a conversation that outgrows every pool
 @example(159, True)  # a prompt is placed again while it is computed
