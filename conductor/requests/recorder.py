@@ -60,7 +60,7 @@ class Recorder:
         self._price = price
         self._asked = False
         self._started_s = timeline.started_s
-        self._first_s = 0.0  # time of the first token; 0: none yet
+        self._first_s = 0.0  # time of the first token from here; 0: none yet
         self._predicted_ttft_s = 0.0
         self._placed_s = 0.0  # of the latest attempt
         # Blocks, before the first token; by path and speed.
@@ -125,6 +125,7 @@ class Recorder:
     def prefilled(self, plan: AttemptPlan, num_tokens: int, reply: node_pb2.PrefillReply) -> None:
         """``num_tokens``: of the prompt, cached ones included."""
         now_s, node_id, placed = self._clock(), plan.prefill.node_id, plan.placement.prefill
+        self._first_s = self._first_s or now_s
         computed_tokens = num_tokens - reply.num_cached_tokens
         cached = {f"{source}_tokens": getattr(reply, f"num_{source}_tokens") for source in _CACHED}
         for name, count in cached.items():
@@ -360,14 +361,14 @@ class Recorder:
         summary.finish_reason = finish_reason
         summary.output_tokens = num_tokens
         summary.e2e_s = now_s - self._started_s
-        if num_tokens > 1:
-            summary.tpot_s = (now_s - self._first_s) / (num_tokens - 1)
+        if num_new > 1:
+            summary.tpot_s = (now_s - self._first_s) / (num_new - 1)
         facts: dict[str, Any] = {**spent.take_slowed()}
         if error is not None:
             facts |= {"error": str(error), "class": failure_of(error).value}
-        if self.num_accepted and num_tokens > 1:
+        if self.num_accepted and num_new > 1:
             # The first token comes from the prefill.
-            summary.tokens_per_step = (num_tokens - 1) / (num_tokens - 1 - self.num_accepted)
+            summary.tokens_per_step = (num_new - 1) / (num_new - 1 - self.num_accepted)
             facts |= {"accepted_tokens": self.num_accepted, "tokens_per_step": summary.tokens_per_step}
         if not num_new:
             spent.ended_unanswered("abandoned" if finish_reason == "cancelled" else "rejected")

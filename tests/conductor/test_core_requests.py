@@ -54,6 +54,22 @@ async def test_tokens_come_in_order_from_both_nodes(url: str) -> None:
         assert times == sorted(times)
 
 
+async def test_a_stream_that_another_conductor_began_is_timed_from_its_first_token_here(url: str) -> None:
+    async with running(url, "p0", "d0", namespace="goes-on", slo_tbt_s=60.0) as cluster:
+        begun = tuple(continuation(PROMPT, 3))
+        stream = cluster.conductor.generate(request(output_ids=begun, follows=True))
+        async with contextlib.aclosing(stream):
+            assert [event.token_id async for event in stream] == continuation(PROMPT, 8)[3:]
+        timeline = cluster.conductor.timeline("r")
+        assert timeline is not None
+        summary = timeline.summary
+        assert (summary.output_tokens, summary.ttft_s) == (8, 0.0)
+        assert 0 < summary.tpot_s < summary.e2e_s
+        # The planner and rollouts judge by this.
+        demand = cluster.conductor._deps.activity.demand.total
+        assert (demand.num_decoded, demand.num_tbt_within, demand.num_first_tokens) == (1, 1, 0)
+
+
 async def test_parts_are_counted_and_what_its_reader_takes_is_not_the_nodes(url: str) -> None:
     def counted() -> dict[str, float]:
         (family,) = core_metrics.part_s.collect()
