@@ -43,7 +43,10 @@ class BatchQueue:
 
         A cancelled waiter leaves the queue as if it had never been there.
         """
-        if self._taken and not unless.done():
+        if unless.done():
+            yield
+            return
+        if self._taken:
             order = (order_s, self._count)
             granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             waiter = _Waiter(tenant, (priority, *order), order, granted)

@@ -129,3 +129,24 @@ async def test_who_is_cancelled_or_aborted_at_the_door_holds_nobody_up() -> None
     await asyncio.wait_for(third, 60)
     async with asyncio.timeout(60), queue.turn("a", 0, 0.0, unless=never):
         pass
+
+
+async def test_who_was_aborted_before_its_turn_gives_nobody_the_turn_of_another() -> None:
+    queue, came = BatchQueue(), list[str]()
+    never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    aborted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    aborted.set_result(None)
+
+    async def take(name: str) -> None:
+        async with queue.turn("a", 0, 0.0, unless=never):
+            came.append(name)
+
+    async with queue.turn("a", 0, 0.0, unless=never):
+        waits = asyncio.create_task(take("waits"))
+        await until_waiting(queue, 1)
+        async with queue.turn("a", 0, 0.0, unless=aborted):
+            came.append("aborted")
+        assert queue.num_waiting == 1
+        came.append("holds")
+    await asyncio.wait_for(waits, 60)
+    assert came == ["aborted", "holds", "waits"]
