@@ -145,6 +145,16 @@ async def test_conversations_are_forgotten_in_order(monkeypatch: pytest.MonkeyPa
     assert await kept.get("t", "c") is None
 
 
+async def test_a_response_that_is_written_again_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A stream that broke just before its end has its conversation kept, and again when it goes on.
+    monkeypatch.setattr(conversations, "MAX_CHARS", 300)
+    kept = Conversations()
+    for name in ("before", "again", "again", "again"):
+        await kept.put("t", name, [{"content": "x" * 90}])
+    assert await kept.get("t", "before") is not None
+    assert await kept.get("t", "again") is not None
+
+
 async def test_tokens_to_and_fro(api: Any) -> None:
     status, answer = await api.post("/tokenize", {"prompt": "Hello, 世界", "return_token_strs": True})
     assert status == 200

@@ -57,8 +57,10 @@ class Conversations:
 
     def _remember(self, tenant: str, response_id: str, messages: Messages) -> None:
         size = sum(len(str(message)) for message in messages)
+        # A stream that goes on here comes to its end a second time.
+        _, former = self._kept.pop((tenant, response_id), ([], 0))
         self._kept[tenant, response_id] = messages, size
-        self._num_chars += size
+        self._num_chars += size - former
         while len(self._kept) > MAX_KEPT or self._num_chars > MAX_CHARS:
             _, (_, size) = self._kept.popitem(last=False)
             self._num_chars -= size
