@@ -203,7 +203,7 @@ class ScriptedConductor:
             token_id,
             self._logprobs(request, token_id) if request.sampling.num_logprobs >= 0 else None,
             last,
-            self.cached if index == 0 else 0,
+            self.cached if index == len(request.output_ids) == 0 else 0,
             prompt,
         )
 

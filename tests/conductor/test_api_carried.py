@@ -81,6 +81,21 @@ async def test_a_stream_goes_on_after_each_event(speaking: Api, more: dict[str, 
             assert latest.sampling.seed == speaking.core.requests[0].sampling.seed is not None
 
 
+async def test_a_choice_that_begins_anew_counts_its_cached_tokens_once(speaking: Api) -> None:
+    """Log-probabilities are not recorded: what was recorded and not sent is computed again."""
+    speaking.core.cached = 1
+    ask = {"prompt": ["In the", "In the end"], "logprobs": 1, "max_tokens": 200, "stream": True}
+    body: dict[str, Any] = ask | {"stream_options": {"include_usage": True}}
+    whole = await events(speaking, "/v1/completions", body)
+    usage = json.loads(whole[-2].data)["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
+    kept = [event.past for event in whole if event.past is not None]
+    sent_none_of_second = next(past["at"] for past in kept if past["at"].endswith(",0-00000000"))
+    past = kept[-1] | {"at": sent_none_of_second}
+    rest = await events(speaking, "/v1/completions", body | {"past": past})
+    assert json.loads(rest[-2].data)["usage"] == usage
+
+
 async def test_a_chat_goes_on_without_a_second_opening(speaking: Api) -> None:
     body = {"messages": [{"role": "user", "content": "In the"}], "stream": True, "max_tokens": 200}
     whole = await events(speaking, "/v1/chat/completions", body)

@@ -206,7 +206,7 @@ def _prepare(
         deadline_s=None if deadline_s is None else max(deadline_s - ran_s, 0.0),
         output_ids=tokens,
     )
-    if cached:
+    if cached and (tokens or run.ended):  # else its first token tells
         run.choice.num_cached_tokens = cached
     if run.ended:
         run.choice.num_tokens = seen.num_tokens
