@@ -330,9 +330,9 @@ class RequestRun:
 
     def _with_cached(self, attempt: Attempt, last: TokenEvent) -> TokenEvent:
         """The last event, with what only an attempt's end tells of its beginning."""
-        cached = attempt.num_cached_tokens
-        if cached is None or attempt.plan.prefill_request.work.attempt != self._placer.first_attempt:
-            return last
+        cached, number = attempt.num_cached_tokens, attempt.plan.prefill_request.work.attempt
+        if cached is None or self._request.output_ids or number != self._placer.first_attempt:
+            return last  # of what had been streamed by then, too
         self._recorder.cached(cached)
         return replace(last, num_cached_tokens=cached)
 

@@ -126,6 +126,24 @@ async def test_a_request_goes_on_where_an_engine_died(url: str) -> None:
             await cluster.until(lambda: not state_of(cluster, "e0"))
 
 
+async def test_what_an_engine_has_of_the_answer_is_not_cached_of_the_prompt(url: str) -> None:
+    begun = continuation(PROMPT, 16)
+    async with running(url, namespace="begun", engine_key=KEY) as cluster:
+        engine = EngineServer("e0")
+        async with engines(cluster, engine):
+            keys = keys_of(PROMPT + begun)
+            await engine.hold(keys)
+            mirror = cluster.conductor._deps.registry.mirror
+            await cluster.until(lambda: len(keys) in mirror.longest_prefix(keys).values())
+            # Another conductor served its beginning on the same engine.
+            goes_on = request(max_tokens=20, output_ids=tuple(begun), follows=True)
+            async with contextlib.aclosing(cluster.conductor.generate(goes_on)) as stream:
+                events = [event async for event in stream]
+            assert [event.token_id for event in events] == continuation(PROMPT, 20)[16:]
+            assert engine.num_cached_tokens == len(keys) * MODEL.block_size > len(PROMPT)
+            assert sum(event.num_cached_tokens for event in events) == 0, "the first conductor's to tell"
+
+
 async def test_an_abandoned_request_ends_on_the_engine(url: str) -> None:
     async def slow(engine: EngineServer, body: dict[str, Any], index: int) -> None:
         await asyncio.sleep(0.01 if index < 2 else 60)
