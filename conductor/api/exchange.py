@@ -227,19 +227,20 @@ class GenerationExchange:
         it. None: the next model shall answer (see ``respond``)."""
         structure = body.structure if tools is None or tools.structure is None else tools.structure
         await self._check(structure, tools)
-        drafts = not self._tiers.is_last and body.token_limit != 0
+        # A stream that goes on was judged where it began: only the model that began it goes on with it.
+        drafts = not self._tiers.is_last and body.token_limit != 0 and body.past is None
         needs_logprobs = drafts and self._tiers.cascade.least_logprob > -math.inf
         runs = self._plan(body, prompts, default_limit, structure, tools, logprobs=needs_logprobs)
         self._runs = runs
         self.record.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self.record.sequences = [run.request.request_id for run in runs]
         context, self._draft = self._context, None
-        if drafts and not await self._drafted(runs, body):
-            return None
         stream: Resumable | None = None
         if body.stream:
             replays = self._kind.repeats_text
             stream = await resumable(self._http, context, self._id, body, runs, earlier, repeats_text=replays)
+        if drafts and not await self._drafted(runs, body):
+            return None
         answer_id, created = self._id, int(context.unix_clock())
         if stream is not None:
             answer_id, created = stream.head.answer_id, stream.head.created

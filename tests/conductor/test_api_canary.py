@@ -33,6 +33,7 @@ from moonpool.runtime.security.roles import CONDUCTOR, Caller
 from tests.cluster.conftest import eventually
 from tests.conductor.conftest import Api, ScriptedConductor, serving
 from tests.conductor.core_nodes import RedisProcess
+from tests.conductor.test_api_carried import events as carried_events
 
 BROKEN = RequestFailed("no node", 1, 0)
 START = "/v1/fleet/canary/old/start/new"
@@ -314,6 +315,20 @@ async def test_a_stream_that_can_go_on_elsewhere_is_of_one_model(one: Pair) -> N
     await one.post("/v1/fleet/canary/old/promote")
     status, answer = await one.api.post("/v1/completions", body, headers={"Last-Event-ID": last_id})
     assert (status, answer["error"]["code"]) == (409, "other_request")
+
+
+async def test_a_stream_from_elsewhere_goes_on_with_its_model_and_counts_for_no_side(one: Pair) -> None:
+    tokens = one.old.says("Hello, world.")
+    one.old.script = lambda request: tokens[len(request.output_ids) :]
+    body: dict[str, Any] = {"model": "old", "prompt": "In the", "stream": True}
+    whole = await carried_events(one.api, "/v1/completions", body)
+    await one.post(f"{START}/{NEARLY_ALL}")
+    rest = await carried_events(one.api, "/v1/completions", body | {"past": whole[1].past})
+    assert [event.data for event in rest] == [event.data for event in whole[2:]]
+    assert not one.new.requests
+    assert await one.ask() == "new"
+    sides = await one.counted(0, 1)
+    assert sides["candidate"]["errors"] == 0
 
 
 async def test_errors_of_clients_count_for_no_side_and_those_of_the_cluster_do(one: Pair) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -18,9 +19,11 @@ from moonpool.conductor.api.context import ApiContext
 from moonpool.conductor.api.models.lanes import Lane, Lanes
 from moonpool.conductor.api.streams import heartbeats
 from moonpool.conductor.errors import NoNodes, RequestFailed
+from moonpool.conductor.request import GenerateRequest
 from moonpool.runtime.config.options import ConductorOptions
 from moonpool.runtime.config.routes import read_route
 from tests.conductor.conftest import COST, Api, ScriptedConductor, serving
+from tests.conductor.test_api_carried import events as carried_events
 
 SIMPLE = "What is the capital of Peru?"
 DEMANDING = "Write a Python function that merges intervals, prove that it is correct, and analyse it."
@@ -141,6 +144,37 @@ async def test_after_n_unsure_tokens_the_larger_model_begins_anew(checkpoint: Pa
         assert len(served.small.cancelled) == 1, "the node is told, and computes no more of it"
     assert (unsure(), added()) == (1, 1)
     assert cost() == 2 * COST
+
+
+@pytest.mark.parametrize("first", [SURE, UNSURE])
+async def test_a_drafted_stream_goes_on_elsewhere_with_its_model_and_seed(
+    checkpoint: Path, first: int
+) -> None:
+    gate = asyncio.Event()
+
+    def sampled(request: GenerateRequest) -> list[Any]:
+        chance = random.Random(request.sampling.seed)  # None: never the same twice
+        tokens = [first, SURE, SURE, gate, *(chance.randrange(10, 200) for _ in range(40))]
+        done = len(request.output_ids)
+        return tokens[done + (done > 2) :]
+
+    async with tiers(checkpoint, {"name": "early", "cascade": EARLY}) as served:
+        served.small.script = served.large.script = sampled
+        answered = served.small if first == SURE else served.large
+        body: dict[str, Any] = {"model": "early", "prompt": "In", "stream": True, "max_tokens": 60}
+        reading = asyncio.create_task(carried_events(served.api, "/v1/completions", body))
+        async with asyncio.timeout(60):
+            # Until nothing is held any more.
+            while not any(one.write_s for one in served.api.context.recent.latest(1)):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        gate.set()
+        whole = await reading
+        places = [place for place, event in enumerate(whole) if event.past is not None]
+        assert len(places) > 20
+        for place in places[::7]:
+            rest = await carried_events(served.api, "/v1/completions", body | {"past": whole[place].past})
+            assert [one.data for one in rest] == [one.data for one in whole[place + 1 :]]
+            assert answered.requests[-1].output_ids, "what was there is not computed again"
 
 
 async def test_an_answer_that_ends_early_is_judged_by_what_there_is(checkpoint: Path) -> None:

@@ -62,7 +62,9 @@ class Tiers:
                     answering.insert(0, candidate)
                 else:
                     trial.failed = True
-            return cls(answering, route=route, cascade=cascade, trial=trial)
+            # A stream that goes on is of the model that began it, which may be either.
+            counted = trial if body.past is None else None
+            return cls(answering, route=route, cascade=cascade, trial=counted)
         if route is None:
             return cls(answering, body.model or "")
         return cls(answering, route=route, cascade=route.cascade or _ANY_ANSWER)
