@@ -10,6 +10,8 @@ from typing import Any
 
 from moonpool.conductor.observing.timelines.timeline import RequestTimeline
 
+_Alias = tuple[str | None, str]
+
 
 @dataclass(slots=True)
 class RequestRecord:
@@ -61,16 +63,19 @@ class RecentRequests:
     def __init__(self, capacity: int = 512) -> None:
         self._capacity = capacity
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
-        self._aliases: dict[tuple[str | None, str], str] = {}  # tenant, x-request-id -> the answer's id
+        self._aliases: dict[_Alias, str] = {}  # tenant, x-request-id -> the answer's id
+        self._aliases_of: dict[str, set[_Alias]] = {}  # the same, by the answer's id
 
     def add(self, record: RequestRecord) -> None:
+        """Again, under another ``client_id``: it is found by both."""
         self._records[record.id] = record
+        self._aliases_of.setdefault(record.id, set()).update(_aliases(record))
         for alias in _aliases(record):
             self._aliases[alias] = record.id
         if len(self._records) > self._capacity:
-            _, oldest = self._records.popitem(last=False)
-            for alias in _aliases(oldest):
-                if self._aliases.get(alias) == oldest.id:
+            oldest, _ = self._records.popitem(last=False)
+            for alias in self._aliases_of.pop(oldest):
+                if self._aliases.get(alias) == oldest:
                     del self._aliases[alias]
 
     def find(self, request_id: str, tenant: str | None = None) -> RequestRecord | None:
@@ -84,5 +89,5 @@ class RecentRequests:
         return list(islice((record for record in newest if tenant in (None, record.tenant)), count))
 
 
-def _aliases(record: RequestRecord) -> tuple[tuple[str | None, str], ...]:
+def _aliases(record: RequestRecord) -> tuple[_Alias, ...]:
     return (record.tenant, record.client_id), (None, record.client_id)

@@ -15,6 +15,7 @@ from moonpool.conductor.api.errors import ApiError
 from moonpool.conductor.api.responses.conversations import Conversations
 from moonpool.conductor.api.schemas import CarriedPast
 from moonpool.conductor.api.streams.resume import Position, Resumable, carried_messages
+from moonpool.conductor.observing.recent_requests import RecentRequests
 from moonpool.conductor.requests.stream_records import StreamHead, StreamRecord
 from tests.conductor.conftest import Api, prompt_of
 
@@ -134,6 +135,21 @@ async def test_a_response_goes_on_after_each_of_its_events(tools_api: Api, says:
     status, after = await api.post("/v1/responses", {"input": "And?", "previous_response_id": final["id"]})
     assert status == 200, after
     assert "<|user|>Hi<|eos|>" in prompt_of(api), "with what came before it"
+
+
+async def test_a_stream_that_goes_on_is_found_by_its_id_and_leaves_no_name(
+    speaking: Api,
+) -> None:
+    recent = speaking.context.recent = RecentRequests(capacity=1)
+    body = {"prompt": "In the", "stream": True, "max_tokens": 200}
+    whole = await events(speaking, "/v1/completions", body)
+    answer_id = json.loads(whole[0].data)["id"]
+    await events(speaking, "/v1/completions", body | {"past": whole[5].past})
+    [record] = recent.latest(2)
+    assert record.id != answer_id and recent.find(answer_id) is record
+    await speaking.complete()
+    assert recent.find(answer_id) is None
+    assert set(recent._aliases.values()) == {recent.latest(1)[0].id}
 
 
 def test_text_that_an_end_without_a_token_brings_is_not_lost() -> None:
