@@ -108,7 +108,7 @@ class LeaderCommands:
         self._agent: TransferAgent | None = None
         self._reader: AgentReader | None = None
         self._writable: WriteGrant | None = None
-        self._reads: dict[int, asyncio.Task[None]] = {}
+        self._reads: dict[int, asyncio.Task[str]] = {}
         self._loads: set[asyncio.Task[None]] = set()
         self.assignments: queue.Queue[Assignment] = queue.Queue()
         self.nums_blocks: queue.Queue[int] = queue.Queue()
@@ -160,9 +160,11 @@ class LeaderCommands:
                 case {"adapter": number, **words}:
                     self._begin(self._load_adapter(number, words))
                 case {"read": number, **words}:
-                    self._reads[number] = loop.create_task(
-                        self._read(number, RankRead.unpack(words["request"]))
-                    )
+                    assert self._reader is not None
+                    reading = loop.create_task(self._reader.read(RankRead.unpack(words["request"])))
+                    self._reads[number] = reading
+                    # Not by the task itself: a cancellation may come before its first line runs.
+                    reading.add_done_callback(partial(self._read_ended, number))
                 case {"cancel": number}:
                     if number in self._reads:
                         self._reads[number].cancel()
@@ -237,19 +239,16 @@ class LeaderCommands:
         else:
             report("experts")
 
-    async def _read(self, number: int, request: RankRead) -> None:
-        assert self._reader is not None
-        try:
-            report("read", number=number, transport=await self._reader.read(request))
-        except asyncio.CancelledError:
-            report("read", number=number, error=TransferError("cancelled").facts())
-        except TransferError as error:
-            report("read", number=number, error=error.facts())
-        except Exception as error:
-            log.exception("a read failed: a defect")
-            report("read", number=number, error=TransferError(f"{type(error).__name__}: {error}").facts())
-        finally:
-            del self._reads[number]
+    def _read_ended(self, number: int, reading: asyncio.Task[str]) -> None:
+        del self._reads[number]
+        error = TransferError("cancelled") if reading.cancelled() else reading.exception()
+        if error is None:
+            report("read", number=number, transport=reading.result())
+            return
+        if not isinstance(error, TransferError):
+            log.error("a read failed: a defect", exc_info=error)
+            error = TransferError(f"{type(error).__name__}: {error}")
+        report("read", number=number, error=error.facts())
 
 
 def serve(assignment: Assignment, commands: LeaderCommands) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -294,3 +296,22 @@ async def test_what_cannot_be_converted_is_refused_by_name_and_wrong_bytes_are_n
         with pytest.raises(RegionError, match="rank 1: region 1234") as raised:
             await group.ranks[0].read(RankRead(agent, 1234, [0], [0], [(0, 0, 64)], 5.0))
         assert raised.value.region_id == 1234
+
+
+async def test_a_read_that_is_cancelled_before_its_rank_begins_it_ends(make_checkpoint) -> None:
+    """As where the read of another rank fails at once: the rank gets both commands together."""
+    async with side(make_checkpoint("llama", **SHAPE).path, "two", 2, 1) as two:
+        (rank,), agent = two.memory.engine.ranks.ranks, two.agent.describe().pack()
+        request = RankRead(agent, 1234, [0], [0], [(0, 0, 64)], 5.0)
+        os.kill(rank.pid, signal.SIGSTOP)
+        try:
+            reading = asyncio.create_task(rank.read(request))
+            await asyncio.sleep(0)
+            reading.cancel()
+            await asyncio.sleep(0)
+        finally:
+            os.kill(rank.pid, signal.SIGCONT)
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(reading, 20)
+        with pytest.raises(RegionError, match="region 1234"):
+            await rank.read(request)
