@@ -155,8 +155,13 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan, sampled: Tensor | None = None) -> Launched[Step]:
         """Launch the plan's step. ``sampled``: of the step before, where ``plan.after`` refers to it; that
-        may still run."""
-        return self.device.run(lambda: self._compute(plan, sampled))
+        may still run. After an error nothing runs."""
+        try:
+            return self.device.run(lambda: self._compute(plan, sampled))
+        except Exception:
+            # The kernels launched before it still write to the step's blocks, which others get now.
+            self.device.run(lambda: None).wait()
+            raise
 
     def finish(self, launched: Callable[[], Launched[Step]]) -> StepOutput:
         """Wait for a step, which the function returns or fails to launch. Raises as ``execute``."""

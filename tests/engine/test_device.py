@@ -199,6 +199,33 @@ async def test_an_error_that_later_calls_do_not_have_ends_the_step(checkpoint, s
         assert result.token_ids == checkpoint.greedy(prompt(5), 4)
 
 
+async def test_blocks_of_a_failed_step_serve_nobody_until_what_it_launched_has_ended(
+    checkpoint, serve_on, monkeypatch
+) -> None:
+    """The host may fail far ahead of the kernels, which write KV to the blocks."""
+    device = LateDevice()
+    async with serve_on(device, checkpoint.path) as driver:
+        runner = driver.engine._loop.runner
+
+        def fails(*_: Any) -> Any:
+            device.steps.give(lambda: None)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        monkeypatch.setattr(runner, "_forward", fails)
+        sequence = driver.sequence(prompt(5), max_tokens=4)
+        device.steps.hold()
+        kernel_and_end = device.steps.num_given + 2
+        driver.engine.add(sequence)
+        ending = asyncio.create_task(driver.until(lambda: sequence.key in driver.results))
+        waiting = asyncio.create_task(device.steps.until_given(kernel_and_end))
+        await asyncio.wait((ending, waiting), return_when=asyncio.FIRST_COMPLETED)
+        assert not ending.done() and driver.engine.pool.num_used == 1, "its kernels have not run"
+        device.steps.release()
+        await asyncio.gather(ending, waiting)
+        assert driver.results[sequence.key].finish_reason is FinishReason.ERROR
+        assert driver.engine.pool.num_used == 0
+
+
 @pytest.mark.gpu
 def test_a_failed_assertion_on_a_gpu_is_found_by_its_check() -> None:
     """In a process of its own, whose GPU is lost then."""
