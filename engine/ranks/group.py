@@ -279,7 +279,8 @@ class RankGroup:
 
     async def switch_experts(self, layer: int, holders: Holders) -> None:
         """Have all ranks read their experts of a layer, and compute with them from the next step on. One call
-        at a time. Raises ExpertsRefused, and nothing has changed, or RankLost."""
+        at a time. Raises ExpertsRefused, and nothing has changed, or RankLost. A cancellation waits until no
+        rank reads any more; nothing has changed then."""
         runner = self._runner
         assert runner is not None, "a model is open"
         number = runner.expert_switch + 1
@@ -288,7 +289,13 @@ class RankGroup:
             self._in_time(rank, rank.prepare_experts(number, layer, holders), "read no experts")
             for rank in self.ranks
         )
-        found = await asyncio.gather(own, *others, return_exceptions=True)
+        reading = asyncio.gather(own, *others, return_exceptions=True)
+        try:
+            found = await asyncio.shield(reading)
+        except asyncio.CancelledError:
+            # Else a rank's answer would be taken for that to the next call, which has the same number.
+            await asyncio.wait((reading,))
+            raise
         for error in found:
             if isinstance(error, CheckpointError):
                 raise ExpertsRefused(layer, str(error)) from error

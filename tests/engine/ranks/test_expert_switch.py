@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from typing import Any
 
 import numpy as np
@@ -91,6 +93,33 @@ async def test_what_a_rank_cannot_read_is_refused_and_nothing_changes(make_check
         assert await answers(driver) == expected
         assert await engine.place_experts(placement) > 0
         assert await answers(driver) == expected
+
+
+async def test_a_placement_after_a_cancelled_one_is_that_of_all_ranks(make_checkpoint: Any) -> None:
+    """The operator's call ends while a rank still reads for it."""
+    family, words = MIXTURES["qwen3-moe"]
+    path = make_checkpoint(family, **SHAPE | words).path
+    async with serving(path, max_batch_tokens=64, tp=2, ep=2) as driver:
+        engine, (first, _) = driver.engine, placements(driver)
+        # One whose first layer to move is another.
+        second = ExpertPlacement(2, (engine.expert_placement.layers[0], *first.layers[1:]))
+        expected, (rank,) = await answers(driver), engine.ranks.ranks
+        os.kill(rank.pid, signal.SIGSTOP)
+        try:
+            cancelled = asyncio.create_task(engine.place_experts(first))
+            while ("experts", 0) not in rank._waiting:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            cancelled.cancel()
+            placing = asyncio.create_task(engine.place_experts(second))
+            for _ in range(10):
+                await asyncio.sleep(0)
+        finally:
+            os.kill(rank.pid, signal.SIGCONT)
+        assert await asyncio.wait_for(placing, 60) > 0
+        assert cancelled.cancelled()
+        assert engine.expert_placement == second
+        assert await asyncio.wait_for(answers(driver), 60) == expected
+        assert not rank._reading.done(), "a report that answers nothing"
 
 
 async def test_experts_on_one_rank_do_not_move(make_checkpoint: Any) -> None:
