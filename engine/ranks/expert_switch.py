@@ -26,6 +26,7 @@ class ExpertSwitches:
         A number that was prepared and not used is prepared anew. Raises CheckpointError.
         """
         shard = self._model.shard
+        self._prepared.pop(number, None)  # maybe of another layer
         if layer not in shard.layers:
             return
         layers = list(shard.expert_placement.layers)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.errors import ExpertsRefused
+from moonpool.engine.ranks.expert_switch import ExpertSwitches
 from moonpool.engine.ranks.leader import ParallelRunner
 from moonpool.engine.sharding.expert_placement import ExpertPlacement, plan_experts
+from moonpool.engine.sharding.parallel_plan import ParallelPlan
 from moonpool.runtime.errors import ConfigError
 from tests.engine.conftest import Driver, prompt
 from tests.engine.ranks.conftest import serving
@@ -120,6 +124,22 @@ async def test_a_placement_after_a_cancelled_one_is_that_of_all_ranks(make_check
         assert engine.expert_placement == second
         assert await asyncio.wait_for(answers(driver), 60) == expected
         assert not rank._reading.done(), "a report that answers nothing"
+
+
+@pytest.mark.parametrize("rank", range(4))
+async def test_what_was_prepared_for_a_refused_switch_is_not_used(make_checkpoint: Any, rank: int) -> None:
+    """Another rank may have refused it. The next one has its number, and maybe another stage's layer."""
+    family, words = MIXTURES["qwen3-moe"]
+    config = ModelConfig.from_checkpoint(make_checkpoint(family, **SHAPE | words).path)
+    shard = ParallelPlan(tp=2, pp=2, ep=2).shard(config, rank)
+    layers = [SimpleNamespace(mlp="before") for _ in shard.layers]
+    model: Any = SimpleNamespace(shard=shard, layers=layers, read_mixture=lambda layer, _: f"of {layer}")
+    switches, last = ExpertSwitches(model), config.num_layers - 1
+    switches.prepare(1, 0, shard.expert_placement.layers[0])
+    switches.prepare(1, last, shard.expert_placement.layers[last])
+    switches.use(1)
+    used = {layer: layers[i].mlp for i, layer in enumerate(shard.layers) if layers[i].mlp != "before"}
+    assert used == ({last: f"of {last}"} if last in shard.layers else {})
 
 
 async def test_experts_on_one_rank_do_not_move(make_checkpoint: Any) -> None:
