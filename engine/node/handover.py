@@ -136,8 +136,10 @@ class Handover:
         sequence = self._sequence
         assert sequence is not None
         block_size = self._memory.layout.block_size
-        # Read now: they may change during the await below.
-        num_tokens, token, last = self._num_tokens, self._token, self._complete
+        # Read now: they may change during the await below. A sequence that was preempted since its last
+        # progress has fewer tokens, in other blocks.
+        num_tokens = min(self._num_tokens, sequence.num_computed_tokens)
+        token, last = self._token, self._complete
         token_ids = b""
         if num_known_tokens is not None:
             token_ids = np.ascontiguousarray(sequence.token_ids[num_known_tokens:], "<i4").tobytes()

@@ -8,15 +8,21 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from moonpool.engine.batching.sampling import Sampling
+from moonpool.engine.batching.scheduler import Scheduler
+from moonpool.engine.batching.sequence import Sequence, State
+from moonpool.engine.batching.step_plan import StepEvent, StepOutput, StepPlan
 from moonpool.engine.device.device import CpuDevice
 from moonpool.engine.device.selection import choose_device
 from moonpool.engine.memory.block_bytes import DeviceBytes, HostBytes
 from moonpool.engine.memory.block_memory import BlockMemory
+from moonpool.engine.memory.block_pool import BlockPool
 from moonpool.engine.node.handover import Handover
 from moonpool.engine.prefix_cache.store import NodeStore
 from moonpool.engine.prefix_cache.tier_loader import Loaded
@@ -176,3 +182,53 @@ async def test_a_follower_is_told_what_the_bytes_hash_to(run_node, make_device) 
         grants.check_integrity()
         grants.release(chunk.lease_id)
         assert pool.num_used == 0
+
+
+async def test_a_handover_announces_no_block_that_is_computed_again() -> None:
+    """A prompt is preempted before its follower comes, and what was cached of it is evicted meanwhile."""
+    pool = BlockPool(12, 4)
+    scheduler = Scheduler(pool, max_batch_size=4, max_batch_tokens=5, max_len=48)
+    layout, region = SimpleNamespace(block_size=4, block_nbytes=64), SimpleNamespace(id=1)
+    memory = BlockMemory(pool, region, layout, HostBytes(np.zeros((12, 64), np.uint8)))  # type: ignore[arg-type]
+    grants = GrantTable(lambda slot: pool.generation_of(slot[1]), longest_s=60.0, clock=time.monotonic)
+    handover = Handover(memory, node_pb2.KvAddress(), grants, ttl_s=60.0)
+    decoding, preempted = (
+        Sequence(
+            name, 0, prompt(n, n), n, sampling=Sampling(max_tokens=36), root_key=b"r" * 16, arrived_s=float(n)
+        )
+        for name, n in (("decodes", 12), ("prefills", 32))
+    )
+    preempted.prefill_only = True
+
+    def end(plan: StepPlan | None) -> list[StepEvent]:
+        """The plan's step has ended. As a prefill node, tell what it has computed of the prompt."""
+        assert plan is not None
+        num_sampled = len(plan.decodes) + sum(chunk.last for chunk in plan.chunks)
+        events = scheduler.postprocess(plan, StepOutput([7] * num_sampled, [], {}), 0.0)
+        for event in events:
+            if event.sequence is preempted and not event.preempted:
+                handover.progress(preempted, event.num_computed_tokens)
+        return events
+
+    scheduler.add(decoding)
+    scheduler.add(preempted)
+    while not preempted.num_preemptions:
+        end(scheduler.schedule())
+    while decoding.state is not State.FINISHED:
+        end(scheduler.schedule())
+    plan = scheduler.schedule()
+    assert len(preempted.block_table) == 8 and preempted.num_computed_tokens == 0
+    telling = asyncio.create_task(anext(handover.chunks("you")))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not telling.done(), "its step has not ended"
+    end(plan)
+    chunk = await telling
+    assert chunk.num_tokens == preempted.num_computed_tokens == 5
+    assert [offset // 64 for offset in chunk.blocks.offset] == preempted.block_table[:1]
+    grants.release(chunk.lease_id)
+    while preempted.state is not State.KEPT_FOR_TRANSFER:
+        end(scheduler.schedule())
+    scheduler.release(preempted)
+    pool.check_integrity()
+    assert pool.num_used == 0
