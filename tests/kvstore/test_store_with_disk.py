@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,17 @@ from moonpool.kvstore.errors import BlockMissing
 from moonpool.kvstore.eviction.surplus_copies import SurplusCopies
 from moonpool.kvstore.store import DiskWait, TieredStore
 from moonpool.kvstore.tiers.ssd import SsdTier
+from moonpool.kvstore.tiers.ssd.files.directory import PAGE_NBYTES
 from moonpool.runtime.config.options import SsdTierOptions, StoreOptions
 from tests.kvstore.fake_pool import FakePool
 from tests.kvstore.nodes import chain, key
 from tests.kvstore.small_store import (
+    LAYOUT,
+    LRU,
     NBYTES,
     Listener,
     get,
+    make,
     payload,
     put,
     settled,
@@ -402,6 +407,27 @@ async def test_a_write_that_continues_one_in_parts_is_not_refused(tmp_path: Path
         assert store.writes.offer(name)
     await store.writes.drained()
     assert (len(ssd), ssd.stats.num_unparented) == (len(keys), 0)
+    await store.close()
+
+
+async def test_what_a_full_disk_evicts_is_held_no_more_nor_what_follows_it(tmp_path: Path) -> None:
+    heard = Listener()
+    ssd = await SsdTier.open(tmp_path, LAYOUT, capacity_nbytes=8 * PAGE_NBYTES, io_deadline_s=60.0)
+    store = make(6, replace(LRU, write_policy="write-through"), ssd=ssd, on_change=heard)
+    await store.start()
+    for length, number in ((2, 0), (6, 1)):
+        assert await put(store, length, number) == length
+        await settled(store)
+    assert len(ssd) == 8
+    # In host memory is only the end of the chain that the disk evicts first.
+    await store.prefetch([key(1)])
+    assert store.match(chain(2)) == [Tier.SSD, Tier.HOST]
+    for number, held in ((2, [Tier.SSD, Tier.HOST]), (3, [])):
+        assert await put(store, 1, number) == 1
+        await settled(store)
+        assert [tier for name in chain(2) if (tier := store.tier_of(name)) is not None] == held
+        assert heard.tiers == dict(store.blocks())
+        store.check_integrity()
     await store.close()
 
 

@@ -75,6 +75,7 @@ class SlotMap:
         self._checksums = array("Q")
         self._sequences = array("Q")  # of the record of what a slot holds
         self._sequence = found.next_sequence
+        self._evicted_now: list[BlockKey] = []  # ``on_dropped`` is still to be called for these
         # Slots with an out-of-date record on disk: it is deleted before they are written.
         self._stale: dict[int, StaleRecord] = {}
         self.grow()
@@ -117,6 +118,10 @@ class SlotMap:
                 taken[key] = NewBlock(self._sequence, key, parent, slot, source, checksum)
                 self._sequence += 1
         cache.unpin(above)
+        # Only now the cache has forgotten them: the store asks which tiers still hold a block.
+        gone, self._evicted_now = self._evicted_now, []
+        if gone and self.on_dropped is not None:
+            self.on_dropped(gone, "evicted")
         return list(taken.values())
 
     def _held_above(self, parents: Iterable[BlockKey | None]) -> list[int]:
@@ -212,8 +217,7 @@ class SlotMap:
 
     def _evicted(self, key: BlockKey, slot: int) -> None:
         self._stale[slot] = StaleRecord(key, slot, self._sequences[slot])
-        if self.on_dropped is not None:
-            self.on_dropped([key], "evicted")
+        self._evicted_now.append(key)
 
     def _retire(self, slot: int, error: OSError | None) -> None:
         if error is not None and error.errno not in _NOT_THE_SLOT:
