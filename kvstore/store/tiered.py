@@ -174,8 +174,8 @@ class TieredStore(Reader):
         host, nbytes, writes = self.host, self.layout.block_nbytes, self.writes
         tiers = [TierStats("host", host.capacity, len(host), host.num_pinned, len(host) * nbytes)]
         if self.disk is not None:
-            capacity, num_blocks = self._options.ssd.capacity_nbytes // nbytes, len(self.disk)
-            tiers.append(TierStats("ssd", capacity, num_blocks, 0, num_blocks * nbytes))
+            num_blocks = len(self.disk)
+            tiers.append(TierStats("ssd", self.disk.capacity, num_blocks, 0, num_blocks * nbytes))
         return StoreStats(
             tiers=tiers,
             num_leases=len(self.grants),

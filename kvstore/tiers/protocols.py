@@ -72,6 +72,10 @@ class DiskTier(Protocol):
     on_dropped: Callable[[Sequence[BlockKey], str], None] | None
     """Called with blocks that the tier drops by itself, and why: evicted, corrupt, unreadable."""
 
+    @property
+    def capacity(self) -> int:
+        """Most blocks that it holds at a time."""
+
     def __contains__(self, key: object) -> bool: ...
 
     def __len__(self) -> int: ...

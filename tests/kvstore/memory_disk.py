@@ -43,6 +43,10 @@ class MemoryDisk:
         else:
             self._stalls.clear()
 
+    @property
+    def capacity(self) -> int:
+        return self._cache.capacity
+
     def __contains__(self, key: object) -> bool:
         return key in self._cache
 

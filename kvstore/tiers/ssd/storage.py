@@ -114,6 +114,11 @@ class SsdTier:
     def on_dropped(self, call: OnDropped | None) -> None:
         self._slot_map.on_dropped = call
 
+    @property
+    def capacity(self) -> int:
+        """Most blocks that it holds at a time, if the disk has room for all segments."""
+        return self._disk.segments.max_slots - self._cache.num_spare
+
     def __contains__(self, key: object) -> bool:
         return key in self._cache
 
