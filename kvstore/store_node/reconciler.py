@@ -76,6 +76,7 @@ class Reconciler:
         if not self._records.lost_buckets():
             if not self._scanned:
                 await self._scan()
+            self._keeper.report_again()
             await self._compare()
         if time.monotonic() >= self._repair_s:
             began_s = time.monotonic()

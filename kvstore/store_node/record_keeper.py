@@ -174,6 +174,11 @@ class RecordKeeper:
         self._lost[storage] = (store_pb2.StoredObject(info=info, owner=name[0]), False)
         self._start("lost", self._report_lost)
 
+    def report_again(self) -> None:
+        """Tell the records of what was lost here while Redis did not answer."""
+        if self._lost:
+            self._start("lost", self._report_lost)
+
     async def reported(self) -> None:
         """Wait until the records were told of what was lost here, if Redis answers."""
         await asyncio.gather(*(task for task in self._tasks if task.get_name() == "lost"))

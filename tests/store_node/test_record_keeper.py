@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from moonpool.kvstore.client.errors import NoStoreNodes
+from moonpool.kvstore.index.redis.client import connect
+from moonpool.kvstore.index.redis.kv_index import KVIndex
+from moonpool.kvstore.objects.records import Records
+from moonpool.kvstore.store_node.reconciler import Reconciler
 from moonpool.kvstore.store_node.record_keeper import RecordKeeper
+from moonpool.protos import node_pb2, store_pb2
+from tests.kvstore.redis_servers import Server
+from tests.processes import stop
+from tests.store_node.test_room import OWNER, put, shelf_of
 
 
 async def test_work_that_comes_just_as_the_last_ends_is_done() -> None:
@@ -25,3 +38,44 @@ async def test_work_that_comes_just_as_the_last_ends_is_done() -> None:
     async with asyncio.timeout(10):
         await done.wait()
     await keeper.close()
+
+
+class NoPeers:
+    async def current(self) -> Any:
+        raise NoStoreNodes("test")
+
+
+async def test_a_copy_lost_while_redis_does_not_answer_is_named_no_longer_when_it_does() -> None:
+    peers: Any = NoPeers()
+    # pytest's tmp_path is too long for a Unix socket's address.
+    with tempfile.TemporaryDirectory(prefix="rk") as path:
+        server = Server(Path(path))
+        await server.start()
+        assert server.process is not None
+        redis = connect(server.url)
+        async with shelf_of(8) as shelf:
+            records = Records(KVIndex(redis, timeout_s=1.0), restoring_s=0.0)
+            keeper = RecordKeeper("a", shelf, records, peers)
+            reconciler = Reconciler("a", shelf, keeper, peers, node_pb2.KvAddress)
+            await reconciler.turn()  # the first one looks for what a former life has left
+            stored = await put(shelf, 1)
+            name = (OWNER, stored.info.key)
+            wanted = store_pb2.PublishObject(
+                key=stored.info.key, storage=stored.info.storage, places=["a", "b"], copies=2
+            )
+            assert await keeper.publish(OWNER, [wanted]) == [""]
+            stop(server.process.pid)
+            shelf.inventory.lose(stored)
+            await keeper.reported()
+            os.kill(server.process.pid, signal.SIGCONT)
+            async with asyncio.timeout(30):
+                while True:
+                    await reconciler.turn()
+                    await keeper.reported()
+                    (record,) = await records.read([name])
+                    assert record is not None
+                    if record.body.places == ["b"]:
+                        break
+            await keeper.close()
+        await redis.aclose()
+        await server.kill()
