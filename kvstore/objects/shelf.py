@@ -56,6 +56,7 @@ class ObjectShelf:
         self._clock = clock
         self._rng = rng
         self._puts: dict[int, Put] = {}
+        self._beginning: set[Put] = set()  # room is being made for them; they count as those in ``_puts``
         self._added_s: dict[int, float] = {}  # when objects came that no record names yet
         self._small_capacity = store.host.capacity * chunk_nbytes // _SMALL_PART
 
@@ -99,19 +100,22 @@ class ObjectShelf:
         put = Put(self._store, record)
         if self._is_here(record):
             return 0, put
-        if is_small(info):
-            await self._add_small(record, data)
-            return 0, put
-        if self.inventory.taken_nbytes(record) > self.capacity_nbytes:
-            # Otherwise it would evict everything else before it turned out not to fit.
-            raise StoreFull(self._node_id, info.nbytes, self.capacity_nbytes)
-        await self._keep_quota(record)
-        await self._make_room(record)
+        self._beginning.add(put)
         try:
+            if is_small(info):
+                await self._add_small(put, data)
+                return 0, put
+            if self.inventory.taken_nbytes(record) > self.capacity_nbytes:
+                # Otherwise it would evict everything else before it turned out not to fit.
+                raise StoreFull(self._node_id, info.nbytes, self.capacity_nbytes)
+            await self._keep_quota(put)
+            await self._make_room(put)
             await self._reserve(put)
         except BaseException:
             put.abort()
             raise
+        finally:
+            self._beginning.remove(put)
         if ttl_s is None:
             put_id = self._rng.getrandbits(63) | 1
         else:
@@ -181,15 +185,18 @@ class ObjectShelf:
             raise PutUnknown(put_id)
         return put
 
-    async def _add_small(self, record: store_pb2.StoredObject, data: bytes) -> None:
+    async def _add_small(self, put: Put, data: bytes) -> None:
+        record = put.record
         if len(data) != record.info.nbytes:
             raise BadRequest(
                 f"objects of at most {SMALL_NBYTES} bytes are sent with the call: {record.info.nbytes} bytes "
                 f"are announced, {len(data)} were sent"
             )
-        await self._keep_quota(record)
+        await self._keep_quota(put)
         excess = self._quotas.small_nbytes + len(data) - self._small_capacity
-        await self._evict(self._quotas.for_room(excess, small=True) if excess > 0 else [], "room")
+        if excess > 0:
+            self._drop(self._quotas.for_room(excess, small=True), "room")
+            await self.inventory.settle()
         if self._quotas.small_nbytes + len(data) > self._small_capacity:
             raise StoreFull(self._node_id, len(data), self._small_capacity)
         record.data, record.tail_checksum = data, checksum(data)
@@ -204,28 +211,35 @@ class ObjectShelf:
         self.leases.touch(record)
         metrics.PUTS.labels("done").inc()
 
-    async def _make_room(self, record: store_pb2.StoredObject) -> None:
-        """Drop whole objects, so that no tier has to choose a chunk to evict."""
-        under_way = sum(self.inventory.taken_nbytes(put.record) for put in self._puts.values())
-        wanted = self.inventory.taken_nbytes(record) + under_way
-        excess = self._quotas.chunks_nbytes + wanted - self.capacity_nbytes
-        if excess > 0:
-            for surplus in self.leases.unused_surplus(_UNUSED_S):
-                if excess <= 0:
-                    break
-                excess -= self.inventory.taken_nbytes(surplus)
-                await self._evict([surplus], "surplus")
-        if excess > 0:
-            await self._evict(self._quotas.for_room(excess, small=False), "room")
-        if self._quotas.chunks_nbytes + wanted > self.capacity_nbytes:
-            raise StoreFull(self._node_id, record.info.nbytes, self.capacity_nbytes)
+    @property
+    def _under_way(self) -> set[Put]:
+        return {*self._puts.values(), *self._beginning}
 
-    async def _evict(self, records: Sequence[store_pb2.StoredObject], reason: str) -> None:
+    async def _make_room(self, put: Put) -> None:
+        """Drop whole objects, so that no tier has to choose a chunk to evict."""
+        under_way = [each.record for each in self._under_way if not is_small(each.record.info)]
+        wanted = sum(map(self.inventory.taken_nbytes, under_way))
+
+        def excess() -> int:
+            return self._quotas.chunks_nbytes + wanted - self.capacity_nbytes
+
+        if excess() <= 0:
+            return
+        for surplus in self.leases.unused_surplus(_UNUSED_S):
+            if excess() <= 0:
+                break
+            self._drop([surplus], "surplus")
+        self._drop(self._quotas.for_room(excess(), small=False), "room")
+        if excess() > 0:
+            raise StoreFull(self._node_id, put.record.info.nbytes, self.capacity_nbytes)
+        # Puts that begin meanwhile count this one.
+        await self.inventory.settle()
+
+    def _drop(self, records: Sequence[store_pb2.StoredObject], reason: str) -> None:
+        """Returns at once; see ``Inventory.settle``."""
         for record in records:
             metrics.EVICTED_OBJECTS.labels(reason).inc()
             self.inventory.lose(record, evicted=True)
-        if records:
-            await self.inventory.settle()
 
     async def _reserve(self, put: Put) -> None:
         await self._store.room()
@@ -233,16 +247,19 @@ class ObjectShelf:
             capacity = self._store.host.capacity
             raise StoreFull(self._node_id, put.record.info.nbytes, capacity * self.chunk_nbytes)
 
-    async def _keep_quota(self, record: store_pb2.StoredObject) -> None:
-        owner, wanted_nbytes = record.owner, self.inventory.taken_nbytes(record)
-        under_way = [put.record for put in self._puts.values() if put.record.owner == owner]
+    async def _keep_quota(self, put: Put) -> None:
+        record, owner = put.record, put.record.owner
+        wanted_nbytes = self.inventory.taken_nbytes(record)
+        under_way = [each.record for each in self._under_way - {put} if each.record.owner == owner]
         victims = self._quotas.victims(
             owner, record.info.key, wanted_nbytes, sum(map(self.inventory.taken_nbytes, under_way))
         )
         if victims and record.info.surplus:
             # A surplus copy is not worth other objects.
             raise OverQuota(self._quotas.nbytes(owner) + wanted_nbytes, self._quotas.limit_nbytes)
-        await self._evict(victims, "quota")
+        if victims:
+            self._drop(victims, "quota")
+            await self.inventory.settle()
 
     def _is_here(self, record: store_pb2.StoredObject) -> bool:
         """Whether these bytes are here. Raises ``BadRequest``: another owner has the storage id."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +27,11 @@ LAYOUT = OpaqueLayout(CHUNK, b"c" * 16)
 
 @asynccontextmanager
 async def shelf_of(
-    num_chunks: int, *, ssd: SsdTier | None = None, tenant_nbytes: int = 0
+    num_chunks: int,
+    *,
+    ssd: SsdTier | None = None,
+    tenant_nbytes: int = 0,
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[ObjectShelf]:
     """A shelf over ``num_chunks`` of memory, and over ``ssd``, which it closes."""
     shelf: ObjectShelf | None = None
@@ -41,7 +47,7 @@ async def shelf_of(
         *("a", store, CHUNK),
         catalogue=None,
         tenant_nbytes=tenant_nbytes,
-        clock=lambda: 100.0,
+        clock=clock,
         rng=random.Random(1),
     )
     await shelf.start()
@@ -50,9 +56,10 @@ async def shelf_of(
     await shelf.close()
 
 
-async def put(shelf: ObjectShelf, number: int, num_chunks: int = 4) -> store_pb2.StoredObject:
+async def put(shelf: ObjectShelf, number: int, *, surplus: bool = False) -> store_pb2.StoredObject:
+    """Four chunks."""
     info = store_pb2.ObjectInfo(
-        key=b"%016d" % number, storage=number + 1, name=f"{number}", nbytes=num_chunks * CHUNK
+        key=b"%016d" % number, storage=number + 1, name=f"{number}", nbytes=4 * CHUNK, surplus=surplus
     )
     put_id, under_way = await shelf.begin(OWNER, info, 60.0)
     while under_way.offsets:
@@ -76,3 +83,24 @@ async def test_a_node_that_is_full_to_the_last_slot_of_its_disk_keeps_what_is_pi
         # Dropped to make room, whole and the oldest first.
         assert lost == [f"{number}" for number in range(1, len(lost) + 1)]
         assert shelf.inventory.is_whole(pinned)
+
+
+async def test_puts_at_once_count_together() -> None:
+    """Each waits until the disk has dropped what makes room for it."""
+    async with shelf_of(16, tenant_nbytes=8 * CHUNK) as shelf:
+        for number in range(2):
+            await put(shelf, number)
+        await asyncio.gather(*(put(shelf, number) for number in range(2, 6)), return_exceptions=True)
+        held = list(shelf.inventory)
+        assert sum(map(shelf.inventory.taken_nbytes, held)) <= 8 * CHUNK
+        assert len(held) == 2
+
+
+async def test_puts_at_once_make_room_of_the_same_surplus_copies() -> None:
+    now_s = 100.0
+    async with shelf_of(16, clock=lambda: now_s) as shelf:
+        for number in range(4):
+            await put(shelf, number, surplus=True)
+        now_s += 60.0
+        await asyncio.gather(*(put(shelf, number) for number in range(4, 8)))
+        assert sorted(record.info.name for record in shelf.inventory) == ["4", "5", "6", "7"]
