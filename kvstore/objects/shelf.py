@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from random import Random
 
 from moonpool.kvstore.objects import metrics
@@ -273,9 +273,15 @@ class ObjectShelf:
         self._added_s.pop(record.info.storage, None)
         self.inventory.name(record, named)
 
-    def check_pin(self, record: store_pb2.StoredObject, pin: store_pb2.Pin.ValueType) -> None:
-        """Raise ``StoreFull``: half of the node's room is pinned, and the rest is for what is not."""
-        nbytes = self.inventory.taken_nbytes(record)
+    def check_pin(
+        self,
+        record: store_pb2.StoredObject,
+        pin: store_pb2.Pin.ValueType,
+        pinning: Iterable[store_pb2.StoredObject],
+    ) -> None:
+        """Raise ``PinsFull``: half of the node's room is pinned, and the rest is for what is not.
+        ``pinning``: objects that are about to be pinned."""
+        nbytes = sum(map(self.inventory.taken_nbytes, (record, *pinning)))
         if pin != store_pb2.NONE and self._quotas.pinned_nbytes + nbytes > self.capacity_nbytes // 2:
             raise PinsFull(self._node_id, record.info.nbytes, self.capacity_nbytes // 2)
 

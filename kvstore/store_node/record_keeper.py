@@ -40,6 +40,7 @@ class RecordKeeper:
         self._peers = peers
         self._news: dict[str, dict[bytes, set[bytes]]] = {}  # keys by node and owner
         self._lost: dict[int, tuple[store_pb2.StoredObject, bool]] = {}
+        self._pinning: dict[int, store_pb2.StoredObject] = {}  # with pins that Redis is being told of
         self._tasks: set[asyncio.Task[None]] = set()
         shelf.inventory.on_lost = self._on_lost
 
@@ -51,6 +52,17 @@ class RecordKeeper:
     async def publish(self, owner: bytes, wanted: Sequence[store_pb2.PublishObject]) -> list[str]:
         """Make objects visible that have their bytes here; returns why each is not, or "". The former bytes
         are dropped everywhere, soon."""
+        pinning: list[int] = []
+        try:
+            return await self._publish(owner, wanted, pinning)
+        finally:
+            for storage in pinning:
+                self._pinning.pop(storage, None)
+
+    async def _publish(
+        self, owner: bytes, wanted: Sequence[store_pb2.PublishObject], pinning: list[int]
+    ) -> list[str]:
+        """``pinning``: receives the storage of what it adds to ``_pinning``."""
         errors = [""] * len(wanted)
         changes: list[tuple[int, store_pb2.StoredObject, store_pb2.ObjectRecord]] = []
         for number, each in enumerate(wanted):
@@ -59,6 +71,9 @@ class RecordKeeper:
             except StoreError as error:
                 errors[number] = str(error)
                 continue
+            if each.pin != store_pb2.NONE:
+                self._pinning[each.storage] = stored
+                pinning.append(each.storage)
             record = store_pb2.ObjectRecord(
                 info=stored.info, owner=owner, places=each.places, copies=each.copies, pin=each.pin
             )
@@ -80,7 +95,7 @@ class RecordKeeper:
             raise PutBroken("its bytes were evicted before it was complete: put less at a time")
         if self._shelf.age_s(stored) > PUBLISH_S and not stored.HasField("record"):
             raise PutBroken(f"it was not completed within {PUBLISH_S:g} s")
-        self._shelf.check_pin(stored, wanted.pin)
+        self._shelf.check_pin(stored, wanted.pin, self._pinning.values())
         return stored
 
     async def remove(self, objects: Sequence[tuple[Name, int]]) -> list[tuple[bool, int]]:

@@ -79,3 +79,34 @@ async def test_a_copy_lost_while_redis_does_not_answer_is_named_no_longer_when_i
             await keeper.close()
         await redis.aclose()
         await server.kill()
+
+
+async def test_objects_published_together_or_at_once_pin_half_of_the_room_at_most() -> None:
+    peers: Any = NoPeers()
+    with tempfile.TemporaryDirectory(prefix="rk") as path:
+        server = Server(Path(path))
+        await server.start()
+        redis = connect(server.url)
+        async with shelf_of(16) as shelf:
+            keeper = RecordKeeper("a", shelf, Records(KVIndex(redis), restoring_s=0.0), peers)
+            wanted = [
+                store_pb2.PublishObject(
+                    key=stored.info.key,
+                    storage=stored.info.storage,
+                    places=["a"],
+                    copies=1,
+                    pin=store_pb2.HARD,
+                )
+                for stored in [await put(shelf, number) for number in range(4)]
+            ]
+            calls = (keeper.publish(OWNER, wanted[first : first + 2]) for first in (0, 2))
+            errors = [error for found in await asyncio.gather(*calls) for error in found]
+            assert [bool(error) for error in errors] == [False, False, True, True]
+            assert "half of its room" in errors[-1]
+            # Those that were refused can be published without a pin.
+            for each in wanted[2:]:
+                each.pin = store_pb2.NONE
+            assert await keeper.publish(OWNER, wanted[2:]) == ["", ""]
+            await keeper.close()
+        await redis.aclose()
+        await server.kill()
