@@ -140,8 +140,8 @@ class RemoteStore:
     async def _close_leases(self) -> None:
         try:
             await asyncio.sleep(_CLOSE_AFTER_S)
-            done, self._done = self._done, []
-            if done:
+            while self._done:
+                done, self._done = self._done, []
                 await self.call("Close", store_pb2.CloseRequest(lease_id=done))
         except (NodeUnavailable, RemoteError) as error:
             log.info("a lease was not ended and will expire: %s", error)
@@ -183,7 +183,13 @@ class RemoteStore:
         finally:
             self.release([opened])
             if following is not None:
+                following.add_done_callback(self._give_back)
                 following.cancel()
+
+    def _give_back(self, opening: asyncio.Task[tuple[store_pb2.OpenedObject, HeldGrant]]) -> None:
+        """The window that it opened is not read any more."""
+        if not opening.cancelled() and opening.exception() is None:
+            self.release([opening.result()[0]])
 
     async def fetch(
         self, ours: Sequence[Span], opened: Sequence[store_pb2.OpenedObject], held: HeldGrant
