@@ -6,7 +6,7 @@ import asyncio
 import os
 import re
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -309,6 +309,32 @@ async def test_a_stalled_write_is_given_up(tmp_path: Path, monkeypatch: pytest.M
             await answers(tier)  # a busy disk may be as slow as one that hangs
     async with await open_tier(tmp_path) as tier:
         assert await check_every_block(tier) == 15
+
+
+async def test_what_was_given_up_in_a_stalled_sync_is_not_held_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The put has answered that its blocks are not stored."""
+    opened, sync = threading.Event(), Segments.sync
+
+    def wait_first(segments: Segments, slots: Iterable[int]) -> None:
+        opened.wait()
+        sync(segments, slots)
+
+    async with await open_tier(tmp_path, io_deadline_s=0.5) as tier:
+        with monkeypatch.context() as patch:
+            patch.setattr(Segments, "sync", wait_first)
+            assert await put_chain(tier, chain(5)) == [False] * 5
+            opened.set()
+            while tier._being_written:  # noqa: ASYNC110 - a tier does not tell
+                await asyncio.sleep(0.01)
+        assert tier.keys() == []
+        tier.check_integrity()
+        await answers(tier)
+        while not all(await put_chain(tier, chain(5, 1))):
+            await answers(tier)  # a busy disk may be as slow as one that hangs
+    async with await open_tier(tmp_path) as tier:
+        assert await check_every_block(tier) >= 5
 
 
 async def test_a_put_that_waits_for_another_of_the_same_block_ends_when_the_disk_stalls(

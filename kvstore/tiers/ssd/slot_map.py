@@ -151,7 +151,10 @@ class SlotMap:
         for block in writing.blocks:
             if block.error is not None:
                 self._write_failed(block)
-            if block.is_stored and (block.parent is None or block.parent in self.cache):
+            # A put that was given up has answered that its blocks are not here, and is over: blocks that
+            # became durable afterwards would be held without being in the index.
+            kept = block.is_stored and not writing.batch.abandoned
+            if kept and (block.parent is None or block.parent in self.cache):
                 self._checksums[block.slot] = block.checksum or 0
                 self._sequences[block.slot] = block.sequence
                 self.cache.commit(block.slot, block.key, block.parent)
