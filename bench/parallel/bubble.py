@@ -66,7 +66,7 @@ class _Bubble:
 
     def __init__(self, run: Run, settings: Settings, model: Path) -> None:
         self._run, self._device, self._model = run, settings.device, model
-        self._num_steps = max(20, settings.num_steps // 4)
+        self._num_steps = 6 if run.quick else max(20, settings.num_steps // 4)
         self._nbytes = (model / "model.safetensors").stat().st_size
         self._limit_nbytes = round(_LIMIT_OF_WEIGHTS * self._nbytes)
         self._every_rows = ROWS[: 1 if run.quick else None]
