@@ -126,7 +126,10 @@ class Server:
 
     def _read(self, connection: socket.socket, pidfd: int | None) -> None:
         """Read a request; or notice the end of a connection, or of a status socket (it has a ``pidfd``)."""
-        data, files, _, _ = socket.recv_fds(connection, _MAX_REQUEST_NBYTES, _NUM_FILES)
+        try:
+            data, files, _, _ = socket.recv_fds(connection, _MAX_REQUEST_NBYTES, _NUM_FILES)
+        except ConnectionResetError:
+            data, files = b"", []  # it was closed before what we had told was read
         if data:
             self._asked.append(_Asked(Request.unpack(data), files))
             return

@@ -192,6 +192,25 @@ async def test_cancelled_while_it_starts_it_is_killed(server: ForkServer) -> Non
         await asyncio.sleep(0.01)
 
 
+async def test_one_that_is_given_up_unread_ends_alone(server: ForkServer) -> None:
+    other = await spawn(command("facts", "sleep"), environment=os.environ)
+    assert other.stdout is not None
+    await other.stdout.readline()
+    with Path(os.devnull).open("r+b") as null:
+        status = server.ask(command("sleep"), os.environ, [null.fileno()] * 3)
+    readable = asyncio.Event()
+    asyncio.get_running_loop().add_reader(status, readable.set)
+    await readable.wait()
+    asyncio.get_running_loop().remove_reader(status)
+    status.close()  # the server has told of the process, and nobody has read it
+    assert (await facts_of("0"))["preloaded"]
+    assert other.returncode is None
+    while len(psutil.Process(server.pid).children()) > 1:  # noqa: ASYNC110 - nothing tells
+        await asyncio.sleep(0.01)
+    other.kill()
+    assert await other.wait() == -signal.SIGKILL
+
+
 def test_what_a_library_reads_when_it_is_loaded_is_not_served_otherwise() -> None:
     server = ForkServer(PRELOAD)
     assert server.serves(command("1"), os.environ)
