@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from datetime import UTC, date, datetime
@@ -129,6 +130,6 @@ def _day(http: web.Request) -> date:
 
 def _count(http: web.Request) -> int:
     text = http.query.get("days", "1")
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= KEEP_DAYS:
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= KEEP_DAYS:
         raise bad_request(f"days: must be from 1 to {KEEP_DAYS}, got {text[:32]!r}", "days")
     return int(text)

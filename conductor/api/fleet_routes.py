@@ -6,6 +6,8 @@ a cluster has several models, ``?model=NAME`` names one; nodes are found by thei
 
 from __future__ import annotations
 
+import re
+
 from aiohttp import web
 
 from moonpool.conductor.api.errors import ApiError
@@ -27,7 +29,7 @@ async def listed(http: web.Request) -> web.Response:
 async def scale(http: web.Request) -> web.Response:
     """``POST /v1/fleet/scale/{role}/{count}``"""
     text = http.match_info["count"]
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= MAX_NODES:
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= MAX_NODES:
         raise ApiError(400, f"count: must be from 1 to {MAX_NODES}, got {text[:32]!r}", param="count")
     return reply(await _conductor(http).fleet.scale(http.match_info["role"], int(text)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -145,7 +146,7 @@ async def index(http: web.Request) -> web.StreamResponse:
 async def requests(http: web.Request) -> web.Response:
     """``GET /v1/requests?limit=N``: the latest requests that the caller may see, newest first."""
     text = http.query.get("limit", "50")
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= MAX_LISTED:
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= MAX_LISTED:
         raise ApiError(400, f"limit: must be from 1 to {MAX_LISTED}, got {text[:32]!r}", param="limit")
     latest, timeline_of = (
         http.app[CONTEXT].recent.latest(int(text), http[PRINCIPAL].scope),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from aiohttp import web
 
 from moonpool.conductor.api.errors import ApiError
@@ -26,7 +28,7 @@ async def start(http: web.Request) -> web.Response:
     lane, candidate = _lane(http, info["name"]), _lane(http, info["candidate"])
     share = _share(http)
     least, tenants = http.query.get("least", str(LEAST_REQUESTS)), http.query.getall("tenant", [])
-    if not least.isascii() or not least.isdigit() or not 1 <= int(least[:9]) <= MOST_REQUESTS:
+    if not re.fullmatch(r"[0-9]{1,9}", least) or not 1 <= int(least) <= MOST_REQUESTS:
         raise ApiError(400, f"least: must be from 1 to {MOST_REQUESTS}, got {least[:32]!r}", param="least")
     if len(tenants) > MOST_TENANTS:
         raise ApiError(400, f"tenant: at most {MOST_TENANTS}, got {len(tenants)}", param="tenant")

@@ -423,7 +423,8 @@ async def test_what_cannot_be_begun_is_refused(one: Pair) -> None:
         await one.post(f"{START}/{share}", status)
     await one.post("/v1/fleet/canary/old/start/old/10", 409)
     await one.post("/v1/fleet/canary/odl/start/new/10", 404)
-    await one.post(f"{START}/10?least=0", 400)
+    for least in ("0", "1000001", "00000001000001"):
+        await one.post(f"{START}/10?least={least}", 400)
     assert "no tenants" in (await one.post(f"{START}/10?tenant=acme", 409))["error"]["message"]
     for act in ("promote", "rollback"):
         await one.post(f"/v1/fleet/canary/old/{act}", 409)

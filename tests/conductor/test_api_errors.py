@@ -254,6 +254,7 @@ async def test_a_body_over_the_limit(api: Any, chunked: bool) -> None:
         ("GET", "/v1/requests/unknown/timeline", 404),
         ("GET", "/v1/requests/unknown/timeline?format=xml", 400),
         ("GET", "/v1/requests?limit=0", 400),
+        ("GET", f"/v1/requests?limit=00000001{10**20}", 400),
         ("GET", "/static/../app.py", 404),
         ("GET", "/static/missing.js", 404),
     ],
