@@ -95,10 +95,12 @@ class ElasticNodes:
                 nodes. Nothing was started.
             OSError: its process could not be started.
         """
-        num_nodes = sum(self._roles[child.name] != "store" for child in self.nodes)
+        # One that was given up has neither its GPUs nor its place any more.
+        live = {child.name for child in self.nodes if self._as_supplied(child).state != FAILED}
+        num_nodes = sum(self._roles[name] != "store" for name in live)
         if 0 < self._most <= num_nodes:
             raise NoRoom(f"no {role[:32]} node was started: {num_nodes} run, the most (cluster.most)")
-        child = self._of(model).another(role, self.children.keys(), settings)
+        child = self._of(model).another(role, live, settings)
         self._add(child, model or self.served_names[0], role)
         try:
             await child.start()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from moonpool.conductor.fleet.providers.provider import FAILED
+from moonpool.local import children
 from moonpool.local.cluster import LocalCluster
-from moonpool.runtime.config.options import Config
+from moonpool.runtime.config.options import ClusterOptions, Config
 from moonpool.runtime.service import crash_loop
 from moonpool.runtime.service.child import Child
 
@@ -37,3 +40,30 @@ async def test_a_child_is_started_again_unless_it_fails_soon_after_each_start(
         await cluster._watchers["decode-0"]
     assert "is not started again" in said[-1]
     assert num_starts() <= 7 + crash_loop.MAX_SHORT_RUNS + 1
+
+
+async def test_a_node_that_is_given_up_leaves_its_place_to_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a_node.py").write_text("import signal; print('{}', flush=True); signal.pause()")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(children, "computes_on_gpus", lambda config: 2)
+    config = replace(Config(), cluster=ClusterOptions(prefill=1, decode=1, most=2))
+    cluster = LocalCluster(config, directory=tmp_path)
+    nodes = cluster._elastic
+    made = children.Children(config, tmp_path, lambda name, done, total: None, node_module="a_node")
+    nodes.begin(config, {"tiny": made}, supervises=True)
+    try:
+        for child in nodes.nodes:
+            await cluster._start_child(child)
+        with pytest.raises(children.NoRoom):
+            await nodes.start_node("decode")
+        nodes.children["decode-0"].kill()
+        await cluster._watch("decode-0")
+        assert {node.node_id: node.state for node in nodes.supplied()}["decode-0"] == FAILED
+        assert await nodes.start_node("decode") == "decode-1"
+        assert "model.device=cuda:1" in nodes.children["decode-1"]._command
+        with pytest.raises(children.NoRoom):
+            await nodes.start_node("decode")
+    finally:
+        await cluster.stop()
