@@ -177,6 +177,9 @@ class FleetAdmin:
         """
         async with self._turn:
             supplied = {node.node_id: node for node in await self.supplied()}
+            # Of a replica the provider knows its node alone.
+            owners = {one.node_id: one.owner for one in self._registry.members.values()}
+            node_id = owners.get(node_id, node_id)
             if node_id in supplied and self.provider is not None:
                 if supplied[node_id].counts:
                     await self.stop(node_id, "an operator drained it")

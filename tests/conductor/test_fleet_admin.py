@@ -17,6 +17,7 @@ from moonpool.conductor.fleet.removal import Removable, Reuse, least_missed
 from moonpool.kvstore.index.redis.node_record import NodeLoad, NodeRecord
 from moonpool.protos import node_pb2
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.replicas.identity import Replica
 
 
 @dataclass
@@ -76,7 +77,9 @@ class FakeMember:
     def node_id(self) -> str:
         return self.record.node_id
 
-    owner = node_id
+    @property
+    def owner(self) -> str:
+        return self.record.replica.node_id if self.record.replica else self.node_id
 
 
 def running(*names: str) -> FakeProvider:
@@ -204,6 +207,16 @@ async def test_a_supplied_node_is_drained_by_its_provider_so_that_it_stays_away(
         assert (await fleet.drain("decode-0"))["by"] == "fake"
     assert (node.client.num_drains, changes) == (0, [("drained", "decode-0")])
     assert provider.nodes["decode-0"].state == STOPPING
+
+
+async def test_a_replica_that_is_drained_is_its_whole_node_at_the_provider() -> None:
+    provider, replicas = running("decode-0"), [member("decode-0.0"), member("decode-0.1")]
+    for number, one in enumerate(replicas):
+        one.record = replace(one.record, replica=Replica("decode-0", number, 2))
+    fleet, changes = admin(provider, *replicas)
+    assert await fleet.drain("decode-0.1") == {"node_id": "decode-0", "by": "fake"}
+    assert provider.nodes["decode-0"].state == STOPPING, "it is not started again"
+    assert ([one.client.num_drains for one in replicas], changes) == ([0, 0], [("drained", "decode-0")])
 
 
 async def test_the_list_shows_nodes_of_the_index_and_of_the_provider() -> None:
