@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -14,6 +15,9 @@ from moonpool.conductor.fleet.errors import FleetUnchanged, NodeMissing, Provide
 from moonpool.conductor.fleet.providers.provider import FAILED, RUNNING, STARTING, STOPPING, SuppliedNode
 from moonpool.conductor.fleet.registry import NodeRegistry
 from moonpool.conductor.fleet.removal import Removable, Reuse, least_missed
+from moonpool.conductor.fleet.rollout.record import RUNNING as RUNNING_ROLLOUT
+from moonpool.conductor.fleet.rollout.record import RolloutStatus
+from moonpool.conductor.fleet.rollout.steps import RolloutSteps, Stopped
 from moonpool.kvstore.index.redis.node_record import NodeLoad, NodeRecord
 from moonpool.protos import node_pb2
 from moonpool.runtime.errors import MoonpoolError
@@ -314,3 +318,65 @@ async def test_where_a_planner_of_either_model_acts_operators_switch_no_node() -
     with pytest.raises(FleetUnchanged, match=r"planner\.mode=act"):
         await fleet.switch_model("decode-0", other)
     assert provider.switched == []
+
+
+@dataclass
+class Served(FakeMember):
+    """``is_open``: its gate has passed."""
+
+    is_open: bool = True
+
+    def serves(self, now_s: float) -> bool:
+        return True
+
+    def available(self, now_s: float) -> bool:
+        return self.is_open
+
+
+@dataclass
+class Versioned(FakeProvider):
+    """Nodes join ``members`` at once, and end at once. Those with settings of their own join gated."""
+
+    members: dict[str, Served] = field(default_factory=dict)
+
+    async def start(
+        self, role: str, model: str, fence: int = 0, *, settings: Sequence[str] = (), rollout: int = 0
+    ) -> str:
+        node_id = await super().start(role, model, fence)
+        self.nodes[node_id] = SuppliedNode(node_id, role, RUNNING)
+        self.members[node_id] = Served(NodeRecord(node_id, 1, role), is_open=not settings)
+        return node_id
+
+    async def stop(self, node_id: str, fence: int = 0, *, rollout: int = 0) -> None:
+        del self.nodes[node_id], self.members[node_id]
+
+    async def settle(self, settings: Sequence[str]) -> None:
+        raise AssertionError("the rollout did not end")
+
+
+async def test_a_rollout_that_is_aborted_before_the_former_node_drains_starts_no_other() -> None:
+    provider = Versioned()
+    registry = cast(NodeRegistry, SimpleNamespace(members=provider.members, incompatible=lambda record: ""))
+    fleet = FleetAdmin(registry, provider, "tiny", time.monotonic, lambda kind, node, why: None)
+    former = await provider.start("decode", "tiny")
+    status = RolloutStatus(RUNNING_ROLLOUT, ("engine.max_batch_size=8",))
+
+    async def done(node_id: str = "") -> float:
+        return 0.01
+
+    steps = RolloutSteps(
+        status,
+        1,
+        fleet,
+        provider,
+        registry,
+        probe=done,
+        clock=time.monotonic,
+        saved=cast(Any, done),
+        aborted=lambda: status.moves[0].state == "draining",
+    )
+    with pytest.raises(Stopped, match="an operator aborted it"):
+        await steps.replace_all()
+    assert len(provider.nodes) == 2, "it waited until requests go to the newcomer"
+    await steps.roll_back()
+    assert list(provider.nodes) == [former]

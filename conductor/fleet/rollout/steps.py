@@ -68,7 +68,8 @@ class RolloutSteps:
         """Remove the newcomers; where the node before it has gone, after one like that has joined."""
         why = "the rollout is rolled back"
         for move in reversed(self.status.moves):
-            if move.state in ("draining", "done"):
+            # It may have been about to drain, and no more.
+            if move.state in ("draining", "done") and not await self._counts(move.old):
                 if not move.again:
                     move.again = await self._start(move.role, (), why)
                     await self.saved()
@@ -105,11 +106,14 @@ class RolloutSteps:
 
     async def _remove(self, node_id: str, why: str, *, abortable: bool = True) -> None:
         """Drain a node, if it is there: its requests move to others. Returns when it has ended."""
-        if node_id in {node.node_id for node in await self.fleet.supplied() if node.counts}:
+        if await self._counts(node_id):
             await self.fleet.stop(node_id, why, rollout=self.epoch)
         until_s = self.clock() + DRAIN_S
         while node_id in {node.node_id for node in await self.fleet.supplied() if node.state != FAILED}:
             await self._pause(until_s, f"{node_id} did not end within {DRAIN_S:g} s", abortable)
+
+    async def _counts(self, node_id: str) -> bool:
+        return node_id in {node.node_id for node in await self.fleet.supplied() if node.counts}
 
     async def _joined(self, node_id: str, *, is_open: bool = False, abortable: bool = True) -> list[Member]:
         """The node, once it can be reached; ``is_open``: once requests go there."""
