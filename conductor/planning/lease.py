@@ -36,13 +36,15 @@ class PlannerLease:
         self._clock = clock
         self._key = f"{{{index.namespace}}}:planner"
         self._held = Held("")
+        self._latest = 0  # epoch that is known here, of whichever holder
 
     async def take(self) -> Held:
         """Take the lease if it is free, or renew ours. Raises ``IndexUnavailable``."""
         # From before the request: Redis counts from when it arrives.
         until_s = self._clock() + self._ttl_s
-        args: list[object] = [self._conductor_id, round(self._ttl_s * 1000)]
+        args: list[object] = [self._conductor_id, round(self._ttl_s * 1000), self._latest]
         holder, epoch = await self._index.run("plan", _TAKE, [self._key], args)
+        self._latest = max(self._latest, int(epoch))
         name = holder.decode(errors="replace")
         ours = name == self._conductor_id
         self._held = Held(name, int(epoch), until_s) if ours else Held(name)
@@ -58,18 +60,19 @@ class PlannerLease:
         await self._index.run("stop planning", _LEAVE, [self._key], [self._conductor_id])
 
 
-# KEYS lease | ARGV id lease_ms
+# KEYS lease | ARGV id lease_ms latest
 _TAKE = Script(
     """
 local now = now_ms()
 local holder = redis.call('HGET', KEYS[1], 'holder')
 local until_ms = tonumber(redis.call('HGET', KEYS[1], 'until') or '0')
-if until_ms > now and holder ~= ARGV[1] then return {holder, 0} end
--- Ours may have lapsed and been another's since: a new epoch.
-local epoch = redis.call('HGET', KEYS[1], 'epoch')
-if until_ms <= now then epoch = redis.call('HINCRBY', KEYS[1], 'epoch', 1) end
-redis.call('HSET', KEYS[1], 'holder', ARGV[1], 'until', now + ARGV[2])
-return {ARGV[1], tonumber(epoch)}
+local epoch = tonumber(redis.call('HGET', KEYS[1], 'epoch') or '0')
+if until_ms > now and holder ~= ARGV[1] then return {holder, epoch} end
+-- Ours may have lapsed and been another's since: a new epoch. Providers refuse one older than they have seen,
+-- and Redis may have lost its data.
+if until_ms <= now then epoch = math.max(epoch, tonumber(ARGV[3])) + 1 end
+redis.call('HSET', KEYS[1], 'holder', ARGV[1], 'until', now + ARGV[2], 'epoch', epoch)
+return {ARGV[1], epoch}
 """
 )
 

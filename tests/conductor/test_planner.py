@@ -28,6 +28,7 @@ from moonpool.conductor.placing.node_view import NodeView
 from moonpool.conductor.planning.lease import PlannerLease
 from moonpool.conductor.planning.plan import SWITCH, Bounds, Rules
 from moonpool.conductor.planning.planner import Planner
+from moonpool.kvstore.errors import IndexUnavailable
 from moonpool.kvstore.index.redis.client import connect
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.node_record import STAGES, NodeRecord
@@ -269,6 +270,26 @@ async def test_a_lease_that_lapsed_is_anothers_with_a_new_epoch(url: str, clock:
     assert not a.holds(1)  # also before it is told
     assert (await a.take()).holder == "b"
     assert b.holds(2)
+    await client.aclose()
+
+
+async def test_a_redis_that_has_lost_its_data_gives_no_epoch_again(
+    url: str, redis: RedisProcess, clock: Clock
+) -> None:
+    """Providers refuse an epoch older than they have seen: its planner could change nothing, for ever."""
+    client = connect(url)
+    index = KVIndex(client, uuid4().hex)
+    a, b = (PlannerLease(index, name, ttl_s=TTL_S, clock=clock) for name in ("a", "b"))
+    assert (await a.take()).epoch == 1
+    await a.leave()
+    assert (await b.take()).epoch == 2
+    assert (await a.take()).epoch == 0
+    redis.kill()
+    with pytest.raises(IndexUnavailable):
+        await a.take()
+    redis.start()
+    assert (await a.take()).epoch == 3
+    assert (await b.take()).holder == "a"
     await client.aclose()
 
 
