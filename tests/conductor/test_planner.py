@@ -20,6 +20,8 @@ from moonpool.conductor.fleet.errors import ProviderFailed
 from moonpool.conductor.fleet.providers.provider import RUNNING, STARTING, STOPPING, SuppliedNode
 from moonpool.conductor.fleet.registry import NodeRegistry
 from moonpool.conductor.fleet.removal import Reuse
+from moonpool.conductor.fleet.rollout.record import RUNNING as RUNNING_ROLLOUT
+from moonpool.conductor.fleet.rollout.record import RolloutRecord, RolloutStatus
 from moonpool.conductor.observing.demand import DemandCounter
 from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.placing.load_ledger import LoadLedger
@@ -290,6 +292,24 @@ async def test_a_redis_that_has_lost_its_data_gives_no_epoch_again(
     redis.start()
     assert (await a.take()).epoch == 3
     assert (await b.take()).holder == "a"
+    await client.aclose()
+
+
+async def test_nor_a_rollout_an_epoch_of_one_before(url: str, redis: RedisProcess) -> None:
+    client = connect(url)
+    index = KVIndex(client, uuid4().hex)
+    a, b = (RolloutRecord(index, ttl_s=TTL_S) for _ in range(2))
+    running, done = RolloutStatus(RUNNING_ROLLOUT), RolloutStatus("done")
+    for epoch in (1, 2):
+        assert await a.begin(running) == epoch
+        await a.save(epoch, done)
+    assert await b.read() == (done, False)
+    redis.kill()
+    with pytest.raises(IndexUnavailable):
+        await b.read()
+    redis.start()
+    assert await b.begin(running) == 3
+    assert await a.begin(running) == 0
     await client.aclose()
 
 

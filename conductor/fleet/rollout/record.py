@@ -95,10 +95,12 @@ class RolloutRecord:
         self._key = f"{{{index.namespace}}}:rollout"
         self._ttl_ms = round(ttl_s * 1000)
         self._seals = Seals(key_of_cluster("rollouts"))
+        self._latest = 0  # epoch that is known here
 
     async def read(self) -> tuple[RolloutStatus, bool]:
         """The latest rollout, and whether an operator wants it rolled back."""
-        data, abort = await self._index.command("HMGET", self._key, "status", "abort")
+        data, abort, epoch = await self._index.command("HMGET", self._key, "status", "abort", "epoch")
+        self._latest = max(self._latest, int(epoch or 0))
         if data is None:
             return RolloutStatus(), False
         try:
@@ -109,7 +111,8 @@ class RolloutRecord:
 
     async def begin(self, status: RolloutStatus) -> int:
         """Return the epoch of a new rollout; 0: another one runs."""
-        return int(await self._run("begin", _BEGIN, self._ttl_ms, self._sealed(status)))
+        args = (self._ttl_ms, self._sealed(status), self._latest)
+        return int(await self._run("begin", _BEGIN, *args))
 
     async def take_over(self) -> int:
         """Return the new epoch of a rollout that has lost its conductor; 0: there is none."""
@@ -135,13 +138,15 @@ class RolloutRecord:
         return self._seals.seal(_KIND, self._key.encode(), orjson.dumps(status.to_dict()))
 
 
-# KEYS rollout | ARGV ttl_ms status
+# KEYS rollout | ARGV ttl_ms status latest
 _BEGIN = Script(
     """
 if redis.call('HGET', KEYS[1], 'runs') == '1' then return 0 end
-redis.call('HSET', KEYS[1], 'runs', 1, 'until', now_ms() + ARGV[1], 'status', ARGV[2])
+-- Providers refuse an epoch older than they have seen, and Redis may have lost its data.
+local epoch = math.max(tonumber(redis.call('HGET', KEYS[1], 'epoch') or '0'), tonumber(ARGV[3])) + 1
+redis.call('HSET', KEYS[1], 'runs', 1, 'until', now_ms() + ARGV[1], 'status', ARGV[2], 'epoch', epoch)
 redis.call('HDEL', KEYS[1], 'abort')
-return redis.call('HINCRBY', KEYS[1], 'epoch', 1)
+return epoch
 """
 )
 
