@@ -194,7 +194,9 @@ class Planner:
         join_s = longest_join_s(members)
         supply = self._supplies[role]
         joined = {one.owner for one in members}
-        expected, gives_up = supply.look(own, joined, join_s, now_s, refused)
+        expected, gives_up = list[str](), dict[str, str]()
+        if held.epoch:  # else nothing was listed, which does not mean that there is nothing
+            expected, gives_up = supply.look(own, joined, join_s, now_s, refused)
         if held.epoch and self.mode == ACT:
             for node_id, why in gives_up.items():
                 metrics.given_up.labels(role).inc()

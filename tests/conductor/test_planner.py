@@ -17,7 +17,7 @@ import pytest
 from moonpool.conductor.costs.model import NodeCost, Profile
 from moonpool.conductor.fleet.administration import FleetAdmin
 from moonpool.conductor.fleet.errors import ProviderFailed
-from moonpool.conductor.fleet.providers.provider import RUNNING, STARTING, STOPPING, SuppliedNode
+from moonpool.conductor.fleet.providers.provider import FAILED, RUNNING, STARTING, STOPPING, SuppliedNode
 from moonpool.conductor.fleet.registry import NodeRegistry
 from moonpool.conductor.fleet.removal import Reuse
 from moonpool.conductor.fleet.rollout.record import RUNNING as RUNNING_ROLLOUT
@@ -372,6 +372,24 @@ async def test_a_provider_that_fails_is_not_asked_again_at_once(url: str, clock:
         fleet.is_silent = False
         await made.planner.round()
         assert fleet.count("prefill") == 2
+
+
+async def test_a_listing_that_fails_counts_no_failure_a_second_time(
+    url: str, clock: Clock, fleet: Fleet
+) -> None:
+    async with planner_of(url, clock, fleet) as made:
+        for name in ("prefill-7", "prefill-8", "prefill-9"):
+            fleet.nodes[name] = SuppliedNode(name, "prefill", FAILED, "has no weights")
+        await made.planner.round()
+        assert "has no weights" in made.planner.status["roles"]["prefill"]["held"]
+        clock.now_s += 600
+        await made.planner.round()
+        assert fleet.count("prefill") == 2
+        for is_silent in (True, False):
+            fleet.is_silent = is_silent
+            clock.now_s += 5
+            await made.planner.round()
+        assert made.planner.status["roles"]["prefill"]["held"] == ""
 
 
 async def test_nodes_that_never_register_are_given_up_and_not_repeated_for_ever(
