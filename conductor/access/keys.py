@@ -58,7 +58,8 @@ class ApiKeys:
 
     def id_of(self, key: str) -> bytes:
         """16 bytes that name a key, and that only conductors of this cluster can compute."""
-        return self._id(hashlib.sha256(key.encode()).digest())
+        # Bytes of a header that are no UTF-8 come as surrogates.
+        return self._id(hashlib.sha256(key.encode(errors="surrogateescape")).digest())
 
     def get(self, key_id: bytes) -> Principal | None:
         """Return what a key stands for; None: there is no such key."""

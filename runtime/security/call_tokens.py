@@ -119,6 +119,7 @@ class TokenVerifier:
             )
         fields, _, mac = token[:_MAX_TOKEN_CHARS].rpartition(" ")
         try:
+            token.encode("ascii")
             role, name, session, number, time_ms = fields.split(" ")
             key = self._keys.of(role)
             count, age_s = int(number), self._clock() - int(time_ms) / 1000

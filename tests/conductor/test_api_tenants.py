@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -336,6 +337,19 @@ async def test_a_command_with_the_clusters_key_may_do_everything_once(keyed: Api
         status, answer = await get(keyed, "/v1/cluster", headers=headers)
         assert status == 401
         assert why in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "given", [b"Bearer sk-\xff", b"Moonpool operator me\xff s 1 1 mac", b"Moonpool operator me s 1 1 \xff"]
+)
+async def test_a_key_or_a_token_of_any_bytes_is_refused(
+    keyed: Api, given: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", keyed.server.port)
+    writer.write(b"GET /v1/cluster HTTP/1.1\r\nHost: a\r\nAuthorization: %s\r\n\r\n" % given)
+    assert b" 401 " in await reader.readline()
+    assert "unexpected" not in caplog.text
+    writer.close()
 
 
 async def test_refusals_and_sign_ins_have_audit_lines(keyed: Api, tmp_path: Path) -> None:
