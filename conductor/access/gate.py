@@ -138,6 +138,9 @@ def check_same_origin(http: web.Request) -> None:
     Browsers tell a request's site in ``Sec-Fetch-Site`` or ``Origin``, and pages cannot change these headers.
     """
     site, origin = http.headers.get("Sec-Fetch-Site"), http.headers.get("Origin")
-    same = site == "same-origin" if site is not None else urlsplit(origin or "").netloc == http.host
+    try:
+        same = site == "same-origin" if site is not None else urlsplit(origin or "").netloc == http.host
+    except ValueError:  # no browser sends such an origin
+        same = False
     if not same:
         raise forbidden("this request came from a page of another site, and would have used your session")

@@ -295,7 +295,8 @@ async def test_a_key_that_does_not_fit_signs_nobody_in(keyed: Api, key: str, sta
 
 @pytest.mark.parametrize(
     "headers",
-    [{}, {"Origin": "http://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"},
+    [{}, {"Origin": "http://evil.example"}, {"Origin": "null"}, {"Origin": "http://["},
+     {"Sec-Fetch-Site": "cross-site"},
      {"Sec-Fetch-Site": "same-site"}, {"Origin": "", "Sec-Fetch-Site": "none"}],
 )  # fmt: skip
 async def test_a_page_of_another_site_changes_nothing_with_a_session(
