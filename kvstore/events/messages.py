@@ -85,7 +85,7 @@ def decode(payload: bytes) -> EventBatch:
     """Decode a batch in any of the shapes. Raises ``EventCorrupt``; unknown kinds of events are ignored."""
     try:
         body = _unpack(payload)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise EventCorrupt(f"a batch of KV events is not MessagePack: {error}") from error
     if isinstance(body, dict):
         ts, events, rank = body.get("ts"), body.get("events"), body.get("data_parallel_rank")

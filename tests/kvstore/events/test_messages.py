@@ -148,5 +148,16 @@ def test_what_is_encoded_is_read_back(events: list[Any]) -> None:
 def test_what_is_no_batch_is_refused(body: Any) -> None:
     with pytest.raises(EventCorrupt):
         decode(msgspec.msgpack.encode(body))
-    with pytest.raises(EventCorrupt):
-        decode(b"\xc1")
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        pytest.param(b"\xc1", id="an unused byte"),
+        pytest.param(b"\x92\x01\x91\x91\xa2\xff\xff", id="text that is not UTF-8"),
+        pytest.param(b"\x91" * 100_000 + b"\x01", id="arrays in arrays"),
+    ],
+)
+def test_what_is_not_messagepack_is_refused(payload: bytes) -> None:
+    with pytest.raises(EventCorrupt, match="not MessagePack"):
+        decode(payload)
