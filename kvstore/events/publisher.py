@@ -77,6 +77,8 @@ class EventPublisher:
         self._tasks = [vital(self._send_forever(), "KV events")]
         if endpoints[1]:
             self._router = self._context.socket(zmq.ROUTER)
+            # It drops what a subscriber's queue has no room for: that must be all batches and the end.
+            self._router.set(zmq.SNDHWM, self._options.replay_batches + 1)
             self.replay_endpoint = self._bind(self._router, endpoints[1], keys[1])
             self._tasks.append(vital(self._replay_forever(), "replay of KV events"))
         # Subscribers of a former process on this address must forget its blocks.

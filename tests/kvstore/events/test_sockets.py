@@ -375,6 +375,34 @@ async def test_our_events_are_followed_by_our_own_reader(index: KVIndex, mirror:
         await publisher.close()
 
 
+async def test_a_long_replay_is_complete() -> None:
+    """More batches than ZeroMQ's queues, and more bytes than the sockets between them, hold."""
+    num_batches, size = 3_000, 4_096
+    options = EventsOptions(
+        zmq_endpoint="tcp://127.0.0.1:*",
+        replay_endpoint="tcp://127.0.0.1:*",
+        interval_s=1e-6,
+        replay_batches=num_batches,
+    )
+    publisher = EventPublisher(options, size)
+    await publisher.start()
+    for number in range(num_batches):
+        prompt = np.full(size, number + 100_000, np.int32)
+        keys = chain(ROOT, prompt, size)
+        publisher.describe(keys, prompt)
+        publisher.stored(keys[0], Tier.POOL)
+        await eventually(lambda: not publisher._pending)
+    source = EventSource(publisher.endpoint, publisher.replay_endpoint, replay_timeout_s=60)
+    got = 0
+    async for batch in source.batches():
+        assert isinstance(batch, EventBatch)
+        got += 1
+        if got == num_batches:
+            break
+    source.close()
+    await publisher.close()
+
+
 async def test_addresses_that_make_no_sense_are_refused_by_name() -> None:
     with pytest.raises(EndpointInvalid, match="nowhere"):
         EventSource("nowhere")
