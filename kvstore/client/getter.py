@@ -16,6 +16,7 @@ from moonpool.kvstore.client.queries import Refusals, find
 from moonpool.kvstore.client.tenant import Tenant
 from moonpool.kvstore.remote.object_store import RemoteStore, SourceBusy
 from moonpool.runtime.errors import NodeUnavailable, RemoteError
+from moonpool.runtime.service.vital import cancel_and_wait
 from moonpool.transfer import GrantLapsed, TransferError
 
 log = logging.getLogger(__name__)
@@ -148,9 +149,15 @@ class Getter:
         storage: bool,
     ) -> list[_Search]:
         """Ask nodes for objects: for these bytes (``storage``), or for what their records name. Returns the
-        searches of the nodes that cannot answer."""
+        searches of the nodes that cannot answer. None is being read any more when this raises."""
         asking = [self._receive(nodes[each], some, refusals, storage=storage) for each, some in plan.items()]
-        left = [await asking[0]] if len(asking) == 1 else await asyncio.gather(*asking)
+        if len(asking) == 1:
+            return [*await asking[0]]
+        tasks = [asyncio.ensure_future(each) for each in asking]
+        try:
+            left = await asyncio.gather(*tasks)
+        finally:
+            await cancel_and_wait(*tasks)
         return [search for some in left for search in some]
 
     async def _receive(

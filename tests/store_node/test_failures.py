@@ -9,7 +9,9 @@ import numpy as np
 import psutil
 import pytest
 
+from moonpool.kvstore.client.connections import preference_order
 from moonpool.kvstore.client.errors import (
+    BadObject,
     NoNodeAnswered,
     NoStoreNodes,
     ObjectUnreachable,
@@ -189,6 +191,30 @@ async def test_a_stopped_node_is_no_hang(cluster: StoreCluster) -> None:
         finally:
             process.resume()
         assert (await store.get("new") == np.arange(3)).all()
+
+
+async def test_memory_is_the_callers_again_when_a_read_fails(cluster: StoreCluster) -> None:
+    """One of two objects does not fit, while the node of the other one is stopped."""
+    await asyncio.gather(cluster.start("a"), cluster.start("b"))
+    async with cluster.client() as store:
+        # Each is asked for at its own node.
+        key = store.tenant.key
+        names = {preference_order(key(name), ("a", "b"))[0]: name for name in map(str, range(99))}
+        for node, name in names.items():
+            await store.put(name, np.ones(1 << 20, np.uint8), node=node)
+        out = np.zeros(1 << 20, np.uint8)
+        before = asyncio.all_tasks()
+        process = psutil.Process(cluster.nodes["b"].pid)
+        stop(process.pid)
+        try:
+            async with asyncio.timeout(20):
+                with pytest.raises(BadObject, match="read it into has 8"):
+                    await store.batch_get_into({names["a"]: np.zeros(1), names["b"]: out})
+        finally:
+            process.resume()
+        while not asyncio.all_tasks() <= before:  # noqa: ASYNC110 (a read that goes on has no name)
+            await asyncio.sleep(0.01)
+        assert not out.any()
 
 
 async def test_no_answer_is_not_a_missing_object(cluster: StoreCluster) -> None:
