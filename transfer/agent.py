@@ -6,9 +6,9 @@ import asyncio
 import math
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moonpool.runtime.config.options import TransferOptions
 from moonpool.runtime.security import process
@@ -226,8 +226,7 @@ class TransferAgent:
         self, client: Authenticated, spans: Spans, sources: Spans, seconds: float, grant: int
     ) -> Future[object]:
         """Read what a client writes. From any thread."""
-        reading = self._read_from(client, spans, sources, seconds, grant)
-        return asyncio.run_coroutine_threadsafe(reading, self._local.loop)
+        return _Fetch(self._local.loop, self._read_from(client, spans, sources, seconds, grant))
 
     async def _read_from(
         self, client: Authenticated, spans: Spans, sources: Spans, seconds: float, grant: int
@@ -289,7 +288,8 @@ class TransferAgent:
             control.close()
         for link in list(self._local.links):
             link.lost()
-        self._server.close()
+        # Its threads wait for reads on this loop.
+        await asyncio.to_thread(self._server.close)
         self._pool.close()
         self.memory.close()
         self.notes.close()
@@ -303,3 +303,33 @@ class TransferAgent:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+class _Fetch(Future[object]):
+    """A read on the event loop. If cancelled it is done once the read has ended: bytes arrive until then."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, reading: Coroutine[Any, Any, object]) -> None:
+        super().__init__()
+        self._loop = loop
+        self._task: asyncio.Task[object] | None = None
+        loop.call_soon_threadsafe(self._begin, reading)
+
+    def _begin(self, reading: Coroutine[Any, Any, object]) -> None:
+        self._task = self._loop.create_task(reading)
+        self._task.add_done_callback(self._ended)
+
+    def cancel(self) -> bool:
+        self._loop.call_soon_threadsafe(self._stop)
+        return True
+
+    def _stop(self) -> None:
+        assert self._task is not None, "it begins first"
+        self._task.cancel()
+
+    def _ended(self, task: asyncio.Task[object]) -> None:
+        if task.cancelled():
+            super().cancel()
+        elif (error := task.exception()) is not None:
+            self.set_exception(error)
+        else:
+            self.set_result(task.result())

@@ -126,10 +126,12 @@ async def test_where_the_target_cannot_reach_us_the_bytes_are_sent(
 
 @dataclass
 class Stuck:
-    """Requests that libucp says are not complete, though they may be, while ``held``. The rest is real."""
+    """Requests that libucp says are not complete, though they may be, while ``held``. The rest is real.
+    every: hold those to come, too."""
 
     agent: TransferAgent
     held: bool = True
+    every: bool = False
     requests: set[int] = field(default_factory=set)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +140,7 @@ class Stuck:
         real: Callable[[int], int] = library.quick.ucp_request_check_status
 
         def check(request: int) -> int:
-            return 1 if self.held and request in self.requests else real(request)
+            return 1 if self.held and (self.every or request in self.requests) else real(request)
 
         monkeypatch.setattr(library.quick, "ucp_request_check_status", check)
 
@@ -154,6 +156,28 @@ class Stuck:
 
         while not self.requests:
             self.requests = await worker.run(posted)
+
+
+async def test_a_connection_ends_after_what_the_target_reads_for_it(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the target says that a connection has ended, none of its bytes can arrive any more."""
+    await pair.write(pair.ours)
+    num_served = len(pair.other._server)
+    stuck = Stuck(pair.other, every=True)
+    stuck.install(monkeypatch)
+    writing = asyncio.ensure_future(pair.write(pair.ours))
+    await stuck.take()
+    writing.cancel()
+    await outcome(writing)
+    (path,) = pair.other._peers.writer(pair.agent.identity).paths
+    assert isinstance(path, UcxPath)
+    while path._endpoint is None or not path._endpoint.closed:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    assert len(pair.other._server) == num_served
+    stuck.held = False
+    while len(pair.other._server) == num_served:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
 
 
 async def stopped_read(
