@@ -111,7 +111,8 @@ class ExternalNode:
         size, extra_keys = event.block_size, event.extra_keys or ()
         part = np.asarray(event.token_ids[number * size : (number + 1) * size], dtype=np.int32)
         extra = extra_keys[number] if number < len(extra_keys) else None
-        if any(each != event.lora_name for each in extra or ()):
+        is_unnamed = event.lora_id and event.lora_name is None
+        if is_unnamed or any(each != event.lora_name for each in extra or ()):
             return "extra", part
         return "size" if len(part) < size or size % self._block_size else "", part
 
