@@ -85,7 +85,8 @@ class EventSource:
         self._context.destroy(linger=0)
 
     async def batches(self) -> AsyncIterator[EventBatch | Lost]:
-        """Run forever. ``LOST`` comes before the first batch after a gap, and when the engine restarts."""
+        """Run forever. ``LOST`` comes before the first batch after a gap, when the engine restarts, and for a
+        batch that cannot be read."""
         async for each in self._catch_up():
             yield each
         while True:
@@ -113,8 +114,7 @@ class EventSource:
             metrics.lost_batches.inc(max(seq - max(expected, self._next), 0))
         if seq > self._next > 0:
             yield self._begin_again(f"events {self._next} to {seq - 1} are missing and cannot be replayed")
-        if (one := self._note(seq, payload)) is not None:
-            yield one
+        yield self._note(seq, payload)
 
     async def _reconnected(self) -> bool:
         """Whether the connection broke since the last call: the engine may have restarted."""
@@ -136,8 +136,7 @@ class EventSource:
                 found = found[1:]
         for seq, payload in found:
             metrics.replayed_batches.inc()
-            if (batch := self._note(seq, payload)) is not None:
-                yield batch
+            yield self._note(seq, payload)
 
     def _begin_again(self, reason: str) -> Lost:
         _log.warning("all blocks of the engine at %s are forgotten: %s", self._endpoint, reason)
@@ -180,20 +179,15 @@ class EventSource:
         except EventCorrupt:
             return False
 
-    def _note(self, seq: int, payload: bytes) -> EventBatch | None:
-        """``payload`` is the last batch now. None: it cannot be read."""
+    def _note(self, seq: int, payload: bytes) -> EventBatch | Lost:
+        """``payload`` is the last batch now. ``LOST``: it cannot be read."""
         self._next, self._last_payload = seq + 1, payload
-        batch = self._decoded(payload)
-        if batch is not None:
-            self._last_ts = batch.ts
-        return batch
-
-    @staticmethod
-    def _decoded(payload: bytes) -> EventBatch | None:
         metrics.batches.inc()
         try:
-            return decode(payload)
+            batch = decode(payload)
         except EventCorrupt as error:
             metrics.corrupt_batches.inc()
-            _log.error("a batch of KV events was skipped: %s", error)
-            return None
+            _log.error("all blocks of the engine at %s are forgotten: %s", self._endpoint, error)
+            return LOST
+        self._last_ts = batch.ts
+        return batch

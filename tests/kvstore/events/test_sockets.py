@@ -238,6 +238,21 @@ def found(mirror: IndexMirror) -> set[int]:
     return {number for number in range(20) if mirror.longest_prefix(ours(block(number)))}
 
 
+async def test_a_batch_that_cannot_be_read_forgets_the_engine(
+    index: KVIndex, mirror: IndexMirror, engine: Engine
+) -> None:
+    """It may have removed any block."""
+    async with Following(index, engine):
+        await engine.subscribed()
+        await sent(engine, 1)
+        await eventually(lambda: found(mirror) == {1})
+        await engine.pub.send_multipart([b"kv@pod@m", engine.seq.to_bytes(8, "big"), b"no MessagePack"])
+        engine.seq += 1
+        await sent(engine, 2)
+        await eventually(lambda: 2 in found(mirror))
+        assert found(mirror) == {2}
+
+
 @pytest.mark.parametrize("replay", [True, False])
 @pytest.mark.parametrize("num_missed", [0, 1, 2, 5])
 async def test_an_engine_that_begins_anew_is_forgotten(
