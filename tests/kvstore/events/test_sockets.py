@@ -392,6 +392,7 @@ async def test_our_events_are_followed_by_our_own_reader(index: KVIndex, mirror:
         await publisher.close()
 
 
+@pytest.mark.slow
 async def test_a_long_replay_is_complete() -> None:
     """More batches than ZeroMQ's queues, and more bytes than the sockets between them, hold."""
     num_batches, size = 3_000, 4_096
