@@ -164,7 +164,7 @@ def _prefill_stages(
                 yield stage, first
             if first.wait.p99_s <= _SHORT_WAIT * compute_s:
                 return
-        elif traffic.prompt_tokens > kind.lane.pool_tokens:
+        elif traffic.in_blocks(traffic.prompt_tokens) > kind.lane.pool_tokens:
             return
         count += 1
 

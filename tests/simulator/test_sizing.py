@@ -134,6 +134,16 @@ def test_a_pipeline_holds_a_model_that_one_gpu_does_not() -> None:
     assert lane.profile.decode_base_s > whole.profile.decode_base_s
 
 
+def test_nodes_with_a_pool_of_less_than_the_prompts_blocks_are_left_out() -> None:
+    """The prompt has fewer tokens than the pools of two GPUs, and its blocks have more."""
+    traffic = Traffic(1.0, 8500, 200)
+    found = kinds(A800, LLAMA3_70B, [2, 8])
+    assert any(8500 <= kind.lane.pool_tokens < traffic.in_blocks(8500) for kind in found)
+    split = smallest_split(found, traffic, Limits(e2e_s=30.0))
+    assert split is not None
+    assert split.prefill.kind.lane.pool_tokens >= traffic.in_blocks(8500)
+
+
 def test_users_ask_as_often_as_they_are_answered() -> None:
     found = size(Question(H200, LLAMA3_8B, [1, 2], CHAT, LIMITS, users=500, think_s=3.0))
     answer_s = found.plans[0].e2e.mean_s
