@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -74,7 +75,7 @@ def check_slo(
     """Refuse limits that even an idle node of the best kind misses for nine of ten requests.
 
     Raises:
-        ConfigError: names the option and the lowest possible limit.
+        ConfigError: names the option and the lowest possible limit; or no node holds the weights.
     """
     kinds = [hardware.profile for hardware in _kinds(gpu, model, parallel)]
     prompts = [request.input_tokens for request in requests]
@@ -122,12 +123,18 @@ def candidates(
     return found
 
 
-def _kinds(gpu: Accelerator, model: ModelShape, parallel: Sequence[int]) -> Iterator[Hardware]:
+def _kinds(gpu: Accelerator, model: ModelShape, parallel: Sequence[int]) -> list[Hardware]:
+    found = []
     for size in parallel:
-        try:
-            yield tensor_parallel(gpu, model, size)
-        except ConfigError:
-            continue  # the weights do not fit
+        with contextlib.suppress(ConfigError):  # the weights do not fit
+            found.append(tensor_parallel(gpu, model, size))
+    if not found:
+        raise ConfigError(
+            f"{model.name} ({model.weight_nbytes / 1e9:.0f} GB of weights) does not fit a node of "
+            f"{' or '.join(map(str, parallel))} × {gpu.name}; give a larger --parallel",
+            key="parallel",
+        )
+    return found
 
 
 def _balanced(hardware: Hardware, num_nodes: int, requests: Sequence[TraceRequest]) -> list[int]:

@@ -78,6 +78,7 @@ def test_the_command_ranks_clusters_and_says_what_pays(trace: Path, tmp_path: Pa
         (["--slo-tbt", "0.0001"], "--slo-tbt 0.0001 is impossible"),
         (["--gpus", "0"], "--gpus"),
         (["--gpus", "1", "--gpu", "a800", "--model", "llama3-70b"], "too few"),
+        (["--parallel", "1", "--gpu", "a800", "--model", "llama3-70b"], "does not fit a node of 1 × A800"),
         (["--gpu", "abacus"], "abacus"),
         (["--model", "eliza"], "eliza"),
         (["--parallel", "two"], "--parallel"),
