@@ -178,19 +178,18 @@ def judge(
 
 def highest_speed(serves: Callable[[float], bool]) -> float:
     """Return the highest speed that ``serves`` accepts, to 5 %; 0: none that was tried."""
-    speed, best = 1.0, 0.0
-    good = serves(speed)
-    growth = _GROWTH if good else 1 / _GROWTH
-    bad_speed = speed
+    speed = bad_speed = 1.0
+    grows = serves(speed)
+    best = speed if grows else 0.0
     for _ in range(_MAX_GROWTHS):
+        speed *= _GROWTH if grows else 1 / _GROWTH
+        good = serves(speed)
         if good:
             best = speed
         else:
             bad_speed = speed
-        if good != (growth > 1):
+        if good != grows:
             break
-        speed *= growth
-        good = serves(speed)
     if not best:
         return 0.0
     for _ in range(_HALVINGS if bad_speed > best else 0):

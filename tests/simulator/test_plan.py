@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from moonpool.conductor.observing.slo import Slo
 from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.reports.report import validate
-from moonpool.simulator.capacity import EFFECTIVE, candidates, judge
+from moonpool.simulator.capacity import EFFECTIVE, candidates, highest_speed, judge
 from moonpool.simulator.inputs.hardware import A800, H200, LLAMA3_8B, LLAMA3_70B
 from moonpool.simulator.inputs.workload import Workload
 from moonpool.simulator.plan_command import plan
@@ -55,6 +55,13 @@ def test_a_verdict_serves_at_its_speed() -> None:
     verdict = judge(candidate, WORK.requests(), Slo(5.0, 0.05), lambda line: None)
     assert verdict.speed > 0
     assert verdict.outcome.effective_ratio >= EFFECTIVE
+
+
+@pytest.mark.parametrize("limit", [1e-3, 0.0175, 0.02, 0.7, 1.0, 30.0, 1e3])
+def test_the_highest_speed_is_that_of_all_that_were_tried(limit: float) -> None:
+    tried: list[float] = []
+    found = highest_speed(lambda speed: tried.append(speed) or speed <= limit)  # type: ignore[func-returns-value]
+    assert found == max((speed for speed in tried if speed <= limit), default=0.0)
 
 
 @pytest.mark.slow
