@@ -324,14 +324,16 @@ class Simulation:
         source.memory.use(keys)
 
         def fetched() -> None:
-            self.cluster.moved(job, source, node, nbytes, began_s)
+            if not source.failed:
+                self.cluster.moved(job, source, node, nbytes, began_s)
             if source.alive:
                 source.memory.release(held)
                 source.on_blocks_released()
             if job.attempt != attempt or not node.alive:
                 return
-            before = len(job.hold.pinned)
-            job.fetched_blocks = node.memory.bring(job.hold, keys) - before
+            if not source.failed:
+                before = len(job.hold.pinned)
+                job.fetched_blocks = node.memory.bring(job.hold, keys) - before
             node.queue_prefill(job, order_s)
 
         nbytes = count * self.cluster.block_nbytes

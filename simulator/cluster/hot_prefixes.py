@@ -85,7 +85,7 @@ class HotPrefixCopies:
             if source.alive:
                 source.memory.release(held)
                 source.on_blocks_released()
-            if target.alive:
+            if target.alive and not source.failed:
                 arrived = PinnedBlocks()
                 target.memory.bring(arrived, copy.keys)
                 target.memory.release(arrived)

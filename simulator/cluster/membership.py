@@ -165,7 +165,9 @@ class Cluster:
         """Remove a node and its blocks; the caller places its jobs again. None: there is no such node."""
         node = self.nodes.pop(f"{role}-{number}", None)
         if node is not None:
+            node.failed = True
             self._gone(node)
+            self.network.lose(node.node_id)
             if node in self._retiring:
                 del self._retiring[node]
             else:

@@ -51,7 +51,7 @@ class Network:
         self.factors: dict[str, float] = {}
 
     def start(self, source: str, target: str, nbytes: float, done: Callable[[], None]) -> Flow:
-        """Move ``nbytes``; call ``done`` when the last has arrived."""
+        """Move ``nbytes``; call ``done`` when the last has arrived, or ``source`` has failed (``lose``)."""
         flow = Flow(source, target, nbytes, done, nbytes, self._clock.now_s)
         self._out[source][flow] = None
         self._in[target][flow] = None
@@ -64,6 +64,12 @@ class Network:
             flow.end.cancel()
             flow.end = None
         self._remove(flow)
+
+    def lose(self, source: str) -> None:
+        """The node has failed: its flows to others end now, incomplete. ``done`` of each is called."""
+        for flow in list(self._out[source]):
+            self.cancel(flow)
+            flow.end = self._clock.at(self._clock.now_s, flow.done)
 
     def _remove(self, flow: Flow) -> None:
         if flow in self._out[flow.source]:

@@ -48,6 +48,7 @@ class Node:
         self.node_id = node_id
         self.hardware = hardware
         self.alive = True
+        self.failed = False  # it ended without notice: what others still read of it does not arrive
         self.jobs: dict[Job, None] = {}  # placed here
         self.memory = NodeMemory(
             index,

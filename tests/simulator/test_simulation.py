@@ -217,6 +217,19 @@ def test_a_prefix_is_fetched_where_that_beats_computing() -> None:
     assert outcome.served[2].ttft_s < 0.2
 
 
+def test_what_is_fetched_from_a_node_that_fails_meanwhile_is_computed() -> None:
+    """Only the decode node has the prefix, and fails in the middle of a read of 0.2 s."""
+    events = [ClusterEvent(9.0, "join", "prefill"), ClusterEvent(10.0, "fail", "prefill")]
+    scenario = Scenario(SMALL, 1, 1, policy="kv-aware", events=events)
+    requests = [one(20_000, 2), one(20_000, at_s=30.0)]
+    _, fetches = run(scenario, requests)
+    assert fetches.hit_tokens["peer"] == 512 * 39
+    _, outcome = run(replace(scenario, events=[*events, ClusterEvent(30.1, "fail", "decode")]), requests)
+    assert not sum(outcome.hit_tokens[tier] for tier in ("pool", "host", "ssd", "peer"))
+    assert outcome.served[1].ttft_s == pytest.approx(0.1 + outcome.served[0].ttft_s)
+    assert outcome.moved_nbytes == pytest.approx(fetches.moved_nbytes - 0.1e8, rel=0.01)
+
+
 def test_a_hot_prefix_is_copied_to_more_nodes_and_released_when_it_is_cold() -> None:
     fast = replace(SMALL, network_nbytes_per_s=1e10)
     # One node could serve them all, and would be busy for four fifths of the time. The question is too short
@@ -229,6 +242,15 @@ def test_a_hot_prefix_is_copied_to_more_nodes_and_released_when_it_is_cold() -> 
     assert outcome.num_copies > 0
     assert outcome.num_released > 0
     assert run(replace(scenario, replicate_nbytes_per_s=0.0), hot + cold)[1].num_copies == 0
+
+
+def test_a_copy_from_a_node_that_fails_meanwhile_is_not_made() -> None:
+    hot = [TraceRequest(0.05 * n + 2 * (n > 0), 512 * 12 + 300, 1, (*range(12), 99 + n)) for n in range(64)]
+    slow = replace(SMALL, network_nbytes_per_s=1e7)
+    scenario = Scenario(slow, 4, 1, policy="local-cache", replicate_nbytes_per_s=1e9)
+    assert run(scenario, hot)[1].num_copies == 1  # it takes from 5 s to 5.6 s
+    fails = replace(scenario, events=[ClusterEvent(5.3, "fail", "prefill", 0)])
+    assert run(fails, hot)[1].num_copies == 0
 
 
 @pytest.mark.parametrize(
