@@ -144,6 +144,9 @@ class Simulation:
         """Place a job again, with its output so far: its attempt failed on ``nodes``."""
         if job.ended:
             return
+        if not job.remaining:
+            self._finish(job)  # its last step ended as its node did
+            return
         job.attempt += 1
         self._leave(job)
         step = job.life.failed(cause, nodes, job.num_produced)

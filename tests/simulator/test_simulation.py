@@ -147,6 +147,14 @@ def test_a_request_is_placed_again_as_soon_as_a_node_that_it_needs_is_lost() -> 
     assert outcome.served[0].ttft_s == pytest.approx(1.0 + undisturbed.ttft_s, rel=0.01)
 
 
+def test_a_request_whose_last_token_came_as_its_node_failed_is_served() -> None:
+    halves = replace(SMALL, profile=Profile(0.5, 0.0, 0.0, 0.5, 0.0, 0.0))
+    scenario = Scenario(halves, 0, 0, num_both=2)
+    undisturbed = run(scenario, [one(600, 4)])[1].served
+    fails = [ClusterEvent(undisturbed[0].e2e_s, "fail", "both", number) for number in range(2)]
+    assert run(replace(scenario, events=fails), [one(600, 4)])[1].served == undisturbed
+
+
 def test_a_request_fails_when_each_of_its_attempts_lost_its_node() -> None:
     events = [
         ClusterEvent(0.1 * n, kind, "prefill", number)
