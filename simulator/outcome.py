@@ -52,8 +52,8 @@ class Outcome:
     egress: float  # money for those of them that crossed regions
     prefill_busy_s: float  # of GPUs
     decode_busy_s: float
-    num_gpus: int  # at the start
-    node_s: float  # seconds that nodes were paid for
+    gpu_s: float  # of GPUs that were paid for in span_s
+    node_s: float  # seconds that nodes were paid for, until the last token
     hot_copies: Sequence[int]  # the nodes that hold each of the most shared keys at the end
     num_copies: int  # of hot prefixes
     num_released: int  # of those
@@ -94,8 +94,7 @@ class Outcome:
     @property
     def busy_ratio(self) -> float:
         """Fraction of the GPU time in ``span_s`` in which steps ran."""
-        available_s = self.num_gpus * self.span_s
-        return (self.prefill_busy_s + self.decode_busy_s) / available_s if available_s else 0.0
+        return (self.prefill_busy_s + self.decode_busy_s) / self.gpu_s if self.gpu_s else 0.0
 
     @property
     def hit_ratio(self) -> float:

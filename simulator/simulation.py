@@ -448,13 +448,14 @@ class Simulation:
     def _outcome(self) -> Outcome:
         jobs = self.jobs
         assert all(job.ended for job in jobs), "a request was lost"
-        first_s = min(job.request.arrival_s for job in jobs)
+        first_s, last_s = min(job.request.arrival_s for job in jobs), max(job.done_s for job in jobs)
+        paid_s = self.cluster.paid_s(last_s, since_s=first_s)
         nodes = [*self.nodes.values(), *self.cluster.former]
         return Outcome(
             served=[served(job) for job in jobs],
             slo=self.scenario.slo,
             window_s=max(job.request.arrival_s for job in jobs) - first_s,
-            span_s=max(job.done_s for job in jobs) - first_s,
+            span_s=last_s - first_s,
             hit_tokens={
                 field.name: sum(getattr(job.use, field.name) for job in jobs) for field in fields(CacheUse)
             },
@@ -463,8 +464,8 @@ class Simulation:
             egress=self.cluster.network.egress,
             prefill_busy_s=sum(node.engine.prefill_busy_s * node.hardware.num_gpus for node in nodes),
             decode_busy_s=sum(node.engine.decode_busy_s * node.hardware.num_gpus for node in nodes),
-            num_gpus=self.scenario.num_gpus,
-            node_s=self.cluster.node_s(max(job.done_s for job in jobs)),
+            gpu_s=sum(paid_s.get(node.node_id, 0.0) * node.hardware.num_gpus for node in nodes),
+            node_s=sum(self.cluster.paid_s(last_s).values()),
             hot_copies=hot_copies(jobs, (node.memory for node in self.nodes.values())),
             num_copies=self.copies.num_made,
             num_released=self.copies.num_released,

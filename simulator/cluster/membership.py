@@ -157,9 +157,10 @@ class Cluster:
             del conductor.members[node.node_id]
         node.stop()
 
-    def node_s(self, until_s: float) -> float:
-        """Seconds that nodes were paid for, from when they were asked for to when they ended."""
-        return sum(self.ended_s.get(name, until_s) - at_s for name, at_s in self.ordered_s.items())
+    def paid_s(self, until_s: float, since_s: float = 0.0) -> dict[str, float]:
+        """Seconds of this time that each node was paid for, from when it was asked for to when it ended."""
+        ends_s = {name: min(self.ended_s.get(name, until_s), until_s) for name in self.ordered_s}
+        return {name: max(ends_s[name] - max(at_s, since_s), 0.0) for name, at_s in self.ordered_s.items()}
 
     def fail(self, role: str, number: int) -> Node | None:
         """Remove a node and its blocks; the caller places its jobs again. None: there is no such node."""

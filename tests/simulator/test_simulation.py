@@ -165,6 +165,17 @@ def test_a_request_fails_when_each_of_its_attempts_lost_its_node() -> None:
     assert outcome.rejections == {"failed": 1}
 
 
+def test_nodes_are_paid_for_while_they_are_there_and_requests_run() -> None:
+    requests = [one(5000, 300, at_s=10.0, first_id=20 * i) for i in range(12)]
+    joins = [ClusterEvent(10.0, "join", "both")] * 3
+    late = [ClusterEvent(500.0, "join", "both"), ClusterEvent(600.0, "fail", "both", 1)]
+    scenario = Scenario(replace(SMALL, num_gpus=2), 0, 0, num_both=1, events=[*joins, *late])
+    _, outcome = run(scenario, requests)
+    assert 0.5 < outcome.busy_ratio <= 1
+    assert outcome.node_s == pytest.approx(10.0 + 4 * outcome.span_s)
+    assert outcome.gpu_s == pytest.approx(2 * 4 * outcome.span_s)
+
+
 def test_a_request_waits_for_a_node_that_comes_soon() -> None:
     events = [ClusterEvent(0.5, "fail", "prefill"), ClusterEvent(2.0, "join", "prefill")]
     _, outcome = run(Scenario(SMALL, 1, 1, events=events), [one(2000, 20, at_s=1.0)])
