@@ -111,21 +111,22 @@ class Moves:
 
     def _migrate(self, now_s: float) -> None:
         cluster = self._cluster
-        jobs: dict[str, Job] = {}
+        jobs: dict[str, tuple[Job, int]] = {}  # and its tokens so far
         running, waiting = [], []
         for node_id, node in cluster.nodes.items():
             node.refresh()
             for job, produced in node.engine.decoding():
                 name = str(job.number)
                 so_far = job.num_produced + produced
+                num_tokens = job.request.input_tokens + so_far
                 left = self._longest - so_far
                 expected = self._lengths.expected(job.request.input_tokens, so_far, max(left, 1))
-                jobs[name] = job
+                jobs[name] = job, num_tokens
                 running.append(
                     Running(
                         name,
                         node_id,
-                        job.request.input_tokens + so_far,
+                        num_tokens,
                         expected,
                         regions=job.request.regions,
                         region=node.view.region,
@@ -137,9 +138,9 @@ class Moves:
             ]
         views = list(cluster.decode)
         for move in self._rounds.begin(running, waiting, views, cluster.handing_on(), views, now_s):
-            self._begin(move, jobs[move.request_id])
+            self._begin(move, *jobs[move.request_id])
 
-    def _begin(self, move: Move, job: Job) -> None:
+    def _begin(self, move: Move, job: Job, num_tokens: int) -> None:
         cluster, now_s = self._cluster, self._clock.now_s
         source, target = cluster.nodes[move.source], cluster.nodes[move.target]
         hold = target.reserve_for(job)
@@ -149,8 +150,8 @@ class Moves:
             self._rounds.ended(move.request_id, now_s)
             return
         moving = _Moving(move, job, job.attempt, source, target, hold)
-        lacks = job.num_tokens - len(hold.pinned) * self._block_tokens
-        self._copy(moving, lacks, lambda: self._stop(moving, job.num_tokens))
+        lacks = num_tokens - len(hold.pinned) * self._block_tokens
+        self._copy(moving, lacks, lambda: self._stop(moving, num_tokens))
 
     def _copy(self, moving: _Moving, num_tokens: int, then: Callable[[], None]) -> None:
         """Move the KV of ``num_tokens``, at least of a block; then go on, if the request still does."""

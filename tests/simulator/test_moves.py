@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from statistics import mean
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.planning.plan import ADD, REMOVE, SWITCH, Bounds, Rules
 from moonpool.simulator.inputs.scenario import ClusterEvent, Elastic, Scenario
 from moonpool.simulator.inputs.trace import TraceRequest
+from moonpool.simulator.simulation import Simulation
 from tests.simulator.test_simulation import A800, SMALL, chat, one, run
 
 ALL = ("drain", "defragment", "hot-spot", "priority", "queue")
@@ -58,6 +60,24 @@ def test_where_answers_differ_moves_end_the_slowest_ones_sooner() -> None:
     assert last_s < 0.9 * before_s
     mean_s, mean_before_s = (mean(each.tbt_s for each in outcome.served) for outcome in (moves, stays))
     assert mean_s < mean_before_s
+
+
+def test_a_request_stands_still_only_for_the_tokens_since_its_move_began() -> None:
+    """It has produced some 700 tokens of a kilobyte each, and the link carries a thousand a second."""
+    slow = replace(SMALL, network_nbytes_per_s=1e6)
+    scenario = Scenario(slow, num_prefill=1, num_decode=2, migrate=("drain",), block_tokens=16)
+    simulation = Simulation(scenario, [TraceRequest(0.0, 600, 1000, tuple(range(38)))])
+    (job,) = simulation.jobs
+
+    def drain() -> None:
+        (node,) = (node for node in simulation.nodes.values() if job in node.jobs)
+        simulation.cluster.retire(node)
+
+    simulation.clock.at(15.0, drain)
+    simulation.run()
+    assert simulation.moves.num_moved == 1
+    gaps_s = np.concatenate(job.gaps_s)[1:]  # without that of its hand-over
+    assert gaps_s.max() < 0.2
 
 
 @pytest.mark.slow
