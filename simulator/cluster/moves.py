@@ -176,6 +176,7 @@ class Moves:
                 self._give_up(moving)
                 return
             moving.stopped = True
+            source.refresh()  # counts its tokens before it leaves
             job.add_tokens(gaps_s)
             job.num_delivered += len(gaps_s)
             source.load.end_decode(job, job.num_delivered)

@@ -80,6 +80,23 @@ def test_a_request_stands_still_only_for_the_tokens_since_its_move_began() -> No
     assert gaps_s.max() < 0.2
 
 
+def test_a_node_that_its_requests_have_left_counts_no_token_of_theirs() -> None:
+    scenario = Scenario(SMALL, num_prefill=1, num_decode=2, migrate=("drain",), block_tokens=16)
+    simulation = Simulation(scenario, [TraceRequest(0.0, 600, 1000, tuple(range(38)))])
+    (job,) = simulation.jobs
+
+    def switch() -> None:
+        (node,) = (node for node in simulation.nodes.values() if job in node.jobs)
+        simulation.cluster.switch(node, "prefill")
+
+    simulation.clock.at(15.1, switch)
+    simulation.run()
+    assert simulation.moves.num_moved == 1
+    for node in simulation.nodes.values():
+        view = node.refresh()
+        assert view.num_running == view.num_context_tokens == view.num_batch_tokens == 0
+
+
 @pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(st.integers(0, 1000), st.lists(st.tuples(st.floats(0.1, 20), st.booleans()), max_size=4))
