@@ -62,6 +62,12 @@ def test_an_event_arrives_with_its_last_byte(cuts: list[int]) -> None:
         assert len(before) < end <= len(received)
 
 
+@pytest.mark.parametrize("error", ['"overloaded"', '{"message": "overloaded"}'])
+def test_an_error_in_a_stream_is_an_answer(error: str) -> None:
+    raw = b'HTTP/1.1 200 OK\r\n\r\ndata: {"error": %s}\n\n' % error.encode()
+    assert read_answer(exchange(raw, [])).error == "overloaded"
+
+
 def test_an_error_is_an_answer() -> None:
     raw = b'HTTP/1.1 404 Not Found\r\nContent-Length: 33\r\n\r\n{"error":{"message":"no model x"}}'
     assert read_answer(exchange(raw, [])).error == "status 404: no model x"

@@ -111,7 +111,7 @@ def _answer(exchange: Exchange, events: list[tuple[float, dict[str, Any]]]) -> A
     answer_id = finish = error = ""
     for arrived_s, event in events:
         if "error" in event:
-            error = str(event["error"].get("message", event["error"]))
+            error = _error_of(event)
             continue
         answer_id = answer_id or event.get("id", "")
         usage = event.get("usage") or usage
@@ -170,5 +170,10 @@ def _error_text(body: bytes) -> str:
         content = orjson.loads(body)
     except orjson.JSONDecodeError:
         return body[:200].decode(errors="replace")
+    return _error_of(content)
+
+
+def _error_of(content: Any) -> str:
+    """Its ``error``: an object with a message, or a text, as some servers have it."""
     error = content.get("error", content) if isinstance(content, dict) else content
     return str(error.get("message", error) if isinstance(error, dict) else error)
