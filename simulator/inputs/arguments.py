@@ -20,7 +20,7 @@ from moonpool.simulator.inputs.workload import Workload
 
 # A tier that is given a capacity, on hardware without that tier, loads at this rate.
 _LOAD_NBYTES_PER_S = {"host": 20e9, "ssd": 3e9}
-_EVENT = re.compile(r"([0-9.]+):(fail|join):(prefill|decode|both)(?:-([0-9]+))?")
+_EVENT = re.compile(r"([0-9]*\.?[0-9]+):(fail|join):(prefill|decode|both)(?:-([0-9]+))?")
 
 
 def hardware(name: str, capacities: Mapping[str, int | None]) -> Hardware:
@@ -61,14 +61,20 @@ def _hardware_file(path: Path) -> Hardware:
 
 
 def _numbers(where: str, given: Mapping[str, Any], kind: type[Hardware | Profile]) -> dict[str, Any]:
-    """Return ``given`` after checking that it has fields of ``kind`` alone, each a number of 0 or more."""
+    """Return ``given`` after checking that it has fields of ``kind`` alone, each a number of 0 or more.
+
+    Whole numbers may be written as 1e6.
+    """
     known = {field.name for field in fields(kind)}
+    whole = {field.name for field in fields(kind) if field.type == "int"}
     for key, value in given.items():
         if key not in known:
             raise ConfigError(f"{where}: unknown {key}; known are {', '.join(sorted(known))}", key="hardware")
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
             raise ConfigError(f"{where}: {key} must be a number of 0 or more, got {value!r}", key="hardware")
-    return dict(given)
+        if key in whole and not float(value).is_integer():
+            raise ConfigError(f"{where}: {key} must be a whole number, got {value!r}", key="hardware")
+    return {key: int(value) if key in whole else value for key, value in given.items()}
 
 
 def cluster_event(text: str) -> ClusterEvent:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import random
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -32,7 +33,7 @@ def load_azure_trace(path: Path) -> list[TraceRequest]:
                 raise TraceInvalid(f"{path} must have the columns {', '.join(_COLUMNS)}")
             for number, row in enumerate(table, 2):
                 rows.append(_row(f"{path}, line {number}", row))
-    except (OSError, UnicodeDecodeError, EOFError) as error:
+    except (OSError, UnicodeDecodeError, EOFError, zlib.error) as error:
         raise TraceInvalid(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not rows:
         raise TraceInvalid(f"{path} has no requests")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -72,7 +73,7 @@ def load_trace(path: Path, *, block_tokens: int = BLOCK_TOKENS) -> list[TraceReq
                     where = f"{path}, line {number}"
                     requests.append(_request(where, line, block_tokens))
                     _check_chain(where, requests[-1].block_ids, parents)
-    except (OSError, UnicodeDecodeError, EOFError) as error:
+    except (OSError, UnicodeDecodeError, EOFError, zlib.error) as error:
         raise TraceInvalid(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not requests:
         raise TraceInvalid(f"{path} has no requests")

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from moonpool.bench.cli import bench
 from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.reports.report import validate
+from moonpool.simulator.inputs.azure_trace import load_azure_trace
 from moonpool.simulator.inputs.trace import TraceInvalid, at_speed, load_trace
 from moonpool.simulator.inputs.workload import Workload
 
@@ -61,9 +62,15 @@ def test_a_bad_trace_is_refused_with_its_line(tmp_path: Path, line: dict[str, An
 
 
 def test_a_trace_that_is_not_there_or_not_gzip_is_refused(tmp_path: Path) -> None:
-    for path in (tmp_path / "none.jsonl", write(tmp_path / "x.gz", LINE), write(tmp_path / "empty")):
+    damaged = tmp_path / "damaged.gz"
+    content = bytearray(gzip.compress(json.dumps(LINE).encode()))
+    content[10] = 0xFF  # no kind of block
+    damaged.write_bytes(content)
+    for path in (tmp_path / "none.jsonl", write(tmp_path / "x.gz", LINE), write(tmp_path / "empty"), damaged):
         with pytest.raises(TraceInvalid, match=str(path)):
             load_trace(path)
+        with pytest.raises(TraceInvalid, match=str(path)):
+            load_azure_trace(path)
 
 
 @settings(max_examples=20, deadline=None)
@@ -125,7 +132,7 @@ def test_the_command_writes_a_valid_report_and_pictures(tmp_path: Path) -> None:
 
 def test_hardware_may_come_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "node.toml"
-    file.write_text("kv_token_nbytes = 1000\npool_tokens = 100000\n[profile]\nprefill_token_s = 1e-4\n")
+    file.write_text("kv_token_nbytes = 1000\npool_tokens = 1e5\n[profile]\nprefill_token_s = 1e-4\n")
     result = simulate("--workload", WORKLOAD, "--hardware", str(file))
     assert result.exit_code == 0, result.output
 
@@ -142,6 +149,7 @@ def test_hardware_may_come_from_a_file(tmp_path: Path) -> None:
         (["--workload", WORKLOAD, "--prefill", "0"], "--prefill"),
         (["--workload", WORKLOAD, "--hardware", "abacus"], "abacus"),
         (["--workload", WORKLOAD, "--at", "soon"], "soon"),
+        (["--workload", WORKLOAD, "--at", "1.2.3:fail:prefill-0"], "1.2.3"),
         (["--workload", WORKLOAD, "--speed", "0"], "--speed"),
         (["--workload", WORKLOAD, "--plot", "x.gif"], "x.gif"),
     ],
