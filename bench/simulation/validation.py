@@ -18,6 +18,7 @@ from moonpool.bench.simulation.cluster_replay import Replayed, paced_hardware, r
 from moonpool.conductor.observing.slo import Slo
 from moonpool.runtime.config.engine_options import CPU_LIMITS
 from moonpool.runtime.config.loading import load_config
+from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.reports.report import Row, versus
 from moonpool.simulator.inputs.scenario import Scenario
 from moonpool.simulator.inputs.trace import TraceRequest
@@ -99,13 +100,23 @@ class Settings:
         }
 
     def requests(self, workload: Workload) -> list[TraceRequest]:
-        """Return the requests to send: no prompt that is too long, and of a load of ours no late turns."""
+        """Return the requests to send: no prompt that is too long, and of a load of ours no late turns.
+
+        Raises ``ConfigError``: there is none.
+        """
         until_s = self.seconds if self.workload is None else math.inf
-        return [
+        found = [
             request
             for request in workload.requests()
             if request.input_tokens <= self.longest and request.arrival_s <= until_s
         ]
+        if not found:
+            raise ConfigError(
+                f"every prompt of the workload is longer than the {self.longest} tokens that its nodes take: "
+                "give fewer system_tokens and prompt_tokens",
+                key="workload",
+            )
+        return found
 
 
 async def validate(settings: Settings, say: Callable[[str], None]) -> list[Row]:
@@ -162,6 +173,8 @@ def compared(case: str, real: Replayed, simulated: Outcome) -> list[Row]:
     }
     rows: list[Row] = []
     for metric, (actual, ours) in times.items():
+        if not actual:
+            continue  # every answer is a single token
         mean_ms = 1e3 * float(np.mean(actual)), 1e3 * float(np.mean(ours))
         p99_ms = 1e3 * quantile(actual, 0.99), 1e3 * quantile(ours, 0.99)
         rows += _beside(case, f"{metric}, mean", "ms", *mean_ms, MEAN_TOLERANCE)

@@ -15,10 +15,12 @@ import pytest
 from moonpool.bench.serve.client.answer import Answer
 from moonpool.bench.simulation.cluster_replay import Replayed, prompt_of
 from moonpool.bench.simulation.validation import SLO, Settings, Shape, compared
+from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.reports.report import validate as validate_report
 from moonpool.simulator.cluster.job import Job
 from moonpool.simulator.inputs.scenario import Scenario
 from moonpool.simulator.inputs.trace import TraceRequest
+from moonpool.simulator.inputs.workload import Workload
 from moonpool.simulator.simulation import Simulation
 from tests.simulator.test_simulation import SMALL
 
@@ -46,6 +48,21 @@ def test_a_run_that_is_as_simulated_is_within_all_limits() -> None:
     rows = compared("twice as slow", Replayed(requests, slower), outcome)
     ttft = next(row for row in rows if row.metric == "TTFT, mean")
     assert ttft.ratio == pytest.approx(0.5)
+
+
+def test_answers_of_a_single_token_are_compared_without_gaps() -> None:
+    requests = [TraceRequest(0.1 * i, 40, 1, (1, 2, 3)) for i in range(3)]
+    simulation = Simulation(Scenario(SMALL, 1, 1, slo=SLO, block_tokens=16), requests)
+    outcome = simulation.run()
+    rows = compared("short", Replayed(requests, [_answer(job) for job in simulation.jobs]), outcome)
+    assert {row.metric for row in rows} > {"TTFT, mean", "within the SLOs"}
+    assert not any("TPOT" in row.metric for row in rows)
+
+
+def test_a_workload_without_a_prompt_that_fits_is_refused() -> None:
+    work = Workload(sessions=3, prompt_tokens=4000, spread=0.0)
+    with pytest.raises(ConfigError, match="longer than the 1800 tokens"):
+        Settings(2, 1, work).requests(work)
 
 
 def _answer(job: Job) -> Answer:
