@@ -235,6 +235,11 @@ def test_proposals_of_different_lengths(
     assert_near(lse, expected_lse, dtype, factor=4)
 
 
+def test_sequences_without_new_tokens_beside_proposals(form: ModuleType, dtype: torch.dtype) -> None:
+    batch = PagedBatch(Shape(((0, 20), (2, 40), (0, 0), (3, 300), (0, 16)), dtype=dtype))
+    assert_near(prefill(form, batch, max_q_len=3), batch.expected(), dtype)
+
+
 @needs_library
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (2, 2), (3, 1)])
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128])

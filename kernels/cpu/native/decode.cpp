@@ -253,6 +253,8 @@ void decode(const Pool& pool, int64_t layer, const Q* q, Q* out, float* lse, con
         for (int64_t task = begin; task < end; task++) {
             const int64_t i = task / parts, part = task % parts;
             const int64_t head = kv_heads * part / parts, num = kv_heads * (part + 1) / parts - head;
+            const Queries<Q> asked = asked_by(i, head * group, num * group);
+            if (asked.tokens == 0) continue;
             const Blocks<T> blocks{pool, layer, tables + i * table_stride, head, num};
             const T* then = nullptr;
             if (i + 1 < batch && parts == 1) {
@@ -260,7 +262,7 @@ void decode(const Pool& pool, int64_t layer, const Q* q, Q* out, float* lse, con
                 const Blocks<T> next{pool, layer, blocks.table + table_stride, head, num};
                 if (!seen.empty()) then = next.at(seen.first / pool.block_size, 0, 0);
             }
-            attend<Products>(blocks, asked_by(i, head * group, num * group), rules, gathered, then);
+            attend<Products>(blocks, asked, rules, gathered, then);
         }
     });
 }
