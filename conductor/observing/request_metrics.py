@@ -259,7 +259,7 @@ class SequenceClock:
             metrics.tpot.observe(tpot_s, self._exemplar())
         slo = self.slo or metrics.slo
         kept = self.first_s - self.arrived_s <= slo.ttft_s and tpot_s <= slo.tbt_s
-        if kept and reason in ("stop", "length"):
+        if kept and reason in ("stop", "length", "tool_calls"):
             metrics.good.inc()
 
     def _exemplar(self) -> dict[str, str]:

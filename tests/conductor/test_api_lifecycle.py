@@ -259,7 +259,13 @@ def test_each_registry_has_the_metrics_of_its_own_model() -> None:
 
 @pytest.mark.parametrize(
     ("first_s", "last_s", "reason", "good"),
-    [(0.5, 0.7, "stop", 1), (0.6, 0.7, "stop", 0), (0.5, 0.8, "stop", 0), (0.5, 0.7, "cancelled", 0)],
+    [
+        (0.5, 0.7, "stop", 1),
+        (0.5, 0.7, "tool_calls", 1),
+        (0.6, 0.7, "stop", 0),
+        (0.5, 0.8, "stop", 0),
+        (0.5, 0.7, "cancelled", 0),
+    ],
 )
 def test_a_request_is_good_when_it_kept_both_slos(
     first_s: float, last_s: float, reason: str, good: int
