@@ -49,6 +49,23 @@ async def test_a_limit_leaves_it_incomplete(api: Any, client: openai.AsyncOpenAI
     assert answer.status == "incomplete"
     assert answer.incomplete_details is not None
     assert answer.incomplete_details.reason == "max_output_tokens"
+    (message,) = answer.output
+    assert message.status == "incomplete"
+
+
+async def test_a_call_that_was_cut_off_is_not_complete(api: Any, client: openai.AsyncOpenAI) -> None:
+    api.core.script = lambda request: api.core.says("Well. " + CALL)
+    asked: dict[str, Any] = {"model": "tiny", "input": "Hi", "tools": [LOOK]}
+    asked["max_output_tokens"] = len(api.core.says("Well. " + CALL.partition(' "Ulm')[0]))
+    answer = await client.responses.create(**asked)
+    async with client.responses.stream(**asked) as stream:
+        events = [event async for event in stream]
+    assert events[-1].type == "response.incomplete"
+    for one in (answer, events[-1].response):
+        text, call = one.output
+        assert call.type == "function_call"
+        assert call.arguments == '{"city":'
+        assert (text.status, call.status) == ("completed", "incomplete")
 
 
 async def test_calls_and_their_outputs(api: Any, client: openai.AsyncOpenAI) -> None:

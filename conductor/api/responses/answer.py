@@ -77,7 +77,7 @@ class ResponseAnswer(Answer):
         return events
 
     def ending(self, usage: Usage, *, include_usage: bool, explained: Sequence[Item] | None) -> bytes:
-        events = self._close()
+        events = self._close(self._ended_as)
         written = self._response(usage)
         if explained is not None:
             written["moonpool"] = explained
@@ -97,6 +97,11 @@ class ResponseAnswer(Answer):
 
     # ------------------------------------------------------------------ items
 
+    @property
+    def _ended_as(self) -> str:
+        """The status of the response, and of its last item: the limit cuts that one off."""
+        return "incomplete" if self.outcome.finish_reason == "length" else "completed"
+
     def _items_of(self, outcome: Outcome) -> list[Item]:
         items, text = [], "".join(outcome.text)
         if text or not outcome.calls:
@@ -104,6 +109,7 @@ class ResponseAnswer(Answer):
         for call in outcome.calls:
             item = self._call_item(call.index, call.name)
             items.append(item | {"arguments": call.arguments, "status": "completed"})
+        items[-1]["status"] = self._ended_as
         return items
 
     def _text_item(self, text: str, status: str) -> Item:
@@ -137,13 +143,13 @@ class ResponseAnswer(Answer):
         self._items[-1] = item
         return begun + self._event("response.content_part.added", **self._place, content_index=0, part=part)
 
-    def _close(self) -> bytes:
+    def _close(self, status: str = "completed") -> bytes:
         """The end of the item that is open, if one is."""
         if not self._unfinished:
             return b""
         self._unfinished = False
         item, events = self._items[-1], b""
-        item["status"] = "completed"
+        item["status"] = status
         if item["type"] == "message":
             part = item["content"][0]
             events += self._event(
@@ -161,8 +167,7 @@ class ResponseAnswer(Answer):
 
     def _response(self, usage: Usage | None) -> Item:
         """The response as it is now. ``usage``: None: it has not ended."""
-        cut_off = self.outcome.finish_reason == "length"
-        status = "in_progress" if usage is None else "incomplete" if cut_off else "completed"
+        status = "in_progress" if usage is None else self._ended_as
         return {
             "id": self._id,
             "object": "response",
