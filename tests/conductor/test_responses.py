@@ -115,6 +115,21 @@ async def test_events(api: Any, client: openai.AsyncOpenAI) -> None:
     assert final.output[1].arguments == '{"city": "Ulm"}'
 
 
+async def test_text_comes_together_with_the_end_of_a_call(api: Any, client: openai.AsyncOpenAI) -> None:
+    api.core.script = lambda request: api.core.says(CALL.replace("\n", "") + " Rain?")
+    # What may be the beginning of the stop string is held back, and comes in one piece.
+    stop: Any = {"stop": "}}</tool_call> Rain."}
+    stream = await client.responses.create(
+        model="tiny", input="Hi", tools=[LOOK], stream=True, extra_body=stop
+    )
+    done = [event.item async for event in stream if event.type == "response.output_item.done"]
+    assert [item.type for item in done] == ["function_call", "message"]
+    assert done[0].type == "function_call"
+    assert done[0].arguments == '{"city": "Ulm"}'
+    assert done[1].type == "message"
+    assert done[1].content[0].to_dict()["text"] == " Rain?"
+
+
 class City(pydantic.BaseModel):
     name: str
 

@@ -58,6 +58,10 @@ class ResponseAnswer(Answer):
             events += self._event("response.created", response=response)
             events += self._event("response.in_progress", response=response)
         self.outcome.add(delta)
+        # The rest of the open call comes first: text closes it.
+        num_open = next((i for i, call in enumerate(delta.calls) if call.name), len(delta.calls))
+        for call in delta.calls[:num_open]:
+            events += self._more_arguments(call.arguments)
         if delta.text:
             if not self._unfinished or self._items[-1]["type"] != "message":
                 events += self._close() + self._begin_text()
@@ -65,15 +69,11 @@ class ResponseAnswer(Answer):
             events += self._event(
                 "response.output_text.delta", **self._place, content_index=0, delta=delta.text, logprobs=[]
             )
-        for call in delta.calls:
+        for call in delta.calls[num_open:]:
             if call.name:
                 item = self._call_item(call.index, call.name)
                 events += self._close() + self._begin(item)
-            if call.arguments:
-                self._items[-1]["arguments"] += call.arguments
-                events += self._event(
-                    "response.function_call_arguments.delta", **self._place, delta=call.arguments
-                )
+            events += self._more_arguments(call.arguments)
         return events
 
     def ending(self, usage: Usage, *, include_usage: bool, explained: Sequence[Item] | None) -> bytes:
@@ -142,6 +142,13 @@ class ResponseAnswer(Answer):
         part, begun = item["content"][0], self._begin(item | {"content": []})
         self._items[-1] = item
         return begun + self._event("response.content_part.added", **self._place, content_index=0, part=part)
+
+    def _more_arguments(self, arguments: str) -> bytes:
+        """More of the open call."""
+        if not arguments:
+            return b""
+        self._items[-1]["arguments"] += arguments
+        return self._event("response.function_call_arguments.delta", **self._place, delta=arguments)
 
     def _close(self, status: str = "completed") -> bytes:
         """The end of the item that is open, if one is."""
