@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moonpool.conductor.api.errors import ApiError, bad_request
-from moonpool.conductor.api.schemas import ChatBody, CompletionBody, GenerationBody
+from moonpool.conductor.api.schemas import ChatBody, CompletionBody, GenerationBody, Message
 from moonpool.conductor.fleet.served_model import ServedModel
 from moonpool.conductor.text.chat_template import ChatTemplate
 from moonpool.conductor.text.tokenizer import Tokenizer
@@ -56,7 +56,7 @@ async def chat_prompt(body: ChatBody, template: ChatTemplate | None, tokenizer: 
         )
     tools = [tool.model_dump(exclude_unset=True) for tool in body.tools]
     text = template.render(
-        [message.model_dump(exclude_unset=True) for message in body.messages],
+        [_for_template(message) for message in body.messages],
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         variables=body.chat_template_kwargs | ({"tools": tools} if tools else {}),
@@ -91,6 +91,14 @@ def output_limit(prompt: Prompt, body: GenerationBody, default: int | None, mode
             "context_length_exceeded",
         )
     return asked
+
+
+def _for_template(message: Message) -> dict[str, Any]:
+    given = message.model_dump(exclude_unset=True)
+    if not message.tool_calls:
+        # Clients send null or an empty list; some templates ask only whether the field is there.
+        given.pop("tool_calls", None)
+    return given
 
 
 def _split(prompt: Any) -> list[tuple[str | list[Any], str]]:

@@ -11,6 +11,7 @@ import openai
 import pydantic
 import pytest
 
+from moonpool.conductor.text.chat_template import ChatTemplate
 from moonpool.conductor.tools.formats import FORMATS, HERMES, ToolFormat, enforced
 from moonpool.conductor.tools.parser import CallParser
 from tests.conductor.conftest import prompt_of
@@ -88,6 +89,23 @@ async def test_calls_streamed(api: Any, client: openai.AsyncOpenAI) -> None:
     assert "".join(part.function.arguments or "" for part in parts if part.index == 0) == '{"city": "Ulm"}'
     assert len([part for part in parts if part.index == 0]) > 3, "as they come"
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+async def test_an_earlier_message_without_calls_has_none(api: Any, client: openai.AsyncOpenAI) -> None:
+    # As Llama's templates ask: a message that has the field has exactly one call.
+    api.context.template = ChatTemplate(
+        "{% for m in messages %}{% if 'tool_calls' in m %}{% if m.tool_calls | length != 1 %}"
+        "{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif %}{% endif %}"
+        "<|{{ m.role }}|>{{ m.content }}<|eos|>{% endfor %}",
+        {},
+    )
+    first = await client.chat.completions.create(model="tiny", messages=HI)
+    answered: Any = first.choices[0].message.model_dump()
+    assert answered["tool_calls"] is None, "as the official client writes it"
+    for calls in (None, []):
+        messages: list[Any] = [*HI, {**answered, "tool_calls": calls}, *HI]
+        await client.chat.completions.create(model="tiny", messages=messages)
+        assert prompt_of(api) == "<|user|>Hi<|eos|><|assistant|>Hello, world.<|eos|><|user|>Hi<|eos|>"
 
 
 class Look(pydantic.BaseModel):
