@@ -56,7 +56,7 @@ async def chat_prompt(body: ChatBody, template: ChatTemplate | None, tokenizer: 
         )
     tools = [tool.model_dump(exclude_unset=True) for tool in body.tools]
     text = template.render(
-        [_for_template(message) for message in body.messages],
+        [_for_template(message, template) for message in body.messages],
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         variables=body.chat_template_kwargs | ({"tools": tools} if tools else {}),
@@ -93,8 +93,11 @@ def output_limit(prompt: Prompt, body: GenerationBody, default: int | None, mode
     return asked
 
 
-def _for_template(message: Message) -> dict[str, Any]:
+def _for_template(message: Message, template: ChatTemplate) -> dict[str, Any]:
     given = message.model_dump(exclude_unset=True)
+    if message.role == "developer" and message.role not in template.source:
+        # OpenAI's newer name. Templates that do not know it refuse the message, or leave it out.
+        given["role"] = "system"
     if not message.tool_calls:
         # Clients send null or an empty list; some templates ask only whether the field is there.
         given.pop("tool_calls", None)

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from moonpool.conductor.errors import NoNodes, RequestRejected
+from moonpool.conductor.text.chat_template import ChatTemplate
+from tests.conductor.conftest import prompt_of
 from tests.lazily import Lazily
 
 openai = Lazily("openai")
@@ -31,6 +33,19 @@ async def test_chat(client: openai.AsyncOpenAI) -> None:
     assert answer.usage is not None
     assert answer.usage.prompt_tokens_details is not None
     assert answer.usage.prompt_tokens_details.cached_tokens == 0
+
+
+async def test_a_developers_message_is_the_systems(api: Any, client: openai.AsyncOpenAI) -> None:
+    messages: Any = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    await client.chat.completions.create(model="tiny", messages=messages)
+    assert "<|system|>Be brief.<|eos|><|user|>Hi<|eos|>" in prompt_of(api)
+    # Not where the template has a place of its own for it.
+    api.context.template = ChatTemplate(
+        "{% for m in messages %}{{ 'D' if m.role == 'developer' else m.role }}: {{ m.content }} {% endfor %}",
+        {},
+    )
+    await client.chat.completions.create(model="tiny", messages=messages)
+    assert prompt_of(api) == "D: Be brief. user: Hi "
 
 
 async def test_chat_streamed(client: openai.AsyncOpenAI) -> None:
