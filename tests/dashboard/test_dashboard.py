@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, Page, expect
 
+from moonpool.conductor.dashboard.routes import pause_s
 from moonpool.local.cluster import LocalCluster
 from moonpool.runtime.observing.metrics_server import metrics_headers
 from moonpool.runtime.security.process import Security
@@ -355,6 +356,24 @@ async def test_a_day_of_other_nodes_and_requests_leaves_no_trace(page: Page, clu
         await show(page, view)
         first = await page.evaluate(draw, [now, 1000 * number])
         assert abs(await page.evaluate(draw, [now, 1000 * number + 100]) - first) <= 20, view
+
+
+async def test_rates_of_a_large_cluster_are_those_between_its_snapshots(
+    page: Page, cluster: LocalCluster
+) -> None:
+    async with cluster.client() as client, aclosing(client.live()) as live:
+        now = await anext(live)
+    # What the slowest snapshots take comes on top of the time between them.
+    spent_s = 0.1
+    rate = """async ([now, after_s]) => {
+        const { take } = await import('/static/dashboard.js');
+        const { over } = await import('/static/history.js');
+        const output_tokens = now.metrics.output_tokens + 100 * after_s;
+        take({ ...now, unix_s: 4e9 });
+        take({ ...now, unix_s: 4e9 + after_s, metrics: { ...now.metrics, output_tokens } });
+        return over(60, 4e9 + after_s, ['generated'])[1].at(-1); }"""
+    seen = await page.evaluate(rate, [now, pause_s(spent_s) + spent_s])
+    assert seen == pytest.approx(100)
 
 
 async def test_a_killed_node_is_seen_to_go(page: Page, cluster: LocalCluster) -> None:

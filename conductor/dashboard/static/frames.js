@@ -45,7 +45,9 @@ class Frame {
 }
 
 export function arrived(now) {
-  past = past.filter((one) => now.unix_s - one.unix_s <= HEARTBEATS_S && one.unix_s <= now.unix_s);
+  // The last one in any case: those of large clusters come less often.
+  const last = past.at(-1);
+  past = past.filter((one) => (one === last || now.unix_s - one.unix_s <= HEARTBEATS_S) && one.unix_s <= now.unix_s);
   const frame = new Frame(now, past.at(-1), past[0]);
   const { unix_s, metrics, routes, paths, rejections, tokens, outcomes } = now;
   past.push({ unix_s, metrics, routes, paths, rejections, tokens, outcomes, cluster: now.cluster && { prefixes: now.cluster.prefixes } });
