@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import os
 import re
 import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from typing import Any
 
 import aiohttp
 import pytest
 import pytest_asyncio
-from playwright.async_api import Browser, Page, expect
+from playwright.async_api import Browser, Page, Route, expect
 
 from moonpool.conductor.dashboard.routes import pause_s
 from moonpool.local.cluster import LocalCluster
@@ -374,6 +377,39 @@ async def test_rates_of_a_large_cluster_are_those_between_its_snapshots(
         return over(60, 4e9 + after_s, ['generated'])[1].at(-1); }"""
     seen = await page.evaluate(rate, [now, pause_s(spent_s) + spent_s])
     assert seen == pytest.approx(100)
+
+
+async def test_totals_of_another_conductor_are_no_rates(page: Page, cluster: LocalCluster) -> None:
+    """The connection breaks, and the next one leads to another conductor, or to one that began anew."""
+    async with cluster.client() as client, aclosing(client.live()) as live:
+        now = await anext(live)
+    other = copy.deepcopy(now)
+    other["unix_s"] = now["unix_s"] + 2.0
+    other["metrics"]["output_tokens"] += 1e9
+    for name in ("time_to_first_token_seconds", "inter_token_latency_seconds"):
+        for bucket in other["metrics"][name]["buckets"]:
+            bucket[1] += 1000
+    bodies = [f"data: {json.dumps(one)}\n\n" for one in (now, other)]
+
+    async def answer(route: Route) -> None:
+        if bodies:
+            await route.fulfill(content_type="text/event-stream", body=bodies.pop(0))
+        else:
+            await route.abort()
+
+    await page.route("**/v1/live", answer)
+    await page.reload()
+    over = """async (until) => {
+        const { over } = await import('/static/history.js');
+        return over(60, until, ['generated', 'ttft-0.5']); }"""
+    seen: list[Any] = []
+
+    async def both_came() -> bool:
+        seen[:] = await page.evaluate(over, other["unix_s"])
+        return len(seen[0]) == 2
+
+    await eventually(both_came)
+    assert seen[1:] == [[0, 0], [None, None]]
 
 
 async def test_a_killed_node_is_seen_to_go(page: Page, cluster: LocalCluster) -> None:

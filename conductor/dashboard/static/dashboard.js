@@ -1,7 +1,7 @@
 // The dashboard: reads a snapshot of the cluster from /v1/live once a second; the view of the address draws it.
 import * as address from "./address.js";
 import { byId, fromTemplate, json, within } from "./elements.js";
-import { arrived } from "./frames.js";
+import { arrived, forget } from "./frames.js";
 import { record } from "./history.js";
 import { startKeyboard } from "./keyboard.js";
 import { seeRequests } from "./requests.js";
@@ -101,6 +101,7 @@ function follow() {
   source.onmessage = (event) => take(JSON.parse(event.data));
   source.onerror = () => {
     lost();
+    forget();
     source.close();
     setTimeout(follow, RETRY_MS);
     showSession();

@@ -44,6 +44,9 @@ class Frame {
   rateOf(value) { return perSecond(this.now, this.before, (one) => sum(value(one))); }
 }
 
+// The connection broke: the next one may lead to another conductor, which has other totals.
+export function forget() { past = []; }
+
 export function arrived(now) {
   // The last one in any case: those of large clusters come less often.
   const last = past.at(-1);

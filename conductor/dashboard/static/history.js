@@ -29,7 +29,8 @@ function quantilesOf(name, now) {
   return QUANTILES.map((share) => (some ? quantile(buckets, share) : null));
 }
 
-function latencies({ now }) {
+function latencies({ now, before }) {
+  if (!before) counted = []; // of another conductor
   const histograms = Object.fromEntries(Object.values(HISTOGRAMS).map((name) => [name, now.metrics[name].buckets]));
   counted = counted.filter((one) => now.unix_s - one.unix_s <= QUANTILES_OVER_S && one.unix_s <= now.unix_s);
   const found = Object.entries(HISTOGRAMS).flatMap(([id, name]) =>
