@@ -46,23 +46,23 @@ async def test_a_large_cluster_is_fluid(browser: Browser, cluster: LocalCluster,
     texts = [json.dumps(large(now, num_nodes, second)) for second in range(4)]
     # They are there before: what hands them over costs the page, and is the test's.
     await page.evaluate("(texts) => { window.snapshots = texts }", texts)
-    frames_ms = {}
+    frames_ms, tables_ms = {}, {}
     for number, view in enumerate(VIEWS):
         await page.evaluate(TAKE, number * SECONDS)
         await show(page, view)
         some = await busy_s(page, TAKE, range(number * SECONDS + 1, (number + 1) * SECONDS))
         frames_ms[view] = tuple(round(1000 * each, 1) for each in (min(some), median(some), max(some)))
+        tables_ms[view] = round(1000 * min(await busy_s(page, TABLE, range(3))), 1)
         # As many as are in sight, not as there are nodes.
         assert await page.evaluate("document.querySelectorAll('.view *').length") < 2000, view
         fits = "document.querySelector('main').scrollHeight <= document.querySelector('main').clientHeight"
         assert await page.evaluate(fits), view
         await page.screenshot(path=SCREENSHOTS / f"{view.lower()}-{num_nodes}-nodes.png")
     print(f"{num_nodes} nodes, ms of the main thread a snapshot, least, median and most: {frames_ms}")
-    # Machines differ, and each from hour to hour. The least of them: what else runs slows the others.
-    table_ms = 1000 * min(await busy_s(page, TABLE, range(5)))
-    print(f"a table of 5,000 cells: {table_ms:.1f} ms")
-    allowed_ms = FRAME_MS * max(table_ms / TABLE_MS, 1.0)
-    assert max(least for least, _, _ in frames_ms.values()) <= allowed_ms, (frames_ms, table_ms)
+    print(f"a table of 5,000 cells after each: {tables_ms}")
+    # Machines differ, and each from moment to moment. The least of them: what else runs slows the others.
+    for view, (least, _, _) in frames_ms.items():
+        assert least <= FRAME_MS * max(tables_ms[view] / TABLE_MS, 1.0), (view, frames_ms, tables_ms)
     told = "Canary of large: next with 10 %, 1.5 % of 200 failed, before 0.5 % of 1,800 failed: wait"
     await expect(page.locator("#canaries")).to_have_text(told)
     rows = page.locator("#models tbody tr")
