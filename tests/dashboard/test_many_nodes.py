@@ -34,6 +34,7 @@ TABLE = """() => {
 }"""
 
 
+@pytest.mark.alone  # it measures time
 @pytest.mark.parametrize("num_nodes", [64, 1024])
 async def test_a_large_cluster_is_fluid(browser: Browser, cluster: LocalCluster, num_nodes: int) -> None:
     await ask(cluster.url, "A request, for the lists to show.")
