@@ -39,9 +39,9 @@ def _with_counts(config: Config, num_models: int) -> Config:
 
 def _num_fit(config: Config, num_models: int) -> int:
     """Nodes of one of ``num_models`` models that have GPUs of their own, at least 1; many on CPUs."""
-    gpus = (
-        0 if config.fleet.provider == "ray" or config.cluster.engine == "vllm" else computes_on_gpus(config)
-    )
+    if config.fleet.provider == "ray" or config.cluster.engine == "vllm":
+        return sys.maxsize  # Ray's machines have them; vLLM's servers run on this CPU
+    gpus = computes_on_gpus(config)
     return max(gpus // (num_models * num_gpus_of(config)), 1) if gpus else sys.maxsize
 
 

@@ -25,9 +25,8 @@ def gpu_names() -> list[str]:
         return []
     names = []
     for number in range(count.value):
-        failed = cuda.cuDeviceGet(ctypes.byref(device), number) or cuda.cuDeviceGetName(
-            name, len(name), device
-        )
+        failed = cuda.cuDeviceGet(ctypes.byref(device), number)
+        failed = failed or cuda.cuDeviceGetName(name, len(name), device)
         names.append("unknown GPU" if failed else name.value.decode())
     return names
 

@@ -119,7 +119,7 @@ class TokenVerifier:
             )
         fields, _, mac = token[:_MAX_TOKEN_CHARS].rpartition(" ")
         try:
-            token.encode("ascii")
+            token.encode("ascii")  # texts of other bytes cannot be compared in constant time
             role, name, session, number, time_ms = fields.split(" ")
             key = self._keys.of(role)
             count, age_s = int(number), self._clock() - int(time_ms) / 1000
