@@ -13,6 +13,7 @@ from zlib import crc32
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from moonpool.engine.batching.sampling import Sampling
 from moonpool.engine.batching.sequence import FinishReason, Sequence
@@ -81,6 +82,7 @@ class Reference:
 
     path: Path
     model: Any
+    _greedy: dict[tuple[int, ...], list[int]] = field(default_factory=dict, repr=False)
 
     def logprobs(self, token_ids: Iterable[int]) -> torch.Tensor:
         """float32 [num_tokens, vocab]: row i is the distribution of the token after token i."""
@@ -89,11 +91,36 @@ class Reference:
             return self.model(ids).logits[0].float().log_softmax(-1)
 
     def greedy(self, prompt: Iterable[int], n: int) -> list[int]:
-        ids = list(prompt)
-        start = len(ids)
-        for _ in range(n):
-            ids.append(int(self.logprobs(ids)[-1].argmax()))
-        return ids[start:]
+        return self.greedy_each([prompt], n)[0]
+
+    def greedy_each(self, prompts: Iterable[Iterable[int]], n: int) -> list[list[int]]:
+        """``n`` tokens after each prompt: the model's own. What an engine said is tried first, as a draft."""
+        keys = [tuple(prompt) for prompt in prompts]
+        found = {key: self._greedy.setdefault(key, []) for key in keys}
+        while texts := [(key, tokens) for key, tokens in found.items() if len(tokens) < n]:
+            drafts = [_said.get(key, [])[len(tokens) : n - 1] for key, tokens in texts]
+            # Side by side: no position sees what stands behind it.
+            ids = pad_sequence(
+                [
+                    torch.tensor([*key, *tokens, *draft])
+                    for (key, tokens), draft in zip(texts, drafts, strict=True)
+                ],
+                batch_first=True,
+            )
+            with torch.inference_mode():
+                likeliest = self.model(ids).logits.argmax(-1).tolist()
+            for row, (key, tokens), draft in zip(likeliest, texts, drafts, strict=True):
+                at = len(key) + len(tokens) - 1
+                tokens.append(row[at])
+                for i, token in enumerate(draft):
+                    if token != tokens[-1]:
+                        break
+                    tokens.append(row[at + i + 1])
+        return [found[key][:n] for key in keys]
+
+
+# The tokens that the engines of these tests gave last for a prompt.
+_said: dict[tuple[int, ...], list[int]] = {}
 
 
 @pytest.fixture(scope="session")
@@ -166,6 +193,9 @@ class Driver:
             result.events.append(event)
             if event.token_id >= 0:
                 assert event.index == len(result.token_ids), "a token was repeated or skipped"
+                if not result.token_ids:
+                    sequence = event.sequence
+                    _said[tuple(sequence.token_ids[: sequence.num_prompt_tokens].tolist())] = result.token_ids
                 result.token_ids.append(event.token_id)
             if event.finish_reason:
                 assert not result.finish_reason, "a sequence finished twice"

@@ -122,7 +122,7 @@ async def test_wrong_proposals_leave_no_trace_in_its_kv(checkpoint, serve, monke
 @pytest.mark.asyncio
 async def test_blocks_of_ended_and_preempted_sequences_are_released(checkpoint, other, serve) -> None:
     prompts = [prompt(16, seed=i) * 2 for i in range(6)]
-    expected = [checkpoint.greedy(ids, 60) for ids in prompts]
+    expected = checkpoint.greedy_each(prompts, 60)
     words = {"num_blocks": 34, "max_batch_tokens": 32, "max_model_len": 200}
     async with serve(checkpoint.path, speculative=by(other), **words) as driver:
         model = model_of(driver)

@@ -86,7 +86,7 @@ async def test_a_sequence_with_all_kv_but_without_its_next_token(checkpoint, ser
 
 async def test_preemption_loses_nothing(checkpoint, serve) -> None:
     batch = [prompt(n, seed=n) for n in (9, 16, 17, 30)]
-    expected = [checkpoint.greedy(tokens, 40) for tokens in batch]
+    expected = checkpoint.greedy_each(batch, 40)
     async with serve(checkpoint.path, num_blocks=16, max_batch_tokens=24) as driver:
         results = await driver.run(*(driver.sequence(tokens, max_tokens=40) for tokens in batch))
         assert [result.token_ids for result in results] == expected

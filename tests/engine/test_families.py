@@ -165,7 +165,7 @@ def prompts(seed: int = 0) -> list[list[int]]:
 async def test_greedy_tokens_equal_transformers(name, make_checkpoint, serve):
     family, words = FAMILIES[name]
     reference = make_checkpoint(family, **words)
-    expected = [reference.greedy(prompt, 20) for prompt in prompts()]
+    expected = reference.greedy_each(prompts(), 20)
     async with serve(reference.path, max_batch_tokens=32) as driver:
         # A batch of mixed lengths, in chunks of at most 32 tokens beside the decodes; then each on its own,
         # all of it from the cache; then continued from the cache.

@@ -195,7 +195,7 @@ async def fill(mixed: Any, serve_on: Any, **words: Any) -> tuple[int, int]:
 
         driver.engine.on_step = note
         results = await driver.run(*(driver.sequence(p, max_tokens=90) for p in prompts))
-        assert [r.token_ids for r in results] == [mixed.greedy(p, 90) for p in prompts]
+        assert [r.token_ids for r in results] == mixed.greedy_each(prompts, 90)
         driver.engine.pool.check_integrity()
         return driver.engine.stats().num_preemptions, most
 
@@ -235,7 +235,7 @@ async def test_preempted_and_sharing_sequences_are_exact(mixed, serve_on) -> Non
     prompts = [shared + prompt(10 + 5 * seed, seed) for seed in range(5)]
     async with serve_on(CpuDevice(), mixed.path, num_blocks=20, max_batch_tokens=8) as driver:
         results = await driver.run(*(driver.sequence(p, max_tokens=60) for p in prompts))
-        assert [r.token_ids for r in results] == [mixed.greedy(p, 60) for p in prompts]
+        assert [r.token_ids for r in results] == mixed.greedy_each(prompts, 60)
         assert driver.engine.stats().num_preemptions > 0
 
 
@@ -259,7 +259,7 @@ async def test_proposed_tokens_are_verified_beside_packs(mixed, serve_on) -> Non
         proposing(driver.engine)
         prompts = [prompt(20, seed) * 2 for seed in range(2)]
         results = await driver.run(*(driver.sequence(p, max_tokens=80) for p in prompts))
-        assert [r.token_ids for r in results] == [mixed.greedy(p, 80) for p in prompts]
+        assert [r.token_ids for r in results] == mixed.greedy_each(prompts, 80)
 
 
 async def test_it_packs_what_another_node_handed_over(mixed) -> None:
@@ -291,5 +291,5 @@ async def test_tensor_parallel_ranks_pack_alike(mixed) -> None:
         serving(mixed.path, group, tp=2, num_blocks=52, dtype="float32", max_batch_tokens=16) as driver,
     ):
         results = await driver.run(*(driver.sequence(p, max_tokens=90) for p in prompts))
-        assert [r.token_ids for r in results] == [mixed.greedy(p, 90) for p in prompts]
+        assert [r.token_ids for r in results] == mixed.greedy_each(prompts, 90)
         assert driver.engine.stats().num_preemptions == 0

@@ -301,7 +301,7 @@ async def test_drawn_tokens_follow_the_models_distribution(checkpoint, serve) ->
 @pytest.mark.asyncio
 async def test_a_small_pool_preempts_and_nothing_leaks(checkpoint, serve) -> None:
     prompts = [prompt(16, seed=i) * 2 for i in range(6)]
-    expected = [checkpoint.greedy(ids, 60) for ids in prompts]
+    expected = checkpoint.greedy_each(prompts, 60)
     async with serve(checkpoint.path, num_blocks=34, max_batch_tokens=32, max_model_len=200) as driver:
         speculating(driver)
         results = await driver.run(*(driver.sequence(ids, max_tokens=60) for ids in prompts))

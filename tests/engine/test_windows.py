@@ -39,7 +39,7 @@ async def test_long_sequences_need_the_blocks_of_their_windows(checkpoint, serve
 
         driver.engine.on_step = note
         results = await driver.run(*(driver.sequence(p, max_tokens=90) for p in prompts))
-        assert [r.token_ids for r in results] == [checkpoint.greedy(p, 90) for p in prompts]
+        assert [r.token_ids for r in results] == checkpoint.greedy_each(prompts, 90)
         # Blocks of 8: a window of 20 is in at most 4 of them, a new one comes before the first is passed.
         assert most <= 5
         assert driver.engine.stats().num_preemptions == 0
@@ -60,7 +60,7 @@ async def test_a_preempted_sequence_begins_with_all_its_tokens(checkpoint, serve
     prompts = [prompt(30, seed) for seed in range(3)]
     async with serve_on(CpuDevice(), checkpoint.path, num_blocks=14, max_batch_tokens=8) as driver:
         results = await driver.run(*(driver.sequence(p, max_tokens=60) for p in prompts))
-        assert [r.token_ids for r in results] == [checkpoint.greedy(p, 60) for p in prompts]
+        assert [r.token_ids for r in results] == checkpoint.greedy_each(prompts, 60)
 
 
 async def test_it_goes_on_past_its_window_after_a_hand_over(make_checkpoint) -> None:

@@ -152,7 +152,7 @@ async def are_exact(plan, make_checkpoint, models) -> None:
     async with ranks(prod(plan.get(name, 1) for name in ("tp", "pp", "cp"))) as group:
         for family, shape in models.values():
             reference = make_checkpoint(family, **SHAPE | shape)
-            expected = [reference.greedy(prompt, NUM_TOKENS) for prompt in prompts()]
+            expected = reference.greedy_each(prompts(), NUM_TOKENS)
             # A batch of mixed lengths, prompts in chunks of at most 32 tokens, of which a pipeline makes
             # pieces of 16, which are shared out however short; then each again, its prefix from the cache.
             words = {"max_batch_tokens": 32, "micro_batch_tokens": 16, "cp_min_tokens": 1}

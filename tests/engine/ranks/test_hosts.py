@@ -109,7 +109,7 @@ async def test_greedy_tokens_equal_transformers(plan: dict[str, Any], make_check
     words = {"max_batch_tokens": 32, "micro_batch_tokens": 16, "cp_min_tokens": 1}
     family, shape = MODELS["qwen2"]
     reference = make_checkpoint(family, **SHAPE, **shape)
-    expected = [reference.greedy(prompt, NUM_TOKENS) for prompt in prompts()]
+    expected = reference.greedy_each(prompts(), NUM_TOKENS)
     async with far_ranks(ParallelOptions(**options)) as (group, children):
         for _ in range(2):  # ranks of another machine take one model after the other, too
             async with serving(reference.path, group, **words, **options) as driver:
@@ -183,7 +183,7 @@ async def test_a_cut_cable_ends_the_group_on_both_sides(
     options = ParallelOptions(**words)
     family, shape = MODELS["qwen2"]
     reference = make_checkpoint(family, **SHAPE, **shape)
-    expected = [reference.greedy(prompt, NUM_TOKENS) for prompt in prompts()]
+    expected = reference.greedy_each(prompts(), NUM_TOKENS)
     inside = ("ip", "netns", "exec", cabled.name)
     async with far_ranks(options, tmp_path / "far.log", inside, here) as (group, (child,)):
         async with serving(reference.path, group, **words) as driver:
