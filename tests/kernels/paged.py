@@ -122,16 +122,14 @@ class PagedBatch:
         for (new, total), k, v in zip(shape.lens, self.keys, self.values, strict=True):
             for position in range(total - new, total):
                 first = max(0, position - shape.window + 1) if shape.window else 0
-                for head in range(shape.num_heads):
-                    keys, values = (
-                        k[first : position + 1, head // group],
-                        v[first : position + 1, head // group],
-                    )
-                    scores = keys @ queries[row, head] * shape.head_dim**-0.5
-                    if shape.soft_cap:
-                        scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
-                    out[row, head] = torch.softmax(scores, 0) @ values
-                    lse[row, head] = scores.logsumexp(0)
+                # Keys and values [tokens, KV heads, head_dim]; a KV head has a group of queries.
+                keys, values = k[first : position + 1], v[first : position + 1]
+                of_groups = queries[row].view(shape.num_kv_heads, group, shape.head_dim)
+                scores = torch.einsum("tkd,kgd->kgt", keys, of_groups) * shape.head_dim**-0.5
+                if shape.soft_cap:
+                    scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
+                out[row] = torch.einsum("kgt,tkd->kgd", torch.softmax(scores, -1), values).flatten(0, 1)
+                lse[row] = scores.logsumexp(-1).flatten()
                 row += 1
         return out, lse
 
