@@ -18,7 +18,6 @@ import pytest
 import pytest_asyncio
 import tokenizers
 import torch
-import transformers
 
 from moonpool.client import Client, Reply
 from moonpool.errors import ApiError
@@ -26,6 +25,9 @@ from moonpool.local.cluster import LocalCluster
 from tests.cluster.conftest import eventually, migrate, nodes, small_config
 from tests.engine.adapters import make_adapter
 from tests.engine.conftest import Reference
+from tests.lazily import Lazily
+
+transformers = Lazily("transformers")
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 

@@ -8,7 +8,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
 
 from moonpool.engine.adapters.peft import PeftAdapter
@@ -16,6 +15,9 @@ from moonpool.engine.adapters.residency import AdapterRef
 from moonpool.engine.batching.sequence import Sequence as Request
 from moonpool.engine.engine import Engine
 from tests.engine.conftest import Reference
+from tests.lazily import Lazily
+
+peft = Lazily("peft")
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
