@@ -82,6 +82,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"structured_outputs": {"json": json.loads('{"items":' * 40 + "{}" + "}" * 40)}},
         "invalid_value",
     ),
+    "deep text": ({"structured_outputs": {"json": '{"items":' * 300 + "{}" + "}" * 300}}, "invalid_value"),
 }
 
 

@@ -82,11 +82,14 @@ class StructuredOutputs(BaseModel):
 
 
 def _read(text: str) -> dict[str, Any]:
-    """Return a schema that was given as text. orjson bounds its nesting."""
+    """Return a schema that was given as text, and can be written again: that bounds its nesting."""
     try:
         schema = orjson.loads(text)
+        _written(schema)
     except orjson.JSONDecodeError as error:
         raise ValueError(f"json: is not JSON: {error}") from None
+    except orjson.JSONEncodeError:
+        raise ValueError("json: is nested too deep") from None
     if not isinstance(schema, dict):
         raise ValueError("json: a schema must be an object")
     return schema
