@@ -77,8 +77,9 @@ class ChatTemplate:
             text = self._template.render(names)
         except TemplateError as error:
             raise ChatTemplateError(error.message or "the chat template rejected the messages") from error
-        except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
-            # Templates compute with values of the caller: adding a list to a text fails like this.
+        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
+            # Templates compute with values of the caller: adding a list to a text fails like this, and
+            # arguments of an earlier call, which are JSON in a text, may be nested deep.
             raise ChatTemplateError(f"the chat template cannot render the messages: {error}") from error
         return _cut_at_mark(text) if continue_final_message else text
 

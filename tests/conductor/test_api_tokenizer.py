@@ -137,6 +137,8 @@ def test_where_templates_come_from(copy: Path) -> None:
         "{{ messages[7].content.x }}",
         "{{ ''.__class__.__mro__ }}",  # the sandbox
         "{% set _ = messages.append(1) %}",
+        "{{ 1 // (messages | length - 3) }}",
+        "{% macro again(x) %}{{ again(x) }}{% endmacro %}{{ again(messages) }}",
     ],
 )
 def test_a_template_that_refuses_says_so(copy: Path, source: str) -> None:

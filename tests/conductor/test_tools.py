@@ -75,6 +75,13 @@ async def test_calls(api: Any, client: openai.AsyncOpenAI) -> None:
     assert "Rain" in prompt_of(api)
 
 
+async def test_arguments_of_an_earlier_call_that_are_nested_too_deep_are_refused(api: Any) -> None:
+    call = {"type": "function", "function": {"name": "look", "arguments": "[" * 1000 + "]" * 1000}}
+    messages = [*HI, {"role": "assistant", "tool_calls": [call]}]
+    status, answer = await api.post("/v1/chat/completions", {"messages": messages})
+    assert (status, answer["error"]["param"]) == (400, "messages"), answer
+
+
 async def test_calls_streamed(api: Any, client: openai.AsyncOpenAI) -> None:
     api.core.script = lambda request: api.core.says("Well. " + TWO)
     stream = await client.chat.completions.create(model="tiny", messages=HI, tools=[LOOK, GO], stream=True)
