@@ -35,8 +35,8 @@ _OWN = ("scale", "http", "booking", "sse", "workers", "dashboard")
     default=_OWN,
 )
 @click.option("--policy", type=click.Choice(sorted(POLICIES)), default="goodput")
-@click.option("--decisions", default=3000, help="Measured for each size.")
-@click.option("--requests", default=1600, help="Measured over HTTP.")
+@click.option("--decisions", default=3000, type=click.IntRange(min=1), help="Measured for each size.")
+@click.option("--requests", default=1600, type=click.IntRange(min=1), help="Measured over HTTP.")
 @click.option("--full", is_flag=True, help="More sizes: ten million blocks, 1,024 nodes on the dashboard.")
 def conductor(run: Run, policy: str, decisions: int, requests: int, full: bool) -> Settings:
     """Measure decisions in clusters of many sizes, and the conductor's cost of a request.

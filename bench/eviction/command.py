@@ -76,9 +76,14 @@ def _write_rows(case: str, settings: Settings, capacity: int) -> Iterator[Row]:
 @click.option("--blocks", default=_CAPACITIES, metavar="COUNTS", help="Capacities.")
 @click.option("--ablations", "ablates", is_flag=True, help="Also prefix with more knowledge than it has.")
 @click.option(
-    "--ssd", "ssd_blocks", default=0, metavar="BLOCKS", help="Also what is written to an SSD below them."
+    "--ssd",
+    "ssd_blocks",
+    default=0,
+    type=click.IntRange(min=0),
+    metavar="BLOCKS",
+    help="Also what is written to an SSD below them.",
 )
-@click.option("--block-tokens", default=512, help="Tokens of an id of the trace.")
+@click.option("--block-tokens", default=512, type=click.IntRange(min=1), help="Tokens of an id of the trace.")
 @click.option("--seed", default=1, help="With --generate.")
 def eviction(
     run: Run,
@@ -100,6 +105,8 @@ def eviction(
         raise click.UsageError(f"no policy {', '.join(unknown)}; there are {', '.join(CONTENDERS)}")
     try:
         capacities = [int(count) for count in blocks.split(",")]
+        if min(capacities) < 0:
+            raise ValueError(f"{min(capacities)} is negative")
     except ValueError as error:
         raise click.UsageError(f"--blocks must be numbers with commas between: {error}") from error
     if trace is not None:

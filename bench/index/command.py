@@ -230,8 +230,8 @@ def _times(function: Callable[[list[BlockKey]], object], queries: Sequence[bytes
 
 @benchmark({"index": index_rows}, packages=("redis", "hiredis", "uvloop"))
 @click.option("--redis", "redis_url", default="", metavar="URL", help="Without it: a private one.")
-@click.option("--blocks", default=1_000_000)
-@click.option("--nodes", default=16)
+@click.option("--blocks", default=1_000_000, type=click.IntRange(min=128))
+@click.option("--nodes", default=16, type=click.IntRange(min=1))
 def index(run: Run, redis_url: str, blocks: int, nodes: int) -> Settings:
     """Measure the index: publishing, memory, a mirror's start, lookups, and how soon changes are seen."""
     blocks = min(blocks, 50_000) if run.quick else blocks

@@ -84,6 +84,7 @@ def _cost(outcome: Outcome, node_price: float) -> float:
     return 1e3 * (outcome.node_s * node_price + outcome.egress) / len(outcome.served)
 
 
+_POSITIVE = click.FloatRange(min=0, min_open=True)
 _CELLS = ("cells", "decision", "memory", "http")
 
 
@@ -105,8 +106,8 @@ _CELLS = ("cells", "decision", "memory", "http")
 )
 @click.option("--hardware", default="8xa800-llama3-70b", metavar="NAME|FILE")
 @click.option("--nodes", default="1,2,3", metavar="COUNTS", help="A region's, each tried.")
-@click.option("--day", "day_s", default=1800.0, metavar="SECONDS", help="Length of a day.")
-@click.option("--rate", default=0.5, help="Sessions a second of a region, on average.")
+@click.option("--day", "day_s", default=1800.0, type=_POSITIVE, metavar="SECONDS", help="Length of a day.")
+@click.option("--rate", default=0.5, type=_POSITIVE, help="Sessions a second of a region, on average.")
 @click.option("--swing", default=0.8, type=click.FloatRange(0, 1), help="Of the rate.")
 @click.option("--node-price", default=0.0044, help="Of a second of a node: model.price.")
 @click.option(

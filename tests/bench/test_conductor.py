@@ -30,6 +30,12 @@ def test_the_same_seed_decides_alike() -> None:
     assert decisions() == decisions()
 
 
+@pytest.mark.parametrize("option", ["--decisions=0", "--requests=0"])
+def test_no_decisions_or_requests_are_refused(option: str) -> None:
+    result = CliRunner().invoke(conductor, ["--part", "scale", "--part", "http", "--quick", option])
+    assert (result.exit_code, option.partition("=")[0] in result.output) == (2, True), result.output
+
+
 def test_costs_are_drawn(tmp_path: Path) -> None:
     picture, file = tmp_path / "plot.png", tmp_path / "report.json"
     options = [

@@ -32,6 +32,14 @@ def test_nobody_beats_the_clairvoyant_and_room_for_all_misses_only_what_is_new(p
     assert optimum(requests, different) == pytest.approx((total - different) / total)
 
 
+@pytest.mark.parametrize("option", ["--blocks=-3", "--block-tokens=0", "--ssd=-1"])
+def test_sizes_that_cannot_be_are_refused(tmp_path: Path, option: str) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 10, "output_length": 1, "hash_ids": [1]}\n')
+    result = CliRunner().invoke(eviction, ["--trace", str(trace), option])
+    assert (result.exit_code, option.partition("=")[0] in result.output) == (2, True), result.output
+
+
 def recorded() -> list[Request]:
     return [request.block_ids for request in load_trace(TRACE)]
 

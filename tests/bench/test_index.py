@@ -12,6 +12,12 @@ from moonpool.bench.index.command import index
 from moonpool.runtime.reports.report import validate
 
 
+@pytest.mark.parametrize("option", ["--nodes=0", "--blocks=100"])
+def test_an_index_without_a_node_or_a_whole_prompt_is_refused(option: str) -> None:
+    result = CliRunner().invoke(index, [option, "--quick"])
+    assert (result.exit_code, option.partition("=")[0] in result.output) == (2, True), result.output
+
+
 @pytest.mark.slow
 def test_the_command_writes_a_valid_report(tmp_path: Path) -> None:
     out = tmp_path / "report.json"

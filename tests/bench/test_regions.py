@@ -19,6 +19,12 @@ from moonpool.simulator.inputs.workload import Workload
 DAYS = Days(("eu", "us", "ap"), day_s=1800.0, rate=0.5)
 
 
+@pytest.mark.parametrize("option", ["--rate=0", "--day=0"])
+def test_days_without_sessions_are_refused(option: str) -> None:
+    result = CliRunner().invoke(bench, ["regions", "--nodes", "1", option])
+    assert (result.exit_code, option.partition("=")[0] in result.output) == (2, True), result.output
+
+
 def test_days_are_shifted_and_routings_get_the_same_requests() -> None:
     found = {routing: DAYS.requests(routing, Workload()) for routing in ROUTINGS}
     plain = [[replace(one, regions=frozenset()) for one in requests] for requests in found.values()]
