@@ -30,6 +30,11 @@ class ModelFacts:
         """A model that only takes time."""
         return cls(name, "none: its times are simulated", "none", "none")
 
+    @property
+    def short_revision(self) -> str:
+        """The beginning of the digest, or all of the words that stand for it."""
+        return self.revision if " " in self.revision else self.revision[:12]
+
 
 @dataclass(frozen=True, slots=True)
 class CacheState:
@@ -78,7 +83,7 @@ class Conditions:
         """What must be equal for figures to be comparable, as texts."""
         cache = self.cache
         held = f", {cache.tokens:,} tokens in {cache.blocks:,} blocks" if cache.blocks else ""
-        models = (f"{m.name} {m.revision[:12]}, weights {m.weights}, KV {m.kv}" for m in self.models)
+        models = (f"{m.name} {m.short_revision}, weights {m.weights}, KV {m.kv}" for m in self.models)
         return {"model": "; ".join(models), "cache": cache.state + held, "warm-up": self.warm_up}
 
 

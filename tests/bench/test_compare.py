@@ -14,7 +14,7 @@ from moonpool.bench.cli import bench
 from moonpool.bench.harness.turns import condensed, spread
 from moonpool.runtime.reports import report
 from moonpool.runtime.reports.comparison import Verdict, compare_runs, differences, least_samples
-from moonpool.runtime.reports.conditions import CacheState
+from moonpool.runtime.reports.conditions import CacheState, ModelFacts
 from moonpool.runtime.reports.report import Report, Row
 from tests.bench.records import ENVIRONMENT
 
@@ -128,6 +128,19 @@ def test_conditions_that_differ_are_told() -> None:
     warm = replace(ENVIRONMENT.conditions, cache=CacheState.holding(10, 16))
     (found,) = differences([with_seed, Report(replace(ENVIRONMENT, conditions=warm), ())])
     assert found == "cache differs: warm, 48 tokens in 3 blocks / warm, 160 tokens in 10 blocks"
+
+
+def test_models_are_told_by_the_beginning_of_their_digest_or_by_what_stands_for_it() -> None:
+    assert ENVIRONMENT.conditions is not None
+    told = [
+        replace(ENVIRONMENT.conditions, models=[ModelFacts("small", revision, "a", "b")]).facts()["model"]
+        for revision in ("9f0c" * 10, "random weights, seed 0", "random weights, seed 1")
+    ]
+    assert told == [
+        "small 9f0c9f0c9f0c, weights a, KV b",
+        "small random weights, seed 0, weights a, KV b",
+        "small random weights, seed 1, weights a, KV b",
+    ]
 
 
 def test_command_prints_the_verdict(tmp_path: Path) -> None:
