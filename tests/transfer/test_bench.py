@@ -225,3 +225,25 @@ def test_a_peer_moves_the_same_blocks_in_turn(tmp_path: Path, monkeypatch: pytes
 def test_the_output_of_ucx_perftest_is_read() -> None:
     output = "iterations,50.0_percentile_lat,avg_lat,overall_lat,avg_bw,overall_bw,avg_mr,overall_mr\n"
     assert bandwidth_of(output + "2000,17.7,18.6,18.6,53000.00,2000.00,53636,53636\n") == 2000 * 2**20
+
+
+PERFTEST = """#!/bin/sh
+[ "$1" = -p ] && exec sleep 60
+i=0; while [ $i -lt 20000 ]; do i=$((i + 1)); done
+echo 2000,17.7,18.6,18.6,53000.00,2000.00,53636,53636
+"""
+
+
+def test_no_processor_time_is_told_of_ucx_perftest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_a_moment(monkeypatch)
+    program = tmp_path / "ucx_perftest"
+    program.write_text(PERFTEST)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    arguments = ["--transport", "shm", "--block", "64KiB", "--batch", "8", "--rounds", "1", "--pool", "4MiB"]
+    arguments += ["--direction", "read", "--checksum", "off", "--peer", "ucx_perftest"]
+    path = tmp_path / "report.json"
+    result = CliRunner().invoke(transfer, [*arguments, "--json", str(path)], catch_exceptions=False)
+    assert result.exit_code == 0
+    rows = [row for row in json.loads(path.read_text())["rows"] if row.get("peer") == "ucx_perftest"]
+    assert [(row["metric"], row["peer_value"]) for row in rows] == [("bandwidth", 2000 * 2**20 / 1e9)]
