@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from click.testing import CliRunner
 
+from moonpool.bench.harness.command import Run
+from moonpool.bench.harness.services import redis
+from moonpool.bench.index import command
 from moonpool.bench.index.command import index
 from moonpool.runtime.reports.report import validate
 
@@ -16,6 +21,23 @@ from moonpool.runtime.reports.report import validate
 def test_an_index_without_a_node_or_a_whole_prompt_is_refused(option: str) -> None:
     result = CliRunner().invoke(index, [option, "--quick"])
     assert (result.exit_code, option.partition("=")[0] in result.output) == (2, True), result.output
+
+
+async def test_the_processor_time_of_a_server_elsewhere_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def only_here(pid: int | None = None) -> psutil.Process:
+        """The number that such a server tells is of no process here, or of another one."""
+        if pid is not None:
+            raise psutil.NoSuchProcess(pid)
+        return psutil.Process()
+
+    monkeypatch.setattr(command, "psutil", SimpleNamespace(Process=only_here))
+    async with redis() as url:
+        filled = command._Index(Run([], (), 1, False, False, print), command.Settings(url, 20_000, 1), url)
+        try:
+            figures = {row.metric: row.value for row in await filled.publish_rows()}
+        finally:
+            await filled.close()
+    assert figures["publish, server CPU"] > 0
 
 
 @pytest.mark.slow
