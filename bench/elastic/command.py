@@ -16,6 +16,7 @@ from moonpool.bench.harness.command import Run, benchmark
 from moonpool.bench.harness.shapes import models_of
 from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.planning.plan import Bounds
+from moonpool.runtime.config.loading import load_config
 from moonpool.runtime.reports.conditions import CacheState, Conditions, ModelFacts
 from moonpool.runtime.reports.report import Row
 from moonpool.simulator.inputs import arguments
@@ -74,6 +75,7 @@ def _simulated(run: Run, settings: Settings) -> Iterator[Row]:
     "--join",
     "join_s",
     default=10.0,
+    type=click.FloatRange(min=0),
     metavar="SECONDS",
     help="Until a node asked for serves: 10 where the weights are in its host's memory, 60 from a disk.",
 )
@@ -124,7 +126,10 @@ def elastic(
     if "simulated" in run.parts:
         run.machine = f"simulated {nodes.name}, {copies} times the trace"
     bounds = {"prefill": _bounds("prefill", prefill, spare), "decode": _bounds("decode", decode, spare)}
-    causes = tuple(filter(None, migrate.split(",")))
+    # As a conductor checks them.
+    for target, hold_s in product(targets, holds):
+        sets = [f"planner.attained={target}", f"planner.hold_s={hold_s}", f"planner.spare={spare}"]
+        causes = load_config(None, [*sets, f"conductor.migrate={migrate}"]).conductor.migrate
     least = bounds["prefill"].least, bounds["decode"].least
     cases = [
         Case(Task(nodes, Slo(ttft_s, slo_tbt), *least, migrate=causes, planned=planned), planned)

@@ -17,6 +17,7 @@ from moonpool.bench.elastic.fleets import Planned, Task, simulate
 from moonpool.bench.elastic.live import LiveLoad, Watch
 from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.planning.plan import ADD, REMOVE, SWITCH, Bounds
+from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.reports import report
 from moonpool.simulator.cluster.elastic_fleet import Change
 from moonpool.simulator.inputs.hardware import A800, LLAMA3_70B, tensor_parallel
@@ -55,6 +56,16 @@ def run(*arguments: str, file: Path) -> dict[str, dict[str, dict[str, Any]]]:
     for row in content["rows"]:
         found.setdefault(row["case"], {})[row["metric"]] = row
     return found
+
+
+@pytest.mark.parametrize(
+    "option", ["--target=2", "--hold=-1", "--spare=-1", "--migrate=drain,queu", "--join=-1"]
+)
+def test_options_that_the_planner_would_refuse_are_refused(tmp_path: Path, option: str) -> None:
+    trace = written(tmp_path, [(0.0, 374, 44)])
+    result = CliRunner().invoke(bench, ["elastic", "--trace", str(trace), option])
+    assert result.exit_code, result.output
+    assert isinstance(result.exception, ConfigError | SystemExit), result.exception
 
 
 @pytest.mark.slow
