@@ -192,7 +192,7 @@ def engine(
     A decode step takes at least the time of reading all weights (of experts, those chosen) and the KV of all
     sequences once; a prompt takes at least that of its products. The machine is measured in the same run.
     """
-    on_gpu = choose_device(device).torch.type == "cuda"
+    on_gpu = choose_device(ModelOptions(device=device).device).torch.type == "cuda"
     name = name or ("llama-3-8b" if on_gpu else "small")
     large, real = name == "llama-3-8b", name in shapes.SHAPES
     options = EngineOptions(

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from safetensors import safe_open
 
+from moonpool.bench.cli import bench
 from moonpool.bench.engine import drafts, masks
 from moonpool.bench.engine.driver import DecodeSteps
 from moonpool.bench.harness.goals import with_goals
@@ -14,6 +16,7 @@ from moonpool.bench.harness.shapes import write_first_layers
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.sharding.tensor_slices import expected_tensors
 from moonpool.runtime.config.options import EngineOptions, ModelOptions
+from moonpool.runtime.errors import ConfigError
 
 OPTIONS = EngineOptions(pool_nbytes=64 << 20, threads=1)
 
@@ -25,6 +28,11 @@ async def test_masks_stand_beside_the_same_steps_without() -> None:
     assert step.ratio is not None
     assert step.value == pytest.approx(step.ratio * (step.peer_value or 0.0))
     assert (step.limit, step.limit_value) == ("at most", 1.03)
+
+
+def test_a_device_that_cannot_be_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="must be auto, cpu, cuda or cuda:NUMBER, got 'gpu'"):
+        CliRunner().invoke(bench, ["engine", "--device", "gpu"], catch_exceptions=False)
 
 
 def test_the_ratio_of_masks_is_of_the_turns_of_a_round() -> None:
