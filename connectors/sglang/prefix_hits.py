@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -25,12 +25,16 @@ def restorable(num_pages: int, pools: Mapping[str, PoolHits]) -> tuple[list[int]
     the longest one of each pool alone."""
     lengths, longest = list(range(1, num_pages + 1)), dict[str, int]()
     for name, hits in pools.items():
-        own = [length for length in range(1, num_pages + 1) if _is_complete(hits, length)]
-        longest[name] = own[-1] if own else 0
-        lengths = [length for length in lengths if length in set(own)]
+        own = set(_complete(hits, num_pages))
+        longest[name] = max(own, default=0)
+        lengths = [length for length in lengths if length in own]
     return lengths, longest
 
 
-def _is_complete(hits: PoolHits, length: int) -> bool:
-    first = max(0, length - hits.num_trailing) if hits.num_trailing else 0
-    return all(hits.is_here[first:length])
+def _complete(hits: PoolHits, num_pages: int) -> Iterator[int]:
+    """The lengths of the prefixes, at most ``num_pages``, of which the pool has what it needs."""
+    num_here = 0  # pages in a row up to this one
+    for length in range(1, num_pages + 1):
+        num_here = num_here + 1 if hits.is_here[length - 1] else 0
+        if num_here >= min(length, hits.num_trailing or length):
+            yield length

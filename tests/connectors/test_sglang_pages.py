@@ -106,6 +106,14 @@ def test_prefixes_that_every_pool_can_restore() -> None:
     assert restorable(0, {"side": PoolHits([])}) == ([], {"side": 0})
 
 
+def test_long_prefixes_take_time_in_proportion() -> None:
+    here = [True] * 20_000
+    began_s = time.process_time()
+    lengths, longest = restorable(len(here), {"a": PoolHits(here), "b": PoolHits(here, num_trailing=5_000)})
+    assert time.process_time() - began_s < 1
+    assert (len(lengths), longest) == (20_000, {"a": 20_000, "b": 20_000})
+
+
 def test_whatever_forms_the_bytes_is_in_the_names(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     base = {"model_path": str(tmp_path), "revision": None, "kv_cache_dtype": "auto"}
