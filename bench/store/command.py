@@ -11,7 +11,7 @@ import click
 from moonpool.bench.harness.command import Run, benchmark
 from moonpool.bench.harness.peers import python_of
 from moonpool.bench.harness.sizes import MIB, SIZE
-from moonpool.bench.store.blocks import Settings
+from moonpool.bench.store.blocks import Settings, Shape
 from moonpool.bench.store.disk_tier import disk_rows
 from moonpool.bench.store.host_tier import host_rows
 from moonpool.bench.store.remote_objects import remote_rows
@@ -52,10 +52,11 @@ def store(
     if not directory.is_dir():
         raise click.BadParameter(f"{directory} is no directory")
     free = shutil.disk_usage(directory).free
-    if free < 6 * total and "disk" in run.parts:
+    needed = 6 * max(Shape.of(size, total).nbytes for size in sizes)
+    if free < needed and "disk" in run.parts:
         raise click.BadParameter(
-            f"{directory} has {free >> 20} MiB free; six times --total is needed: give less, "
-            "or another --directory"
+            f"{directory} has {free >> 20} MiB free; {needed >> 20} MiB are needed, six times the blocks of "
+            "a round, eight or more: give less --total or --block, or another --directory"
         )
     run.conditions = Conditions(
         [],

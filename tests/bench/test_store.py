@@ -78,6 +78,8 @@ def test_a_peer_that_is_not_here_is_a_sentence(tmp_path: Path, monkeypatch: pyte
         (("--block", "1000"), "whole pages"),
         (("--block", "much"), "sizes look like"),
         (("--total", "900000GiB"), "MiB free"),
+        # A round has eight blocks or more.
+        (("--block", "900000GiB", "--total", "1MiB", "--part", "disk"), "MiB free"),
         (("--peer", "nobody"), "lmcache"),
         (("--directory", "/nowhere/at/all"), "no directory"),
     ],
