@@ -26,7 +26,7 @@ from moonpool.conductor.observing.timelines.spans import spans_of
 from moonpool.protos import node_pb2
 from moonpool.runtime.replicas.metrics_page import GROUP_TIMEOUT_S, read_page
 
-MAX_LISTED = 200
+MAX_LISTED = 512  # as many as are remembered: see ``RecentRequests``
 TIMELINE_FORMATS = ("json", "chrome")
 _MOST_TARGET_CHARS = 256
 

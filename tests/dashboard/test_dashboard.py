@@ -186,6 +186,28 @@ async def test_a_timeline_is_that_of_the_api(page: Page, cluster: LocalCluster) 
     await expect(panel).not_to_be_visible()
 
 
+async def test_requests_end_on_the_page_though_many_newer_ones_follow(
+    page: Page, cluster: LocalCluster
+) -> None:
+    wanted = await ask(cluster.url, "One that the page saw run.", max_tokens=1)
+    async with cluster.client() as client, aclosing(client.live()) as live:
+        now = await anext(live)
+    (seen,) = [one for one in now["requests"] if one["id"] == wanted]
+    # As many as no snapshot has.
+    for _ in range(41):
+        await ask(cluster.url, "A newer one.", max_tokens=1)
+    await show(page, "Requests")
+    take = """async ([now, records]) => {
+        const { take } = await import('/static/dashboard.js');
+        take({ ...now, requests: records.map((one) => ({ ...one, status: 'running' })) }); }"""
+    # The conductor that served the other one is gone, or has forgotten it.
+    await page.evaluate(take, [now, [seen, {**seen, "id": "cmpl-forgotten"}]])
+    await page.get_by_label("Search requests").fill(wanted)
+    await expect(page.locator("#requests .rows tbody tr")).to_contain_text("done")
+    await page.get_by_label("Search requests").fill("cmpl-forgotten")
+    await expect(page.locator("#requests .none")).to_be_visible()
+
+
 async def test_the_playground_answers_and_says_what_is_wrong(page: Page, cluster: LocalCluster) -> None:
     await show(page, "Playground")
     form, output = page.locator("#playground form"), page.locator("#playground output")

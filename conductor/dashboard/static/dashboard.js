@@ -1,10 +1,10 @@
 // The dashboard: reads a snapshot of the cluster from /v1/live once a second; the view of the address draws it.
 import * as address from "./address.js";
-import { byId, fromTemplate, json, within } from "./elements.js";
+import { byId, fromTemplate, within } from "./elements.js";
 import { arrived, forget } from "./frames.js";
 import { record } from "./history.js";
 import { startKeyboard } from "./keyboard.js";
-import { seeRequests } from "./requests.js";
+import { askForRequests, followRunning } from "./requests.js";
 import { drawState, lost } from "./state.js";
 import { startTheme } from "./theme.js";
 import * as benchmarks from "./views/benchmarks.js";
@@ -81,6 +81,7 @@ function show() {
 export function take(now) {
   latest = arrived(now);
   record(latest);
+  if (!document.hidden) followRunning(latest.requests, now.requests);
   if (isPaused() && frame) return;
   const first = !frame;
   frame = latest;
@@ -106,8 +107,7 @@ function follow() {
     setTimeout(follow, RETRY_MS);
     showSession();
   };
-  // More than the snapshots have.
-  json("/v1/requests?limit=200").then(({ data }) => seeRequests(data), () => { /* the snapshots have the latest */ });
+  askForRequests();
 }
 
 const togglePause = () => page.change({ paused: isPaused() ? "" : "1" });
