@@ -144,6 +144,18 @@ async def test_benchmark_results_are_drawn(page: Page, cluster: LocalCluster) ->
     await expect(first).to_contain_text("1 of 1 limits reached")
 
 
+async def test_a_benchmark_result_that_could_not_be_read_is_read_again(
+    page: Page, cluster: LocalCluster
+) -> None:
+    await page.route("**/v1/benchmarks/*", lambda route: route.abort())
+    await show(page, "Benchmarks")
+    figures = page.locator("#benchmarks .benchmark")
+    await expect(figures.locator(".bad")).to_be_visible()
+    await page.unroute("**/v1/benchmarks/*")
+    await page.locator("#benchmarks .list").get_by_role("link", name="hostile.json").click()
+    await expect(figures.locator("figcaption")).to_have_text(f"{MARKUP}{BREAKOUT}", timeout=10_000)
+
+
 async def test_a_page_can_be_paused(page: Page, cluster: LocalCluster) -> None:
     await show(page, "Requests")
     pause = page.get_by_role("button", name="pause")

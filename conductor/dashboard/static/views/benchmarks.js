@@ -42,6 +42,9 @@ export function mount(root, page) {
       figures.replaceChildren(...benchmarkView(report));
       figures.scrollTop = 0;
     } catch (error) {
+      if (drawn !== version) return;
+      drawn = ""; // it is read again with the list
+      verdict.textContent = "";
       figures.replaceChildren(element("p", error.message, "bad"));
     }
   }
