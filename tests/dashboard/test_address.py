@@ -81,6 +81,8 @@ async def test_keys_search_pause_and_help(browser: Browser, cluster: LocalCluste
     await page.keyboard.press("Escape")
     await page.keyboard.press("?")
     await expect(page.get_by_role("dialog")).to_be_visible()
+    views = await page.locator("nav [data-view]").count()
+    await expect(page.locator("#keys dt").first).to_have_text(f"1 … {views}")
     await page.keyboard.press("Escape")
     await expect(page.get_by_role("dialog")).not_to_be_visible()
     await page.close()
