@@ -48,6 +48,21 @@ async def test_an_address_opens_what_it_was_taken_from(browser: Browser, cluster
     await context.close()
 
 
+@pytest.mark.parametrize("view", ["%", "%E0%A4%A", "constructor", "no-such-view", "Fleet"])
+async def test_an_address_without_a_view_opens_the_first(
+    browser: Browser, cluster: LocalCluster, view: str
+) -> None:
+    page = await browser.new_page()
+    await signed_in(page, cluster.url)
+    await page.goto(f"{cluster.url}/#/{view}")
+    await page.reload()
+    await expect(page.get_by_role("heading", name="Cluster", exact=True, level=2)).to_be_visible(
+        timeout=10_000
+    )
+    await expect(page.locator("#state")).to_have_text("ready")
+    await page.close()
+
+
 async def test_only_the_view_in_sight_is_on_the_page(browser: Browser, cluster: LocalCluster) -> None:
     page = await browser.new_page(viewport={"width": 1440, "height": 900})
     await signed_in(page, cluster.url)

@@ -6,7 +6,7 @@ let listener = () => {};
 
 export function read() {
   const [path, query = ""] = location.hash.startsWith("#/") ? location.hash.slice(2).split("?") : [""];
-  return { view: decodeURIComponent(path), params: new URLSearchParams(query) };
+  return { view: path, params: new URLSearchParams(query) };
 }
 
 export function href(view, values = {}) {

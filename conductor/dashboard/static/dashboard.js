@@ -63,7 +63,7 @@ function open(view) {
 // Show what the address says.
 function show() {
   const { view } = address.read(), fallback = frame?.isWhole === false ? "requests" : "cluster";
-  const wanted = view in VIEWS && !isForbidden(view) ? view : fallback;
+  const wanted = Object.hasOwn(VIEWS, view) && !isForbidden(view) ? view : fallback;
   if (wanted !== name) open(wanted);
   else mounted.changed?.();
   for (const link of links) {
