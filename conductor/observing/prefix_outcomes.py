@@ -41,6 +41,8 @@ MISSED = {
 
 # Number of different prefixes remembered; the least recently used is dropped first.
 _REMEMBERED = 1 << 14
+# Tenants with counts of their own, those that asked last: every snapshot of the cluster has them.
+_MAX_TENANTS = 1000
 # A prefix that first came longer ago than this has been computed and published.
 _PENDING_S = 5.0
 
@@ -124,7 +126,10 @@ class PrefixWatch:
         self.outcomes[outcome] += 1
         core_metrics.prefix_outcomes.labels(outcome, missed).inc()
         if tenant:
-            self._tenants.setdefault(tenant, Counter())[outcome] += 1
+            counts = self._tenants[tenant] = self._tenants.pop(tenant, Counter[str]())
+            counts[outcome] += 1
+            if len(self._tenants) > _MAX_TENANTS:
+                del self._tenants[next(iter(self._tenants))]
         before, dropped = self._salts.put(root, 1)
         if before is not None:
             self._salts.put(root, before + 1)

@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.conductor.fleet.timing import ClockOffset
-from moonpool.conductor.observing.prefix_outcomes import _REMEMBERED, MISSED, OUTCOMES, PrefixWatch
+from moonpool.conductor.observing.prefix_outcomes import (
+    _MAX_TENANTS,
+    _REMEMBERED,
+    MISSED,
+    OUTCOMES,
+    PrefixWatch,
+)
 from moonpool.conductor.observing.scheduling_metrics import prefix_outcomes
 from moonpool.kvstore.blocks.keys import chain
 
@@ -173,6 +179,16 @@ def test_a_tenant_has_counts_of_its_own(ask: Asking) -> None:
     ids = np.array(BODY, np.int32)
     ask.watch.note("acme", b"r", ids, chain(b"r", ids, SIZE), held={}, num_used_tokens=0, reads_cache=False)
     assert ask.watch.to_dict()["tenants"] == {"acme": {"off": 1}}
+
+
+def test_tenants_that_asked_last_have_counts(ask: Asking) -> None:
+    for number in range(_MAX_TENANTS + 10):
+        ask(BODY[:3], tenant=f"tenant-{number}")
+        ask(BODY[:3], tenant="busy")
+    told = ask.watch.to_dict()["tenants"]
+    assert len(told) == _MAX_TENANTS
+    assert told["busy"] == {"short": _MAX_TENANTS + 10}
+    assert ask.watch.of_tenant("tenant-0") == {}
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([b"a", b"b"]), st.integers(0, 12)), max_size=40))
