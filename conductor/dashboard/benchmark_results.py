@@ -64,7 +64,7 @@ class BenchResults:
             if stat.S_ISREG(status.st_mode):
                 found.append((status.st_mtime_ns, status.st_size, path))
         found.sort(reverse=True)
-        return {path.name: _parse(path, nbytes, changed_ns) for changed_ns, nbytes, path in found[:MAX_FILES]}
+        return {path.name: _read(path, nbytes, changed_ns) for changed_ns, nbytes, path in found[:MAX_FILES]}
 
 
 def _summary(name: str, report: dict[str, Any] | None, problem: str) -> dict[str, Any]:
@@ -80,16 +80,23 @@ def _summary(name: str, report: dict[str, Any] | None, problem: str) -> dict[str
     }
 
 
+def _read(path: Path, nbytes: int, changed_ns: int) -> _Read:
+    try:
+        return _parse(path, nbytes, changed_ns)
+    except OSError as error:
+        return None, f"it cannot be read: {error}"[:300]
+
+
 @lru_cache(maxsize=MAX_FILES)
 def _parse(path: Path, nbytes: int, changed_ns: int) -> _Read:
-    """``changed_ns``: when the file was changed: only then it is read again."""
+    """``changed_ns``: when the file was changed: only then it is read again, or after an ``OSError``."""
     if nbytes > MAX_NBYTES:
         return None, f"it is {nbytes} bytes long, and at most {MAX_NBYTES} are read"
     try:
         with path.open("rb") as file:
             report = orjson.loads(file.read(MAX_NBYTES))
         validate(report)
-    except (OSError, ValueError, ReportInvalid) as error:
+    except (ValueError, ReportInvalid) as error:
         return None, f"it is no report of `moonpool bench`: {error}"[:300]
     if len(report["rows"]) > MAX_ROWS:
         return None, f"it has {len(report['rows'])} rows, and at most {MAX_ROWS} are drawn"

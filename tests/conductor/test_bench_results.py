@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -86,3 +88,14 @@ def test_the_number_of_files_is_bounded(tmp_path: Path) -> None:
     for number in range(MAX_FILES + 3):
         write(tmp_path / f"{number}.json", [ROW])
     assert len(BenchResults(str(tmp_path)).listed()) == MAX_FILES
+
+
+def test_a_file_that_could_not_be_opened_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "one.json", [ROW])
+    results = BenchResults(str(tmp_path))
+    with monkeypatch.context() as fault:
+        fault.setattr(Path, "open", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+        assert "Too many open files" in results.listed()[0]["problem"]
+    assert results.listed()[0]["num_rows"] == 1
