@@ -198,6 +198,16 @@ async def test_a_timeline_is_that_of_the_api(page: Page, cluster: LocalCluster) 
     await expect(panel).not_to_be_visible()
 
 
+async def test_a_timeline_that_could_not_be_read_is_read_again(page: Page, cluster: LocalCluster) -> None:
+    request = await ask(cluster.url, "A request whose timeline is asked for in a bad moment.")
+    await page.route("**/v1/requests/*/timeline", lambda route: route.abort())
+    await show(page, "Requests")
+    await page.locator("#requests tbody tr", has_text=request).get_by_role("link").click()
+    await expect(page.locator("#timeline .bad")).to_be_visible()
+    await page.unroute("**/v1/requests/*/timeline")
+    await expect(page.locator("#timeline .longest")).to_be_visible(timeout=10_000)
+
+
 async def test_requests_end_on_the_page_though_many_newer_ones_follow(
     page: Page, cluster: LocalCluster
 ) -> None:

@@ -49,24 +49,29 @@ export function mount(root, page) {
   });
   let fetched = ""; // state of the request when its timeline was fetched
 
-  async function showTimeline(id) {
+  async function showTimeline(id, state) {
     const path = `/v1/requests/${encodeURIComponent(id)}/timeline`;
     listing.panel.querySelector(".json").href = path;
-    let parts;
+    let parts, failed = false;
     try {
       parts = timelineView(await json(path));
     } catch (error) {
+      failed = true;
       parts = [element("p", error.message, "bad")];
     }
-    if (listing.id === id) listing.content.replaceChildren(...parts);
+    if (listing.id !== id || fetched !== state) return; // of another request, or of this one before it ended
+    listing.content.replaceChildren(...parts);
+    if (failed) fetched = ""; // it is read again with the next snapshot
   }
 
   function drawDetail(requests) {
     const changed = listing.open(), { id } = listing;
     const request = requests.find((one) => one.id === id), state = request ? `${request.status} ${request.output_tokens}` : "";
     if (changed) listing.content.replaceChildren();
-    if (id && (changed || state !== fetched)) showTimeline(id);
-    fetched = state;
+    if (id && (changed || state !== fetched)) {
+      fetched = state;
+      showTimeline(id, state);
+    }
   }
 
   function draw(frame) {
