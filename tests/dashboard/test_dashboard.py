@@ -330,6 +330,42 @@ async def test_replicas_are_drawn_inside_their_node(page: Page, cluster: LocalCl
     await expect(node).to_have_class(re.compile("good"), timeout=60_000)
 
 
+async def test_nodes_that_serve_both_stages_are_drawn_and_found(page: Page, cluster: LocalCluster) -> None:
+    async with cluster.client() as client, aclosing(client.live()) as live:
+        now = await anext(live)
+    now["reuse"]["hit_ratios"] = [[16, 0.25], [64, 0.5]]
+    for node in now["cluster"]["nodes"]:
+        for one in (node, *node["replicas"]):
+            one["role"] = "both"
+    # The cluster's own snapshots, of its prefill and decode nodes, would come in between.
+    await page.get_by_role("button", name="pause").click()
+    draw = """async (now) => {
+        const { arrived } = await import('/static/frames.js');
+        const { fromTemplate } = await import('/static/elements.js');
+        const frame = arrived({ ...now, unix_s: 4e9 });
+        const told = {};
+        for (const name of ['cluster', 'cache', 'fleet']) {
+            document.querySelector('main .view')?.remove();
+            const root = document.createElement('div');
+            root.className = 'view';
+            root.append(fromTemplate(`view-${name}`, true));
+            document.querySelector('main').append(root);
+            const { mount } = await import(`/static/views/${name}.js`);
+            const param = (key) => (key === 'role' ? 'both' : '');
+            const page = { live: true, param, range: () => 60, with: () => '#', change() {} };
+            mount(root, page).draw(frame);
+            if (name === 'cluster') told.drawn = root.querySelectorAll('#map svg .node').length;
+            if (name === 'cache') told.reuse = root.querySelector('#reuse + p').textContent;
+            if (name === 'fleet') told.role = root.querySelector('#role').value;
+        }
+        return told;
+    }"""
+    told = await page.evaluate(draw, now)
+    assert told["drawn"] == sum(len(node["replicas"]) or 1 for node in now["cluster"]["nodes"])
+    assert "As large as the prefill nodes' pools" in told["reuse"]
+    assert told["role"] == "both"
+
+
 async def test_regions_are_a_column_once_a_node_has_one(page: Page, cluster: LocalCluster) -> None:
     await show(page, "Fleet")
     await expect(page.locator("#nodes thead th")).to_have_count(10)

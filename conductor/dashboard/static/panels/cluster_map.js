@@ -2,7 +2,7 @@
 import { bytes, svg } from "../elements.js";
 import { heldBy, holders, stateClass, stateOf } from "../nodes.js";
 
-const ROLES = ["prefill", "decode", "store"];
+const ROLES = ["prefill", "both", "decode", "store"];
 const compact = new Intl.NumberFormat("en", { notation: "compact" });
 const WIDTH = 225, HEIGHT = 74, GAP = 18, LETTERS = 29; // of a node
 const BAR = { x: 44, height: 6, step: 10, first: 43 };

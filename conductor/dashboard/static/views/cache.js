@@ -58,7 +58,7 @@ function rooms(nodes) {
   let all = 0;
   return [["the prefill nodes' pools", "pool"], ["these and their host memory", "host"], ["these and their disks", "ssd"]].flatMap(([title, name]) => {
     const of = (node) => (node.tiers ?? []).find((tier) => tier.name === name)?.num_blocks ?? 0;
-    const more = nodes.filter((node) => node.role === "prefill").reduce((sum, node) => sum + of(node), 0);
+    const more = nodes.filter((node) => ["prefill", "both"].includes(node.role)).reduce((sum, node) => sum + of(node), 0);
     all += more;
     return more ? [[title, all]] : [];
   });
