@@ -146,7 +146,8 @@ class OnDemand:
             return
         if self._began_s is None:
             self._began_s = now_s
-        starting = {node.role for node in supplied if node.node_id in expected}
+        # Those in the index are waited for, too: a conductor needs a moment to reach them.
+        starting = {node.role for node in supplied if node.counts and node.node_id in {*expected, *joined}}
         for role in self._roles:
             if role in starting or all(self._registry.available(stage) for stage in stages_of(role)):
                 continue

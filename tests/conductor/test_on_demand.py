@@ -17,7 +17,16 @@ from moonpool.conductor.fleet.errors import ProviderFailed
 from moonpool.conductor.fleet.providers.provider import FAILED, RUNNING, STARTING, STOPPING, SuppliedNode
 from moonpool.conductor.planning import on_demand
 from moonpool.runtime.config.options import PlannerOptions
-from tests.conductor.core_nodes import PROMPT, Cluster, Script, continuation, obedient, request, running
+from tests.conductor.core_nodes import (
+    PROMPT,
+    Cluster,
+    Script,
+    ScriptedNode,
+    continuation,
+    obedient,
+    request,
+    running,
+)
 
 ON_DEMAND = PlannerOptions(min_warm=0)
 
@@ -33,6 +42,9 @@ class Machines:
         self.may_join.set()
         self.fails: ProviderFailed | None = None
         self.script: Script = obedient
+        self.is_reachable = asyncio.Event()
+        self.is_reachable.set()
+        self.num_listed = 0  # calls
         self.started: list[str] = []
         self.stopped: list[str] = []
         self.states: dict[str, SuppliedNode] = {}
@@ -50,7 +62,16 @@ class Machines:
     async def _join(self, node_id: str) -> None:
         await self.may_join.wait()
         assert self.cluster is not None
-        await self.cluster.add(node_id, self.script)
+        role = {"p": "prefill", "d": "decode"}[node_id[0]]
+        node = ScriptedNode(self.cluster.index, node_id, role, self.script)
+        self.cluster.nodes[node_id] = node
+        await node.serve(0)
+        if not self.is_reachable.is_set():
+            await node.stop_serving()
+        await node.publisher.start()
+        await self.is_reachable.wait()
+        if node._stopping is not None:
+            await node.serve(node.port)
         self.states[node_id] = replace(self.states[node_id], state=RUNNING)
 
     async def stop(self, node_id: str, fence: int = 0) -> None:
@@ -61,6 +82,7 @@ class Machines:
             await self.cluster.nodes[node_id].leave()
 
     async def list(self) -> Sequence[SuppliedNode]:
+        self.num_listed += 1
         return list(self.states.values())
 
     async def close(self) -> None:
@@ -123,6 +145,21 @@ async def test_a_node_that_fails_to_start_is_named(url: str, monkeypatch: pytest
         machines.states["p0"] = replace(machines.states["p0"], state=FAILED, reason="has no weights")
         with pytest.raises(NoNodes, match="p0 has no weights"):
             await asked
+
+
+async def test_nodes_that_have_joined_and_cannot_be_reached_yet_are_waited_for(url: str) -> None:
+    machines = Machines()
+    machines.is_reachable.clear()
+    async with running(url, namespace=uuid4().hex, provider=machines, planner=ON_DEMAND) as cluster:
+        machines.cluster = cluster
+        asked = asyncio.create_task(cluster.generate(request()))
+        await cluster.until(lambda: len(cluster.conductor.nodes) == 2)
+        num_listed = machines.num_listed
+        await cluster.until(lambda: machines.num_listed >= num_listed + 3)
+        assert machines.started == ["p0", "d1"]
+        machines.is_reachable.set()
+        assert await asked == continuation(PROMPT, 8)
+        assert machines.started == ["p0", "d1"]
 
 
 async def test_idle_nodes_end_and_the_next_request_starts_others(url: str) -> None:
