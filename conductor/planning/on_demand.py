@@ -136,8 +136,14 @@ class OnDemand:
 
     async def _start_missing(self, now_s: float) -> None:
         supplied = await self._admin.supplied()
-        joined = {one.owner for one in self._registry.members.values()}
-        expected, gives_up = self._supply.look(supplied, joined, self._took_s, now_s)
+        members = self._registry.members.values()
+        refused = {
+            one.owner: why
+            for one in members
+            if one.stages and (why := self._registry.incompatible(one.record))
+        }
+        joined = {one.owner for one in members}
+        expected, gives_up = self._supply.look(supplied, joined, self._took_s, now_s, refused)
         for node_id, why in gives_up.items():
             await self._admin.stop(node_id, why)
         self._starting = expected
@@ -147,7 +153,8 @@ class OnDemand:
         if self._began_s is None:
             self._began_s = now_s
         # Those in the index are waited for, too: a conductor needs a moment to reach them.
-        starting = {node.role for node in supplied if node.counts and node.node_id in {*expected, *joined}}
+        coming = {*expected, *joined} - refused.keys()
+        starting = {node.role for node in supplied if node.counts and node.node_id in coming}
         for role in self._roles:
             if role in starting or all(self._registry.available(stage) for stage in stages_of(role)):
                 continue

@@ -42,6 +42,7 @@ class Machines:
         self.may_join.set()
         self.fails: ProviderFailed | None = None
         self.script: Script = obedient
+        self.facts: dict[str, Any] = {}  # of the records of its nodes
         self.is_reachable = asyncio.Event()
         self.is_reachable.set()
         self.num_listed = 0  # calls
@@ -64,6 +65,7 @@ class Machines:
         assert self.cluster is not None
         role = {"p": "prefill", "d": "decode"}[node_id[0]]
         node = ScriptedNode(self.cluster.index, node_id, role, self.script)
+        node.record = replace(node.record, **self.facts)
         self.cluster.nodes[node_id] = node
         await node.serve(0)
         if not self.is_reachable.is_set():
@@ -159,6 +161,20 @@ async def test_nodes_that_have_joined_and_cannot_be_reached_yet_are_waited_for(u
         assert machines.started == ["p0", "d1"]
         machines.is_reachable.set()
         assert await asked == continuation(PROMPT, 8)
+        assert machines.started == ["p0", "d1"]
+
+
+async def test_a_node_that_cannot_serve_the_model_is_named_and_starts_no_other(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_demand, "NODE_WAIT_S", 0.2)
+    machines = Machines()
+    machines.facts = {"layout": "other"}
+    async with running(url, namespace=uuid4().hex, provider=machines, planner=ON_DEMAND) as cluster:
+        machines.cluster = cluster
+        with pytest.raises(NoNodes, match=r"it cannot serve here: .* another engine\.block_size"):
+            await cluster.generate(request(deadline_s=30.0))
+        await cluster.until(lambda: set(machines.stopped) == {"p0", "d1"})
         assert machines.started == ["p0", "d1"]
 
 
