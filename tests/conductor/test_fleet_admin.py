@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,8 +17,8 @@ from moonpool.conductor.fleet.errors import FleetUnchanged, NodeMissing, Provide
 from moonpool.conductor.fleet.providers.provider import FAILED, RUNNING, STARTING, STOPPING, SuppliedNode
 from moonpool.conductor.fleet.registry import NodeRegistry
 from moonpool.conductor.fleet.removal import Removable, Reuse, least_missed
+from moonpool.conductor.fleet.rollout.record import ROLLING_BACK, Replacement, RolloutStatus
 from moonpool.conductor.fleet.rollout.record import RUNNING as RUNNING_ROLLOUT
-from moonpool.conductor.fleet.rollout.record import RolloutStatus
 from moonpool.conductor.fleet.rollout.steps import RolloutSteps, Stopped
 from moonpool.kvstore.index.redis.node_record import NodeLoad, NodeRecord
 from moonpool.protos import node_pb2
@@ -335,16 +337,25 @@ class Served(FakeMember):
 
 @dataclass
 class Versioned(FakeProvider):
-    """Nodes join ``members`` at once, and end at once. Those with settings of their own join gated."""
+    """Nodes join ``members`` at once, and end at once. Those with settings of their own join gated.
+
+    ``told``: raised by the next start, which has its effect nevertheless.
+    """
 
     members: dict[str, Served] = field(default_factory=dict)
+    num_started: int = 0
+    told: BaseException | None = None
 
     async def start(
         self, role: str, model: str, fence: int = 0, *, settings: Sequence[str] = (), rollout: int = 0
     ) -> str:
-        node_id = await super().start(role, model, fence)
+        node_id = f"{role}-{self.num_started}"
+        self.num_started += 1
         self.nodes[node_id] = SuppliedNode(node_id, role, RUNNING)
         self.members[node_id] = Served(NodeRecord(node_id, 1, role), is_open=not settings)
+        told, self.told = self.told, None
+        if told is not None:
+            raise told
         return node_id
 
     async def stop(self, node_id: str, fence: int = 0, *, rollout: int = 0) -> None:
@@ -353,30 +364,48 @@ class Versioned(FakeProvider):
     async def settle(self, settings: Sequence[str]) -> None:
         raise AssertionError("the rollout did not end")
 
+    def steps(
+        self, status: RolloutStatus, saves: list[dict[str, Any]], aborted: Callable[[], bool] = lambda: False
+    ) -> RolloutSteps:
+        """``saves``: each status that was written."""
+        registry = cast(NodeRegistry, SimpleNamespace(members=self.members, incompatible=lambda record: ""))
+        fleet = FleetAdmin(registry, self, "tiny", time.monotonic, lambda kind, node, why: None)
+
+        async def probe(node_id: str) -> float:
+            return 0.01
+
+        async def saved() -> None:
+            saves.append(status.to_dict())
+
+        return RolloutSteps(status, 1, fleet, self, registry, probe, time.monotonic, saved, aborted)
+
 
 async def test_a_rollout_that_is_aborted_before_the_former_node_drains_starts_no_other() -> None:
     provider = Versioned()
-    registry = cast(NodeRegistry, SimpleNamespace(members=provider.members, incompatible=lambda record: ""))
-    fleet = FleetAdmin(registry, provider, "tiny", time.monotonic, lambda kind, node, why: None)
     former = await provider.start("decode", "tiny")
     status = RolloutStatus(RUNNING_ROLLOUT, ("engine.max_batch_size=8",))
-
-    async def done(node_id: str = "") -> float:
-        return 0.01
-
-    steps = RolloutSteps(
-        status,
-        1,
-        fleet,
-        provider,
-        registry,
-        probe=done,
-        clock=time.monotonic,
-        saved=cast(Any, done),
-        aborted=lambda: status.moves[0].state == "draining",
-    )
+    steps = provider.steps(status, [], aborted=lambda: status.moves[0].state == "draining")
     with pytest.raises(Stopped, match="an operator aborted it"):
         await steps.replace_all()
     assert len(provider.nodes) == 2, "it waited until requests go to the newcomer"
     await steps.roll_back()
     assert list(provider.nodes) == [former]
+
+
+async def test_a_roll_back_that_is_taken_over_starts_one_node_for_each_that_has_gone() -> None:
+    provider = Versioned()
+    newcomers = [await provider.start("decode", "tiny") for _ in range(2)]
+    moves = [
+        Replacement(f"former-{number}", "decode", (f"former-{number}",), new, state="done")
+        for number, new in enumerate(newcomers)
+    ]
+    saves = [RolloutStatus(ROLLING_BACK, ("engine.max_batch_size=8",), moves=moves).to_dict()]
+    for number in range(3):
+        # Each conductor ends when its provider has started a node, before it tells the next one.
+        provider.told = asyncio.CancelledError("the conductor ends")
+        status = RolloutStatus.from_dict(saves[-1])
+        status.num_conductors = number + 1
+        with suppress(asyncio.CancelledError):
+            await provider.steps(status, saves).roll_back()
+    assert set(provider.nodes) == {"decode-2", "decode-3"}
+    assert [move["state"] for move in saves[-1]["moves"]] == ["removed", "removed"]

@@ -31,8 +31,9 @@ class RolloutTaken(ConductorError):
 
 @dataclass(slots=True)
 class Replacement:
-    """``state``: starting, watched, draining, done, or removed (rolled back). ``known``: nodes that were
-    there before it; ``again``: the node that came back in a roll-back."""
+    """``state``: starting, watched, draining, done; in a roll-back returning (one like ``old`` starts again),
+    then removed. ``known``: nodes that were there before the latest one was started for it; ``again``: the
+    node that came back in a roll-back."""
 
     old: str
     role: str

@@ -70,8 +70,12 @@ class RolloutSteps:
         for move in reversed(self.status.moves):
             # It may have been about to drain, and no more.
             if move.state in ("draining", "done") and not await self._counts(move.old):
+                move.known = tuple(node.node_id for node in await self.fleet.supplied())
+                move.state = "returning"
+                await self.saved()
+            if move.state == "returning":
                 if not move.again:
-                    move.again = await self._start(move.role, (), why)
+                    move.again = await self._started(move, (), why)
                     await self.saved()
                 await self._joined(move.again, is_open=True, abortable=False)
             await self._remove(move.new, why, abortable=False)
@@ -80,7 +84,8 @@ class RolloutSteps:
 
     async def _replace(self, move: Replacement) -> None:
         if not move.new:
-            move.new = await self._newcomer(move)
+            settings = (*self.status.settings, _GATED)
+            move.new = await self._started(move, settings, f"it replaces {move.old}")
             await self.saved()
         if move.state != "draining":
             members = await self._joined(move.new)
@@ -93,16 +98,18 @@ class RolloutSteps:
         move.state = "done"
         await self.saved()
 
-    async def _newcomer(self, move: Replacement) -> str:
-        """Start it, unless the conductor before this one did, and ended before it told."""
-        if self.status.num_conductors > 1:
-            for node in await self.fleet.supplied():
-                if node.counts and node.role == move.role and node.node_id not in move.known:
-                    return node.node_id
-        return await self._start(move.role, (*self.status.settings, _GATED), f"it replaces {move.old}")
+    async def _started(self, move: Replacement, settings: Sequence[str], why: str) -> str:
+        """Start a node, unless the conductor before this one did, and ended before it told."""
+        if self.status.num_conductors > 1 and (node_id := await self._unnamed(move)):
+            return node_id
+        return await self.fleet.start_with(self.provider, move.role, settings, why, self.epoch)
 
-    async def _start(self, role: str, settings: Sequence[str], why: str) -> str:
-        return await self.fleet.start_with(self.provider, role, settings, why, self.epoch)
+    async def _unnamed(self, move: Replacement) -> str:
+        """A node of its role that came since ``known``; empty: there is none."""
+        for node in await self.fleet.supplied():
+            if node.counts and node.role == move.role and node.node_id not in move.known:
+                return node.node_id
+        return ""
 
     async def _remove(self, node_id: str, why: str, *, abortable: bool = True) -> None:
         """Drain a node, if it is there: its requests move to others. Returns when it has ended."""
