@@ -399,6 +399,7 @@ async def test_a_roll_back_that_is_taken_over_starts_one_node_for_each_that_has_
         Replacement(f"former-{number}", "decode", (f"former-{number}",), new, state="done")
         for number, new in enumerate(newcomers)
     ]
+    moves.append(Replacement("former-2", "decode", tuple(newcomers)))  # its newcomer was not asked for yet
     saves = [RolloutStatus(ROLLING_BACK, ("engine.max_batch_size=8",), moves=moves).to_dict()]
     for number in range(3):
         # Each conductor ends when its provider has started a node, before it tells the next one.
@@ -408,4 +409,15 @@ async def test_a_roll_back_that_is_taken_over_starts_one_node_for_each_that_has_
         with suppress(asyncio.CancelledError):
             await provider.steps(status, saves).roll_back()
     assert set(provider.nodes) == {"decode-2", "decode-3"}
-    assert [move["state"] for move in saves[-1]["moves"]] == ["removed", "removed"]
+    assert [move["state"] for move in saves[-1]["moves"]] == ["removed"] * 3
+
+
+async def test_a_newcomer_whose_start_was_not_confirmed_is_removed_by_the_roll_back() -> None:
+    provider = Versioned()
+    former = await provider.start("decode", "tiny")
+    provider.told = ProviderFailed("a decode node was not started: no answer within 5 s")
+    steps = provider.steps(RolloutStatus(RUNNING_ROLLOUT, ("engine.max_batch_size=8",)), [])
+    with pytest.raises(ProviderFailed):
+        await steps.replace_all()
+    await steps.roll_back()
+    assert list(provider.nodes) == [former]

@@ -68,6 +68,8 @@ class RolloutSteps:
         """Remove the newcomers; where the node before it has gone, after one like that has joined."""
         why = "the rollout is rolled back"
         for move in reversed(self.status.moves):
+            if move.state == "removed":
+                continue
             # It may have been about to drain, and no more.
             if move.state in ("draining", "done") and not await self._counts(move.old):
                 move.known = tuple(node.node_id for node in await self.fleet.supplied())
@@ -78,6 +80,8 @@ class RolloutSteps:
                     move.again = await self._started(move, (), why)
                     await self.saved()
                 await self._joined(move.again, is_open=True, abortable=False)
+            # Its start may have failed for its caller alone.
+            move.new = move.new or await self._unnamed(move)
             await self._remove(move.new, why, abortable=False)
             move.state = "removed"
             await self.saved()
