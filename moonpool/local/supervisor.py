@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from grpc.aio import ServicerContext
 
-from moonpool.conductor.fleet.providers.provider import SuppliedNode
+from moonpool.conductor.fleet.providers.provider import REFUSED, SuppliedNode
 from moonpool.protos import fleet_pb2, fleet_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.errors import MoonpoolError
@@ -69,7 +69,8 @@ class Supervisor(fleet_pb2_grpc.SupervisorServicer):
     def __init__(self, cluster: Supervised) -> None:
         self._cluster = cluster
         self._server: rpc.Server | None = None
-        self._epochs = {"planner": 0, "rollout": 0}  # the latest ones
+        # The latest ones. All models have one planner, and each has rollouts of its own.
+        self._epochs: dict[tuple[str, str], int] = {}
 
     async def start(self, security: Security) -> str:
         """Listen; return the address. ``security``: of the cluster, which callers must belong to."""
@@ -86,20 +87,20 @@ class Supervisor(fleet_pb2_grpc.SupervisorServicer):
     # ------------------------------------------------------------------ service Supervisor
 
     async def Start(self, request: fleet_pb2.StartNodeRequest, context: Context) -> fleet_pb2.StartNodeReply:
-        self._check(planner=request.fence, rollout=request.rollout)
         self._check_model(request.model)
+        self._check(request.fence, request.rollout, request.model or self._cluster.served_names[0])
         name = await self._cluster.start_node(request.role, list(request.settings), request.model)
         return fleet_pb2.StartNodeReply(node_id=name)
 
     async def Stop(self, request: fleet_pb2.StopNodeRequest, context: Context) -> fleet_pb2.StopNodeReply:
-        self._check(planner=request.fence, rollout=request.rollout)
+        self._check(request.fence, request.rollout, self._model_of(request.node_id))
         self._cluster.stop_node(request.node_id)
         return fleet_pb2.StopNodeReply()
 
     async def Switch(
         self, request: fleet_pb2.SwitchNodeRequest, context: Context
     ) -> fleet_pb2.SwitchNodeReply:
-        self._check(planner=request.fence)
+        self._check(request.fence)
         self._check_model(request.model)
         self._cluster.switch_node(request.node_id, request.role, request.model)
         return fleet_pb2.SwitchNodeReply()
@@ -129,13 +130,25 @@ class Supervisor(fleet_pb2_grpc.SupervisorServicer):
             names = ", ".join(served)
             raise OtherModel(f"this cluster serves {names}, not {model[:128]}: nothing was changed")
 
-    def _check(self, **epochs: int) -> None:
-        """Refuse a conductor that lost its lease and does not know it yet. 0: no epoch."""
-        for what, epoch in epochs.items():
-            latest = self._epochs[what]
+    def _model_of(self, node_id: str) -> str:
+        """Empty: there is no such node."""
+        cluster = self._cluster
+        found = (
+            model
+            for model in cluster.served_names
+            for node in cluster.supplied(model)
+            if node.node_id == node_id and node.state != REFUSED
+        )
+        return next(found, "")
+
+    def _check(self, planner: int, rollout: int = 0, model: str = "") -> None:
+        """Refuse a conductor that lost its lease and does not know it yet. 0: no epoch. ``model``: of the
+        rollout."""
+        for key, epoch in ((("planner", ""), planner), (("rollout", model), rollout)):
+            latest = self._epochs.get(key, 0)
             if 0 < epoch < latest:
                 raise Superseded(
-                    f"a {what} of epoch {epoch} asks, and one of epoch {latest} has asked before: nothing "
+                    f"a {key[0]} of epoch {epoch} asks, and one of epoch {latest} has asked before: nothing "
                     "was changed"
                 )
-            self._epochs[what] = max(latest, epoch)
+            self._epochs[key] = max(latest, epoch)

@@ -18,15 +18,17 @@ from moonpool.runtime.security.roles import CONDUCTOR, Caller
 
 
 class Cluster:
-    served_names = ("tiny",)
+    served_names: Sequence[str] = ("tiny",)
 
     def __init__(self) -> None:
         self.nodes: list[str] = []
         self.settings: list[Sequence[str]] = []
+        self.models: dict[str, str] = {}  # of the nodes
 
     async def start_node(self, role: str, settings: Sequence[str] = (), model: str = "") -> str:
         self.nodes.append(f"{role}-{len(self.nodes)}")
         self.settings.append(settings)
+        self.models[self.nodes[-1]] = model
         return self.nodes[-1]
 
     def settle(self, settings: Sequence[str], model: str = "") -> None:
@@ -39,7 +41,8 @@ class Cluster:
         self.settings = [[name, role, model]]
 
     def supplied(self, model: str = "") -> Sequence[SuppliedNode]:
-        return [SuppliedNode(name, "decode", STARTING, drain_s=0.5) for name in self.nodes]
+        own = [name for name in self.nodes if model in ("", self.models[name])]
+        return [SuppliedNode(name, "decode", STARTING, drain_s=0.5) for name in own]
 
 
 @pytest.fixture
@@ -93,3 +96,18 @@ async def test_a_node_is_switched_to_a_model_of_the_cluster(
     with pytest.raises(ProviderFailed, match=r"decode-0 does not change its model: .*epoch 2 asks"):
         await provider.switch("decode-0", "both", "tiny", fence=2)
     assert [node.drain_s for node in await provider.list()] == [0.5]
+
+
+async def test_rollouts_of_each_model_have_epochs_of_their_own(
+    provider: LocalProvider, cluster: Cluster
+) -> None:
+    cluster.served_names = ("tiny", "other")
+    for model, epoch in (("tiny", 3), ("other", 1)):
+        node_id = await provider.start("decode", model, rollout=epoch)
+        await provider.stop(node_id, rollout=epoch)
+    tiny, other = [await provider.start("decode", model) for model in cluster.served_names]
+    for call in (provider.start("decode", "tiny", rollout=2), provider.stop(tiny, rollout=2)):
+        with pytest.raises(ProviderFailed, match="a rollout of epoch 2 asks, and one of epoch 3 has asked"):
+            await call
+    await provider.stop(other, rollout=2)
+    assert cluster.nodes == [tiny]
