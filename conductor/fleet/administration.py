@@ -20,7 +20,7 @@ from moonpool.conductor.fleet.providers.provider import (
 )
 from moonpool.conductor.fleet.registry import NodeRegistry
 from moonpool.conductor.fleet.removal import Removable, least_missed
-from moonpool.kvstore.index.redis.node_record import ROLES, NodeRecord, stages_of
+from moonpool.kvstore.index.redis.node_record import ROLES, STAGES, NodeRecord, stages_of
 from moonpool.runtime.errors import MoonpoolError
 
 log = logging.getLogger(__name__)
@@ -287,9 +287,12 @@ class FleetAdmin:
 
     def _refuse_if_planned(self, role: str) -> None:
         if self._planned:
+            bounds = (
+                f"planner.{stage}_{end}" for stage in stages_of(role) or STAGES for end in ("least", "most")
+            )
             raise FleetUnchanged(
                 f"the planner decides how many {role} nodes there are (planner.mode=act): change "
-                f"planner.{role}_least and planner.{role}_most, or the mode"
+                f"{', '.join(bounds)} or the mode"
             )
 
     async def _live(self, role: str) -> list[SuppliedNode]:

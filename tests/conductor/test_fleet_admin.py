@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from moonpool.conductor.fleet.rollout.record import RUNNING as RUNNING_ROLLOUT
 from moonpool.conductor.fleet.rollout.steps import RolloutSteps, Stopped
 from moonpool.kvstore.index.redis.node_record import NodeLoad, NodeRecord
 from moonpool.protos import node_pb2
+from moonpool.runtime.config.options import PlannerOptions
 from moonpool.runtime.errors import MoonpoolError
 from moonpool.runtime.replicas.identity import Replica
 
@@ -320,6 +322,17 @@ async def test_where_a_planner_of_either_model_acts_operators_switch_no_node() -
     with pytest.raises(FleetUnchanged, match=r"planner\.mode=act"):
         await fleet.switch_model("decode-0", other)
     assert provider.switched == []
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "both", "store"])
+async def test_a_refusal_because_a_planner_acts_names_options_that_exist(role: str) -> None:
+    fleet, _ = admin(running(f"{role}-0"), member(f"{role}-0"))
+    fleet._planned = True
+    other, _ = admin(None)
+    with pytest.raises(FleetUnchanged, match=rf"how many {role} nodes") as refused:
+        await fleet.switch_model(f"{role}-0", other)
+    named = set(re.findall(r"planner\.(\w+)", str(refused.value)))
+    assert {"mode"} < named <= {option.name for option in fields(PlannerOptions)}
 
 
 @dataclass
