@@ -86,6 +86,8 @@ class OnDemand:
             return Prospect(NODE_WAIT_S, "this conductor has no provider that starts nodes (fleet.provider)")
         if not self.starts_nodes:
             return Prospect(NODE_WAIT_S, "no request starts a node (planner.min_warm is 1)")
+        if self._serves():
+            return Prospect(NODE_WAIT_S, "nodes serve, so that none is started")
         now_s = self._clock()
         if not self._is_wanted:
             self._asked.set()
@@ -115,7 +117,7 @@ class OnDemand:
         comes, self._joined = not joined <= self._joined, joined  # also from another model
         if num_placed != self._seen or num_running or loads or comes:
             self._seen, self._busy_s = num_placed, now_s
-        serves = all(self._registry.available(stage) for stage in STAGES)
+        serves = self._serves()
         if serves and self._began_s is not None:
             self._took_s = now_s - self._began_s
             metrics.woken_seconds.observe(self._took_s)
@@ -133,6 +135,9 @@ class OnDemand:
             if self._is_wanted:
                 self._supply.failed(str(error), now_s)
                 self._began_s = None
+
+    def _serves(self) -> bool:
+        return all(self._registry.available(stage) for stage in STAGES)
 
     async def _start_missing(self, now_s: float) -> None:
         supplied = await self._admin.supplied()

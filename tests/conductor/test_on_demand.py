@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import pytest
 
+from moonpool.conductor.admission.tenants import Tenant
 from moonpool.conductor.api.errors import as_api_error
 from moonpool.conductor.errors import NoNodes
 from moonpool.conductor.fleet.errors import ProviderFailed
@@ -176,6 +177,22 @@ async def test_a_node_that_cannot_serve_the_model_is_named_and_starts_no_other(
             await cluster.generate(request(deadline_s=30.0))
         await cluster.until(lambda: set(machines.stopped) == {"p0", "d1"})
         assert machines.started == ["p0", "d1"]
+
+
+async def test_a_request_that_may_not_go_to_the_nodes_that_serve_is_not_told_that_one_starts(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_demand, "NODE_WAIT_S", 0.2)
+    machines, acme = Machines(), Tenant("acme", regions=frozenset({"eu"}))
+    async with running(
+        url, namespace=uuid4().hex, provider=machines, planner=ON_DEMAND, region="eu"
+    ) as cluster:
+        machines.cluster = cluster
+        for name in ("p0", "d0"):
+            await cluster.add(name, region="us")
+        with pytest.raises(NoNodes, match="acme is confined to eu; nodes serve, so that none is started"):
+            await cluster.generate(request(client=acme, tenant=acme.salt(""), deadline_s=10.0))
+        assert machines.started == []
 
 
 async def test_idle_nodes_end_and_the_next_request_starts_others(url: str) -> None:
