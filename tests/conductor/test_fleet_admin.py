@@ -405,6 +405,23 @@ async def test_a_rollout_that_is_aborted_before_the_former_node_drains_starts_no
     assert list(provider.nodes) == [former]
 
 
+async def test_a_rollout_that_is_aborted_while_its_last_node_ends_is_not_done() -> None:
+    provider = Versioned()
+    await provider.start("decode", "tiny")
+    status = RolloutStatus(RUNNING_ROLLOUT, ("engine.max_batch_size=8",))
+
+    def aborted() -> bool:
+        for one in provider.members.values():
+            one.is_open = True  # its gate has passed
+        return bool(status.moves) and status.moves[0].state == "done"
+
+    steps = provider.steps(status, [], aborted)
+    with pytest.raises(Stopped, match="an operator aborted it"):
+        await steps.replace_all()
+    await steps.roll_back()
+    assert list(provider.nodes) == ["decode-2"]
+
+
 async def test_a_roll_back_that_is_taken_over_starts_one_node_for_each_that_has_gone() -> None:
     provider = Versioned()
     newcomers = [await provider.start("decode", "tiny") for _ in range(2)]

@@ -62,6 +62,8 @@ class RolloutSteps:
                 break
             moves.append(Replacement(left[0].node_id, left[0].role, known))
             await self.saved()
+        if self.aborted():
+            raise Stopped("an operator aborted it")
         await self.provider.settle(self.status.settings)
 
     async def roll_back(self) -> None:
