@@ -86,6 +86,9 @@ class Arbiter:
         }
         loans = lend([self._state(self._models[name], look, now_s) for name, look in looks.items()])
         would = {(loan.node_id, loan.borrower) for loan in loans}
+        for name, one in self._models.items():
+            if self.status[name].get("loan", "").startswith("would "):  # advice holds for a round
+                del self.status[name]["loan"], one.planner.status["loan"]
         for loan in loans:
             sides = [self._models[name].planner for name in (loan.lender, loan.borrower)]
             acts = all(planner.mode == ACT for planner in sides)

@@ -273,6 +273,11 @@ async def test_advice_is_given_once_and_changes_nothing(url: str) -> None:
         assert (pair.a.num_nodes, pair.b.num_nodes, pair.b.fleet.num_calls) == (1, 4, 0)
         (text,) = pair.said
         assert text.startswith("would lend prefill-b-4 to a: ")
+        shown = pair.arbiter.status["a"], pair.a.planner.status
+        assert [status["loan"] for status in shown] == [text, text]
+        pair.a.rate = 0
+        await pair.run(300)
+        assert not any("loan" in status for status in shown), "a lacks no node any more"
 
 
 async def test_without_planners_nothing_is_lent_and_what_is_stranded_is_counted(url: str) -> None:
