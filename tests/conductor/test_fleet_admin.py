@@ -59,6 +59,8 @@ class FakeProvider:
 
 
 class Drained:
+    connected = True
+
     def __init__(self) -> None:
         self.num_drains = 0
         self.roles: list[str] = []
@@ -340,6 +342,8 @@ class Served(FakeMember):
     """``is_open``: its gate has passed."""
 
     is_open: bool = True
+    healthy: bool = True
+    breaker: Any = field(default_factory=lambda: SimpleNamespace(closed=lambda now_s: True))
 
     def serves(self, now_s: float) -> bool:
         return True
@@ -352,12 +356,20 @@ class Served(FakeMember):
 class Versioned(FakeProvider):
     """Nodes join ``members`` at once, and end at once. Those with settings of their own join gated.
 
-    ``told``: raised by the next start, which has its effect nevertheless.
+    ``told``: raised by the next start, which has its effect nevertheless. ``num_replicas``: of each node, of
+    which the first one joins.
     """
 
     members: dict[str, Served] = field(default_factory=dict)
     num_started: int = 0
+    num_replicas: int = 1
     told: BaseException | None = None
+
+    def join(self, node_id: str, number: int, *, is_open: bool) -> None:
+        role = self.nodes[node_id].role
+        replica = Replica(node_id, number, self.num_replicas) if self.num_replicas > 1 else None
+        name = replica.replica_id if replica else node_id
+        self.members[name] = Served(NodeRecord(name, 1, role, replica=replica), is_open=is_open)
 
     async def start(
         self, role: str, model: str, fence: int = 0, *, settings: Sequence[str] = (), rollout: int = 0
@@ -365,7 +377,7 @@ class Versioned(FakeProvider):
         node_id = f"{role}-{self.num_started}"
         self.num_started += 1
         self.nodes[node_id] = SuppliedNode(node_id, role, RUNNING)
-        self.members[node_id] = Served(NodeRecord(node_id, 1, role), is_open=not settings)
+        self.join(node_id, 0, is_open=not settings)
         told, self.told = self.told, None
         if told is not None:
             raise told
@@ -420,6 +432,29 @@ async def test_a_rollout_that_is_aborted_while_its_last_node_ends_is_not_done() 
         await steps.replace_all()
     await steps.roll_back()
     assert list(provider.nodes) == ["decode-2"]
+
+
+async def test_a_rollout_waits_for_all_replicas_of_a_newcomer_and_watches_them() -> None:
+    provider = Versioned()
+    await provider.start("decode", "tiny")
+    status = RolloutStatus(RUNNING_ROLLOUT, ("engine.max_batch_size=8",), watch_s=30.0)
+    states: list[str] = []
+
+    def aborted() -> bool:
+        states.append(status.moves[0].state)
+        assert len(states) < 9, states
+        if len(states) == 2:
+            provider.join("decode-1", 1, is_open=False)
+        if len(states) == 4:
+            second = provider.members["decode-1.1"]
+            second.record, second.healthy = replace(second.record, reasons=("its disk is slow",)), False
+        return False
+
+    provider.num_replicas = 2
+    steps = provider.steps(status, [], aborted)
+    with pytest.raises(Stopped, match="decode-1 is unhealthy: its disk is slow"):
+        await steps.replace_all()
+    assert states == ["starting", "starting", "watched", "watched"]
 
 
 async def test_a_roll_back_that_is_taken_over_starts_one_node_for_each_that_has_gone() -> None:

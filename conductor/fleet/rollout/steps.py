@@ -96,7 +96,7 @@ class RolloutSteps:
         if move.state != "draining":
             members = await self._joined(move.new)
             move.state = "watched"
-            await self._watch(move, members[0])
+            await self._watch(move, members)
             move.state = "draining"
             await self.saved()
             await self._joined(move.new, is_open=True)
@@ -129,7 +129,7 @@ class RolloutSteps:
         return node_id in {node.node_id for node in await self.fleet.supplied() if node.counts}
 
     async def _joined(self, node_id: str, *, is_open: bool = False, abortable: bool = True) -> list[Member]:
-        """The node, once it can be reached; ``is_open``: once requests go there."""
+        """The node's replicas, once all can be reached; ``is_open``: once requests go there."""
         until_s = self.clock() + JOIN_S
         while True:
             supplied = {node.node_id: node for node in await self.fleet.supplied()}
@@ -141,14 +141,16 @@ class RolloutSteps:
                 if why := self.registry.incompatible(member.record):
                     raise Stopped(f"{node_id} cannot serve beside the other nodes: {why}")
             now_s = self.clock()
-            if members and all((one.available if is_open else one.serves)(now_s) for one in members):
+            replica = members[0].record.replica if members else None
+            num_serving = sum((one.available if is_open else one.serves)(now_s) for one in members)
+            if num_serving == (replica.count if replica else 1):
                 return members
             await self._pause(until_s, f"{node_id} did not join within {JOIN_S:g} s", abortable)
 
-    async def _watch(self, move: Replacement, member: Member) -> None:
+    async def _watch(self, move: Replacement, members: Sequence[Member]) -> None:
         """The gate: it answers, about as fast as the node before it, and nothing is wrong with it for
         ``watch_s``."""
-        epoch = member.record.epoch
+        epochs = {member.node_id: member.record.epoch for member in members}
         move.old_probe_s = await self._probed(move.old)
         move.probe_s = await self._probed(move.new)
         limit_s = _SLOWER * move.old_probe_s + _SLOWER_S
@@ -159,15 +161,16 @@ class RolloutSteps:
             )
         ends_s = self.clock() + self.status.watch_s
         while (now_s := self.clock()) < ends_s:
-            found = self.registry.members.get(member.node_id)
-            if found is None or found.record.epoch != epoch:
-                raise Stopped(f"{move.new} ended or began anew while it was watched")
-            if not found.client.connected:
-                raise Stopped(f"{move.new} could not be reached while it was watched")
-            if not found.healthy:
-                raise Stopped(f"{move.new} is unhealthy: {'; '.join(found.record.reasons)}")
-            if not found.breaker.closed(now_s):
-                raise Stopped(f"{move.new} failed requests while it was watched")
+            for node_id, epoch in epochs.items():
+                found = self.registry.members.get(node_id)
+                if found is None or found.record.epoch != epoch:
+                    raise Stopped(f"{move.new} ended or began anew while it was watched")
+                if not found.client.connected:
+                    raise Stopped(f"{move.new} could not be reached while it was watched")
+                if not found.healthy:
+                    raise Stopped(f"{move.new} is unhealthy: {'; '.join(found.record.reasons)}")
+                if not found.breaker.closed(now_s):
+                    raise Stopped(f"{move.new} failed requests while it was watched")
             await self._pause(ends_s + 1, "")
 
     async def _probed(self, node_id: str) -> float:
