@@ -264,7 +264,7 @@ class Replicator:
             idle = min(targets, key=partial(self._cost_to_keep, min(have), held), default=None)
             num_blocks = length - (held.get(idle.node_id, 0) if idle is not None else 0)
             made = False
-            if idle is not None and self._clock() < ends_s:
+            if idle is not None and self._makes_copies and self._clock() < ends_s:
                 nbytes = num_blocks * layout.block_nbytes
                 copy = Copy(min(have), idle.node_id, chain.keys, num_blocks, nbytes, chain.keys[-1])
                 made = await self._copy(scope, copy)
