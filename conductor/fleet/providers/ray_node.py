@@ -69,7 +69,8 @@ class RayNode:
     def stop(self) -> None:
         """Drain and end the node; the state is ``ENDED`` then. Returns at once. Idempotent."""
         if not self._stopping.done():
-            self._state = STOPPING
+            # Nothing runs any more of one that failed.
+            self._state = ENDED if self._state == FAILED else STOPPING
             self._stopping.set_result(None)
 
     async def _run(self) -> None:
