@@ -20,6 +20,7 @@ from moonpool.conductor.fleet.providers.provider import (
 )
 from moonpool.conductor.fleet.registry import NodeRegistry
 from moonpool.conductor.fleet.removal import Removable, least_missed
+from moonpool.kvstore.index.redis.engine_facts import is_engine
 from moonpool.kvstore.index.redis.node_record import ROLES, STAGES, NodeRecord, stages_of
 from moonpool.runtime.errors import MoonpoolError
 
@@ -238,6 +239,11 @@ class FleetAdmin:
         members = self._members_of(node_id)
         former = members[0].record.role
         for one in members:
+            if is_engine(one.record):
+                raise FleetUnchanged(
+                    f"{node_id} is an engine of another project: start it again as a {role} one where it "
+                    "was started"
+                )
             if not can_become(one.record, role):
                 stages = ", ".join(one.record.stages) or one.record.role
                 raise FleetUnchanged(f"{node_id} cannot become a {role} node: it can {stages}")
@@ -316,4 +322,4 @@ async def _nothing(node_id: str) -> None:
 def can_become(record: NodeRecord, role: str) -> bool:
     """Whether the node of this record can change to ``role`` in place."""
     stages = stages_of(role)
-    return bool(stages) and all(record.can(stage) for stage in stages)
+    return bool(stages) and not is_engine(record) and all(record.can(stage) for stage in stages)

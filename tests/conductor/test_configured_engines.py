@@ -8,6 +8,7 @@ import pytest
 
 from moonpool.conductor.engines import configured
 from moonpool.conductor.engines.configured import EngineEntry
+from moonpool.conductor.fleet.errors import FleetUnchanged
 from moonpool.runtime.errors import ConfigError
 from tests.conductor.core_nodes import PROMPT, continuation, running
 from tests.conductor.core_nodes import request as asked
@@ -32,6 +33,10 @@ async def test_they_take_requests_in_their_roles(url: str) -> None:
         assert [timeline.summary.prefill_node, timeline.summary.decode_node] == names
         given = {"do_remote_prefill": True, "remote_engine_id": "p"}
         assert servers[1].bodies[0]["kv_transfer_params"] == given
+        # They keep their roles: an operator is told so, and a planner counts on no change.
+        assert not any(map(cluster.conductor._planner._can_switch, names, ("prefill", "decode")))
+        with pytest.raises(FleetUnchanged, match="is an engine of another project: start it again"):
+            await cluster.conductor.fleet.switch_role(names[0], "decode")
 
 
 async def test_one_that_serves_another_model_is_not_used(

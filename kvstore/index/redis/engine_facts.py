@@ -51,6 +51,11 @@ class EngineFacts:
         return {**extra, _FIELD: asdict(self)}
 
 
+def is_engine(record: NodeRecord) -> bool:
+    """Whether it is an engine that takes requests, though its facts may not be usable."""
+    return record.extra.get(_FIELD) is not None
+
+
 def facts_of(record: NodeRecord) -> EngineFacts | None:
     """None: it is no engine that takes requests. Raises ``RecordCorrupt``."""
     found = record.extra.get(_FIELD)
