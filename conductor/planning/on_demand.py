@@ -169,6 +169,8 @@ class OnDemand:
     async def _end_idle(self) -> None:
         live: list[SuppliedNode] = [node for node in await self._admin.supplied() if node.counts]
         for node in live:
+            if self._activity() != (self._seen, 0):
+                return  # a request has come meanwhile
             if node.can_stop and node.role != "store":
                 why = f"nothing was asked of the model for {self._idle_s:g} s"
                 await self._admin.stop(node.node_id, why)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -47,6 +47,7 @@ class Machines:
         self.is_reachable = asyncio.Event()
         self.is_reachable.set()
         self.num_listed = 0  # calls
+        self.on_stop: Callable[[], Awaitable[None]] | None = None
         self.started: list[str] = []
         self.stopped: list[str] = []
         self.states: dict[str, SuppliedNode] = {}
@@ -83,6 +84,8 @@ class Machines:
             self.stopped.append(node_id)
             self.states[node_id] = replace(self.states[node_id], state=STOPPING)
             await self.cluster.nodes[node_id].leave()
+            if self.on_stop is not None:
+                await self.on_stop()
 
     async def list(self) -> Sequence[SuppliedNode]:
         self.num_listed += 1
@@ -205,6 +208,24 @@ async def test_idle_nodes_end_and_the_next_request_starts_others(url: str) -> No
         await cluster.until(lambda: not cluster.conductor.nodes)
         assert await cluster.generate(request("b")) == continuation(PROMPT, 8)
         assert len(machines.started) == 4
+
+
+async def test_a_request_that_comes_while_idle_nodes_end_keeps_those_that_are_left(url: str) -> None:
+    machines, planner = Machines(), PlannerOptions(min_warm=0, hold_s=0.5)
+    asked: list[asyncio.Task[list[int]]] = []
+    async with running(url, namespace=uuid4().hex, provider=machines, planner=planner) as cluster:
+        machines.cluster = cluster
+
+        async def comes() -> None:
+            asked.append(asyncio.create_task(cluster.generate(request("b"))))
+            await cluster.until(lambda: cluster.conductor._deps.admission.num_requests)
+            machines.on_stop = None
+
+        machines.on_stop = comes
+        assert await cluster.generate(request("a")) == continuation(PROMPT, 8)
+        await cluster.until(lambda: asked)
+        assert await asked[0] == continuation(PROMPT, 8)
+        assert (len(machines.stopped), len(machines.started)) == (1, 3)
 
 
 async def test_a_node_that_works_is_not_idle(url: str) -> None:
