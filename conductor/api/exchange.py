@@ -239,6 +239,8 @@ class GenerationExchange:
         if body.stream:
             replays = self._kind.repeats_text
             stream = await resumable(self._http, context, self._id, body, runs, earlier, repeats_text=replays)
+        if stream is not None and self._beats is not None:
+            stream.announce(self._beats.response)  # the first comment sends the headers
         if drafts and not await self._drafted(runs, body):
             return None
         answer_id, created = self._id, int(context.unix_clock())

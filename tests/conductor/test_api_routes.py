@@ -18,6 +18,7 @@ from prometheus_client import REGISTRY
 from moonpool.conductor.api.context import ApiContext
 from moonpool.conductor.api.models.lanes import Lane, Lanes
 from moonpool.conductor.api.streams import heartbeats
+from moonpool.conductor.api.streams.carried import PAST_HEADER
 from moonpool.conductor.errors import NoNodes, RequestFailed
 from moonpool.conductor.request import GenerateRequest
 from moonpool.runtime.config.options import ConductorOptions
@@ -232,6 +233,23 @@ async def test_a_stream_that_is_held_beats(checkpoint: Path, monkeypatch: pytest
                 events = (await response.text()).removesuffix("\n\n").split("\n\n")
             assert events[-1] == "data: [DONE]"
             assert all(one.startswith("data: ") for one in events), "no comment after the first token"
+
+
+async def test_a_stream_that_is_held_says_with_its_first_comment_that_it_carries_its_past(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a router of cells could not go on with it elsewhere."""
+    monkeypatch.setattr(heartbeats, "EVERY_S", 0.01)
+    async with tiers(checkpoint, {"name": "early", "cascade": EARLY}) as served:
+        gate = asyncio.Event()
+        served.small.script = lambda request: [gate, UNSURE, UNSURE, UNSURE]
+        body = {"model": "early", "prompt": "In", "stream": True}
+        url, carry = f"{served.api.url}/v1/completions", {PAST_HEADER: "1"}
+        async with served.api.client.post(url, json=body, headers=carry) as response:
+            assert response.headers[PAST_HEADER] == "1"
+            assert await response.content.readuntil(b"\n\n") == heartbeats.HEARTBEAT
+            gate.set()
+            assert ": past " in await response.text()
 
 
 async def test_an_error_after_a_heartbeat_is_an_event_and_before_it_a_status(

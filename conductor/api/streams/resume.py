@@ -80,6 +80,11 @@ class Resumable:
         """Choices that have begun for the client."""
         return {index for index, position in enumerate(self.seen) if position.num_tokens or position.ended}
 
+    def announce(self, response: web.StreamResponse) -> None:
+        """Say that the stream carries its past, unless the headers of ``response`` have been sent."""
+        if self.carried is not None and not response.prepared:
+            response.headers[PAST_HEADER] = "1"
+
     def advance(self, run: SequenceRun, delta: Delta) -> Delta | None:
         """Note an addition. Returns what of it the client does not have; None: it has all.
 

@@ -14,7 +14,6 @@ from moonpool.conductor.api.choice import Delta
 from moonpool.conductor.api.context import ApiContext
 from moonpool.conductor.api.errors import as_api_error, draining, name_of
 from moonpool.conductor.api.sequence_runs import SequenceRun, Sink
-from moonpool.conductor.api.streams.carried import PAST_HEADER
 from moonpool.conductor.api.streams.heartbeats import Heartbeats
 from moonpool.conductor.api.streams.resume import HANDED_OVER, Resumable
 from moonpool.conductor.api.streams.stream_writer import StreamWriter
@@ -62,8 +61,8 @@ class EventStream:
         self._opened = set[int]() if resumable is None else resumable.opened
         self._beats = beats
         self._response = new_stream() if beats is None else beats.response
-        if resumable is not None and resumable.carried is not None and not self._response.prepared:
-            self._response.headers[PAST_HEADER] = "1"
+        if resumable is not None:
+            resumable.announce(self._response)
         self._writer = StreamWriter(http, self._response, context.options.write_timeout_s, context.clock)
 
     async def run(
