@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import threading
 import time
@@ -25,6 +26,8 @@ from moonpool.transfer import (
     TransferError,
     TransferReport,
 )
+from moonpool.transfer.connections.notification import MAX_WAITING_NBYTES
+from moonpool.transfer.connections.wire import MAX_FRAME_NBYTES
 from moonpool.transfer.copying.memcpy import copy_here
 from moonpool.transfer.native.arrays import U64
 from moonpool.transfer.native.compiled_copy import NEVER, Stop
@@ -416,3 +419,29 @@ async def test_a_lost_local_agent_is_lost() -> None:
             peer.notify(b"anybody there?")
         with pytest.raises(PeerLost):
             await agent.connect(theirs.describe())
+
+
+async def test_notes_that_a_peer_leaves_unread_hold_up_no_facts_about_regions() -> None:
+    async with await start_here("tcp") as agent, await start_here("tcp") as theirs:
+        memory, remote, other = (one.allocate(64, "memory") for one in (agent, theirs, theirs))
+        peer = await agent.connect(theirs.describe())
+        (control,) = theirs._controls
+        async with asyncio.timeout(60):
+            while not theirs.notes.full:
+                with contextlib.suppress(TransferError):
+                    peer.notify(bytes(MAX_FRAME_NBYTES))
+                await asyncio.sleep(0)
+        for nbytes in (MAX_FRAME_NBYTES, 0):
+            with pytest.raises(TransferError, match="has not taken"):
+                while True:
+                    peer.notify(bytes(nbytes))
+        asked = peer.read([Span(memory.id, 0, 64)], [Span(remote.id, 0, 64)], deadline_s=20)
+        other.close()
+        control.note(b"it is closed")
+        while not agent.notes._waiting and not peer.lost:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert not peer.lost and not asked.done()
+        async with asyncio.timeout(60):
+            for _ in range(MAX_WAITING_NBYTES // MAX_FRAME_NBYTES):
+                await anext(theirs.notifications())
+        assert (await asked).nbytes == 64

@@ -20,9 +20,10 @@ from moonpool.transfer.connections.wire import (
 )
 from moonpool.transfer.errors import TransferError
 
-_MAX_BACKLOG_NBYTES = 4 << 20
-# A peer that was stopped for longer than this lasts checks the lifeline after its reads.
-_MAX_CLOSED_NBYTES = 4 * _MAX_BACKLOG_NBYTES
+_MAX_NOTES_NBYTES = 4 << 20
+# Facts about regions have room beyond unread notes. A peer that was stopped for longer than this lasts checks
+# the lifeline after its reads.
+_MAX_BACKLOG_NBYTES = 4 * _MAX_NOTES_NBYTES
 _RECEIVE_NBYTES = 64 << 10
 
 
@@ -74,10 +75,9 @@ class Control:
         if known is not None:
             return known
         answer: asyncio.Future[RegionInfo] = self._loop.create_future()
-        answers = self._questions.setdefault(region_id, [])
-        answers.append(answer)
-        if len(answers) == 1:
+        if region_id not in self._questions:
             self._send(Frame.ASK_REGION, REGION_ID.pack(region_id))
+        self._questions.setdefault(region_id, []).append(answer)
         return await answer
 
     def known_region(self, region_id: int) -> RegionInfo | None:
@@ -86,13 +86,13 @@ class Control:
 
     def note(self, payload: bytes) -> None:
         """Send a note. Raises TransferError: the connection is broken, or too many notes wait."""
-        self._send(Frame.NOTE, payload)
+        self._send(Frame.NOTE, payload, most_nbytes=_MAX_NOTES_NBYTES)
 
     def region_closed(self, region_id: int) -> None:
         """Tell the other side that a region of ours was closed. Does nothing on a broken connection."""
         if self.open:
             with contextlib.suppress(TransferError):
-                self._send(Frame.REGION_CLOSED, REGION_ID.pack(region_id), most_nbytes=_MAX_CLOSED_NBYTES)
+                self._send(Frame.REGION_CLOSED, REGION_ID.pack(region_id))
 
     def release_region(self, region_id: int) -> None:
         """Tell the other side that we no longer read a region it has closed."""
