@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import AsyncExitStack, suppress
@@ -73,6 +74,7 @@ class EngineNode(StoreNode):
         self._pins = PinnedPrompts()
         self._fetching = asyncio.Semaphore(_MOST_FETCHES)
         self._keeping: dict[BlockKey, list[asyncio.Event]] = {}  # by the last block: whether it was leased
+        self._loading: Counter[BlockKey] = Counter()  # loads by their partial block
 
     def first_layout(self, maker: ShelfFactory) -> OpaqueLayout:
         # Whatever else is on disk: it may be of another block size or model.
@@ -223,6 +225,8 @@ class EngineNode(StoreNode):
         ``OtherLayout``: their contents are undefined then.
         """
         store = await self._kv.open_layout(self._own_layout)
+        tails = [] if load.tail is None else [load.tail]
+        self._loading.update(tails)
         try:
             if load.source:
                 if load.tenant:
@@ -230,8 +234,10 @@ class EngineNode(StoreNode):
                 await self._kv.replicate(node_pb2.KvAddress.FromString(load.source), load.keys)
             await self._load(store, load)
         finally:
-            if load.tail is not None:
-                await store.remove([load.tail])
+            self._loading.subtract(tails)
+            if tails and not self._loading[tails[0]]:
+                del self._loading[tails[0]]
+                await store.remove(tails)
             if load.tenant:
                 await self._tenants.trim(store)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +13,7 @@ import pytest
 
 from moonpool.connectors.vllm import engine_node
 from moonpool.connectors.vllm.parameters.hand_over import hand_over_of
+from moonpool.connectors.vllm.plan import Outcome
 from tests.connectors.conftest import Make, Redis
 from tests.connectors.small_engine import BLOCK, Peer, Request, SmallEngine, until
 from tests.processes import stop
@@ -59,6 +63,38 @@ def test_a_prompt_is_kept_until_it_is_read(
         store.check_integrity()
     finally:
         reader.close()
+
+
+def test_two_loads_of_one_prompt_do_not_remove_each_others_partial_block(
+    engine: Make, giver: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, num_tokens = engine("one"), 3 * BLOCK + 5
+    knows(one, giver)
+    params = giver.give("p", num_tokens)
+    first, second = (Request(name, num_tokens, "p", kv_transfer_params=params) for name in ("p1", "p2"))
+    pages, copying, gate = one.node._pages, threading.Event(), threading.Event()
+    copy_in = pages.copy_in
+
+    def held(*args: Any) -> None:
+        copying.set()
+        gate.wait(60)
+        copy_in(*args)
+
+    monkeypatch.setattr(pages, "copy_in", held)
+    one.begin(first)
+    assert copying.wait(60)
+    stop(giver.pid)
+    try:
+        one.begin(second)  # what it loads is here, which it asks its giver to keep
+        until(lambda: one.node._kv._num_readers)
+        gate.set()
+        assert one.await_load() == Outcome({"p1"})
+    finally:
+        os.kill(giver.pid, signal.SIGCONT)
+    assert one.await_load() == Outcome({"p2"})
+    store = one.node._kv.store
+    assert len(store.host) == 3 and not store.host.num_pinned, "partial blocks are not kept"
+    store.check_integrity()
 
 
 def test_a_prompt_that_nobody_reads_is_let_go(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
