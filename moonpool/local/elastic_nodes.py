@@ -200,15 +200,19 @@ class ElasticNodes:
         try:
             await child.wait_ready(ready_timeout_s(child))
         except ChildFailed as failure:
-            if child.name not in self._ending:
+            if self._is_wanted(child.name):
                 self.gave_up(child.name, failure)
                 child.kill()
                 await child.wait()
-                del self.children[child.name]
+                self.children.pop(child.name, None)
             return
-        if child.name not in self._ending:
+        if self._is_wanted(child.name):
             self._report(f"{child.name} is ready after {self._clock() - self._started_s[child.name]:.1f} s")
             self._watch(child.name)
+
+    def _is_wanted(self, name: str) -> bool:
+        """Whether nobody has stopped the node."""
+        return name in self.children and name not in self._ending
 
     async def _take_down(self, name: str) -> None:
         if (switching := self._switching.get(name)) is not None:
@@ -216,7 +220,7 @@ class ElasticNodes:
         if (child := self.children.get(name)) is not None:
             await child.stop(self._drain_s + STOP_TIMEOUT_S)
             self._report(f"{name} has ended")
-            del self.children[name]
+            self.children.pop(name, None)  # it may have failed to start meanwhile
         self._ending.discard(name)
 
     async def _switch(self, child: Child, successor: Child, former: str, role: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from moonpool.conductor.fleet.providers.provider import FAILED
 from moonpool.local import children
 from moonpool.local.cluster import LocalCluster
+from moonpool.local.supervisor import NodeNotSupplied
 from moonpool.runtime.config.options import ClusterOptions, Config
 from moonpool.runtime.service import crash_loop
 from moonpool.runtime.service.child import Child
@@ -65,5 +67,34 @@ async def test_a_node_that_is_given_up_leaves_its_place_to_another(
         assert "model.device=cuda:1" in nodes.children["decode-1"]._command
         with pytest.raises(children.NoRoom):
             await nodes.start_node("decode")
+    finally:
+        await cluster.stop()
+
+
+async def test_a_node_that_ends_while_it_starts_and_is_stopped_breaks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a_node.py").write_text("import signal; signal.pause()")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    config = replace(Config(), cluster=ClusterOptions(prefill=1, decode=1))
+    cluster = LocalCluster(config, directory=tmp_path)
+    nodes = cluster._elastic
+    made = children.Children(config, tmp_path, lambda name, done, total: None, node_module="a_node")
+    nodes.begin(config, {"tiny": made}, supervises=True)
+    try:
+        for turn in range(9):
+            name = await nodes.start_node("decode")
+            (child := nodes.children[name]).kill()
+            while child.returncode is None:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            for _ in range(turn % 3):
+                await asyncio.sleep(0)
+            with suppress(NodeNotSupplied):
+                nodes.stop_node(name)
+            while nodes._changes:
+                await asyncio.wait(nodes._changes)
+            await asyncio.sleep(0)
+            assert not cluster._broken.done(), cluster._broken.exception()
+            assert name not in nodes.children and name not in nodes._ending
     finally:
         await cluster.stop()
