@@ -19,7 +19,7 @@ from moonpool.local.children import NODE_MODULE, Children, ready_timeout_s
 from moonpool.local.elastic_nodes import STOP_TIMEOUT_S, ElasticNodes
 from moonpool.local.node_configs import models_to_start
 from moonpool.local.played_hosts import PlayedHost
-from moonpool.local.preflight import check_before_start
+from moonpool.local.preflight import check_before_start, check_memory
 from moonpool.local.preload import PRELOAD
 from moonpool.local.ray_nodes import RayNodes
 from moonpool.local.redis_server import RedisServer
@@ -142,8 +142,11 @@ class LocalCluster:
         imports = PRELOAD | {self._node_module: PRELOAD[NODE_MODULE]}
         if (server := use_fork_server(imports)) is not None:
             server.start()  # it imports in the background
-        for one in models_to_start(self.config):
-            await check_before_start(one.config)
+        models = [one.config for one in models_to_start(self.config)]
+        for one in models:
+            await check_before_start(one)
+        if not self._on_ray:
+            check_memory(*(one for one in models if one.planner.min_warm or not self._supervises))
         if self.config.cluster.engine == "vllm":
             find_vllm()
         if self._remove_directory:

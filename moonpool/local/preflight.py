@@ -55,14 +55,17 @@ def check_port(host: str, port: int) -> None:
             raise
 
 
-def check_memory(config: Config) -> None:
-    """Raise ``TooLittleMemory`` if the pools of all nodes exceed the free memory."""
-    lent = config.store.host.capacity_nbytes + config.store_node.object_nbytes
-    pools = 0 if computes_on_gpus(config) else pools_nbytes(config)
-    needed = pools + config.cluster.store * lent
-    available = available_nbytes()
+def check_memory(*configs: Config) -> None:
+    """Raise ``TooLittleMemory`` if the pools of all nodes of these models exceed the free memory."""
+    needed, available = sum(map(_needed_nbytes, configs)), available_nbytes()
     if needed > available:
         raise TooLittleMemory(needed, available)
+
+
+def _needed_nbytes(config: Config) -> int:
+    lent = config.store.host.capacity_nbytes + config.store_node.object_nbytes
+    pools = 0 if computes_on_gpus(config) else pools_nbytes(config)
+    return pools + config.cluster.store * lent
 
 
 def available_nbytes() -> int:

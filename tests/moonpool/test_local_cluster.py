@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from moonpool.conductor.fleet.providers.provider import FAILED
-from moonpool.local import children
+from moonpool.errors import TooLittleMemory
+from moonpool.local import children, preflight
 from moonpool.local.cluster import LocalCluster
 from moonpool.local.supervisor import NodeNotSupplied
-from moonpool.runtime.config.options import ClusterOptions, Config
+from moonpool.runtime.config.engine_options import shipped
+from moonpool.runtime.config.options import ClusterOptions, Config, ModelsOptions
 from moonpool.runtime.service import crash_loop
 from moonpool.runtime.service.child import Child
 
@@ -96,5 +98,24 @@ async def test_a_node_that_ends_while_it_starts_and_is_stopped_breaks_nothing(
             await asyncio.sleep(0)
             assert not cluster._broken.done(), cluster._broken.exception()
             assert name not in nodes.children and name not in nodes._ending
+    finally:
+        await cluster.stop()
+
+
+async def test_the_pools_of_all_models_together_must_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(
+        Config(),
+        cluster=ClusterOptions(prefill=0, decode=0, both=1),
+        engine=replace(Config().engine, pool_nbytes=300 << 20),
+        models=ModelsOptions(served=("a=", f"b={shipped('small')}")),
+        conductor=replace(Config().conductor, port=0),
+    )
+    monkeypatch.setattr(preflight, "available_nbytes", lambda: 500 << 20)
+    cluster = LocalCluster(config, directory=tmp_path)
+    try:
+        with pytest.raises(TooLittleMemory):
+            await cluster.start()
     finally:
         await cluster.stop()
