@@ -295,6 +295,7 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         """Release the sequence's blocks when they were taken, or at the request's deadline."""
 
         async def keep() -> None:
+            known_s = 0.0
             try:
                 async with asyncio.timeout(self.config.store.lease_ttl_s):
                     await handover.followed.wait()
@@ -303,8 +304,10 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
             except TimeoutError:
                 log.warning("no decode node took the blocks of %s in time", sequence.request_id)
                 handover.fail(HandoverFailed("its blocks were not taken in time"))
+                # A follower that comes later must not wait for this prompt until its deadline.
+                known_s = time_left_s(work, sequence.arrived_s) or self.config.store.lease_ttl_s
             finally:
-                self._handovers.pop(sequence.key, None)
+                asyncio.get_running_loop().call_later(known_s, self._handovers.pop, sequence.key, None)
                 self.engine.release(sequence)
 
         task = vital(keep(), f"handover of {sequence.request_id}")

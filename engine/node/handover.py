@@ -84,12 +84,12 @@ class Handover:
 
     async def finished(self) -> tuple[Sequence, node_pb2.TokenOut]:
         """Wait for the end of the prefill, for a follower on the same node. Raises as ``chunks``."""
-        while self._token is None:
-            if self._failure:
-                raise self._failure
+        while self._token is None and not self._failure:
             await self._news.wait()
             self._news.clear()
-        assert self._sequence is not None
+        if self._failure:
+            raise self._failure
+        assert self._sequence is not None and self._token is not None
         return self._sequence, self._token
 
     async def chunks(
