@@ -102,9 +102,7 @@ class Server:
             self._loaded.add(module)
             if (request := self._serve(0)) is not None:
                 return request
-        # What is imported stays: forked processes need neither search it for garbage nor copy its pages.
         gc.collect()
-        gc.freeze()
         while (request := self._serve(None)) is None:
             pass
         return request
@@ -202,6 +200,8 @@ class Server:
             title.append(f"(of process {request.parent})")
         _set_title(" ".join(title))
         served = Served(connection, self._preload, request.environment)
+        # What is imported stays: to search it for garbage would copy its pages.
+        gc.freeze()
         gc.enable()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import sys
@@ -18,6 +19,7 @@ def facts() -> dict[str, object]:
         "directory": os.getcwd(),
         "colour": os.environ.get("COLOUR"),
         "preloaded": "xml.dom.minidom" in sys.modules,
+        "frozen": gc.get_freeze_count(),
         "name": __name__,
         "threads": threading.active_count(),
         "tasks": len(os.listdir("/proc/self/task")),

@@ -85,7 +85,7 @@ async def test_it_is_what_exec_would_have_made(monkeypatch: pytest.MonkeyPatch, 
     assert not executed["preloaded"]
     for facts in (forked, executed):
         assert facts["session"] == facts.pop("pid")
-        del facts["session"], facts["preloaded"]
+        del facts["session"], facts["preloaded"], facts["frozen"]
     assert len(forked.pop("files")) == len(executed.pop("files")) + 1  # its way to the server
     assert forked == executed
 
@@ -139,6 +139,21 @@ async def test_signals_reach_it(tmp_path: Path) -> None:
         end()
         assert await child.wait() == code
         end()
+
+
+def test_what_was_imported_is_searched_for_no_garbage_also_while_the_server_imports(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    go = tmp_path / "go"
+    monkeypatch.setenv("LOAD_WHEN", str(go))
+    server = ForkServer({"first": ["tests.runtime.waits_to_load"], **PRELOAD, "last": ["xml.sax"]})
+    read, write = os.pipe()
+    with server.ask(command("facts", "0"), os.environ, [0, write, 2]), open(read) as told:
+        os.close(write)
+        go.touch()
+        facts = json.loads(told.readline())
+    assert facts["preloaded"]
+    assert facts["frozen"] > 10_000
 
 
 @pytest.mark.parametrize("words", [("facts", "sleep"), ("another",)])
