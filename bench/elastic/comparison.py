@@ -104,8 +104,6 @@ class Comparison:
             found = self._least_prefill(case, decode, high, attained)
             if found is not None:
                 best = (found[0], decode, found[1])
-            elif best is not None:
-                break
         return best
 
     def _least_prefill(

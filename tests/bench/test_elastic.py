@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from click.testing import CliRunner
 
 from moonpool.bench.cli import bench
-from moonpool.bench.elastic.comparison import behaviour, num_reversed
-from moonpool.bench.elastic.fleets import Planned, Task, simulate
+from moonpool.bench.elastic.comparison import Case, Comparison, behaviour, num_reversed
+from moonpool.bench.elastic.fleets import Planned, Result, Task, simulate
 from moonpool.bench.elastic.live import LiveLoad, Watch
 from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.planning.plan import ADD, REMOVE, SWITCH, Bounds
@@ -116,6 +117,22 @@ def test_in_bursts_a_planned_fleet_needs_fewer_node_hours_than_a_fixed_one_that_
     sizes = (simulate(fleet(prefill, attained=planned.attained), work) for prefill in range(1, 17))
     smallest = next(one for one in sizes if one is not None)
     assert planned.node_hours < 0.85 * smallest.node_hours
+
+
+def test_the_smallest_fixed_fleet_may_have_many_more_decode_nodes() -> None:
+    """One more in place of a prefill node does not yet suffice, three more do."""
+    least = {1: 6, 2: 5, 3: 4, 4: 1}  # prefill nodes by decode nodes
+
+    class Simulator:
+        def run(self, tasks: Iterable[Task]) -> Iterator[Result | None]:
+            for task in tasks:
+                suffices = task.prefill >= least[task.decode]
+                yield Result(1.0, task.prefill + task.decode, 1.0, ()) if suffices else None
+
+    case = Case(fleet(2), Planned({}, target=0.9, hold_s=10.0, join_s=4.0))
+    most = {"prefill": Bounds(1, 16, 0), "decode": Bounds(1, 4, 0)}
+    found = Comparison(cast(Any, Simulator()), [case], most, lambda text: None)._smallest(case, 0.9)
+    assert found is not None and found[:2] == (1, 4)
 
 
 def test_a_node_that_comes_back_soon_was_removed_in_vain() -> None:
