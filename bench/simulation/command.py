@@ -41,6 +41,7 @@ from moonpool.simulator.simulation import Simulation
 
 _FILE = click.Path(path_type=Path)
 _EVICTION = click.Choice(list(EVICTION_POLICIES))
+_CAPACITY = click.IntRange(min=0)
 # Options that are fields of a scenario as they are.
 _SCENARIO = (
     "num_prefill", "num_decode", "num_both", "rejection", "block_tokens", "host_policy", "ssd_policy", "seed",
@@ -116,9 +117,9 @@ _SCENARIO = (
     type=click.IntRange(min=1),
     help="Tokens of a block, and of an id in the trace.",
 )
-@click.option("--pool-tokens", type=int, metavar="N", help="KV capacity of a node's pool.")
-@click.option("--host-tokens", type=int, metavar="N", help="KV capacity of its host memory; 0: none.")
-@click.option("--ssd-tokens", type=int, metavar="N", help="KV capacity of its SSD; 0: none.")
+@click.option("--pool-tokens", type=click.IntRange(min=1), metavar="N", help="KV capacity of a node's pool.")
+@click.option("--host-tokens", type=_CAPACITY, metavar="N", help="KV capacity of its host memory; 0: none.")
+@click.option("--ssd-tokens", type=_CAPACITY, metavar="N", help="KV capacity of its SSD; 0: none.")
 @click.option("--host-policy", default="prefix", type=_EVICTION)
 @click.option("--ssd-policy", default="prefix", type=_EVICTION)
 @click.option(

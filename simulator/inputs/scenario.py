@@ -107,6 +107,13 @@ class Scenario:
         for event in self.events:
             if not counts[event.role]:
                 raise ConfigError(f"--at: this cluster has no {event.role} nodes to {event.kind}", key="at")
+            joined = [one for one in self.events if one.kind == "join" and one.role == event.role]
+            count = counts[event.role] + sum(one.at_s <= event.at_s for one in joined)
+            if event.kind == "fail" and self.elastic is None and event.number >= count:
+                name = f"{event.role}-{event.number}"
+                raise ConfigError(
+                    f"--at: there is no {name} to fail at {event.at_s:g} s, only 0 to {count - 1}", key="at"
+                )
 
     def blocks(self, hardware: Hardware) -> tuple[int, int, int]:
         """Return the capacities of pool, host and SSD of one node, in blocks."""

@@ -113,6 +113,8 @@ def beside(requests: Sequence[TraceRequest], others: Sequence[TraceRequest]) -> 
 
 
 def at_speed(requests: Sequence[TraceRequest], speed: float, limit: int = 0) -> list[TraceRequest]:
-    """Return the first ``limit`` (0: all) requests, arriving ``speed`` times as fast."""
+    """Return the first ``limit`` (0: all) requests, arriving ``speed`` times as fast. Raises ConfigError."""
+    if not speed > 0:
+        raise ConfigError(f"--speed must be above 0, got {speed:g}", key="speed")
     chosen = requests[:limit] if limit else requests
     return [replace(request, arrival_s=request.arrival_s / speed) for request in chosen]

@@ -150,7 +150,12 @@ def test_hardware_may_come_from_a_file(tmp_path: Path) -> None:
         (["--workload", WORKLOAD, "--hardware", "abacus"], "abacus"),
         (["--workload", WORKLOAD, "--at", "soon"], "soon"),
         (["--workload", WORKLOAD, "--at", "1.2.3:fail:prefill-0"], "1.2.3"),
+        (["--workload", WORKLOAD, "--at", "5:fail:prefill-9"], "prefill-9"),
+        (["--workload", WORKLOAD, "--at", "5:fail:decode-8", "--at", "6:join:decode"], "decode-8"),
         (["--workload", WORKLOAD, "--speed", "0"], "--speed"),
+        (["--workload", WORKLOAD, "--speed", "nan"], "--speed"),
+        (["--workload", WORKLOAD, "--host-tokens", "-5"], "--host-tokens"),
+        (["--workload", WORKLOAD, "--pool-tokens", "0"], "--pool-tokens"),
         (["--workload", WORKLOAD, "--plot", "x.gif"], "x.gif"),
     ],
 )
