@@ -36,6 +36,7 @@ def test_no_decisions_or_requests_are_refused(option: str) -> None:
     assert (result.exit_code, option.partition("=")[0] in result.output) == (2, True), result.output
 
 
+@pytest.mark.slow
 def test_costs_are_drawn(tmp_path: Path) -> None:
     picture, file = tmp_path / "plot.png", tmp_path / "report.json"
     options = [

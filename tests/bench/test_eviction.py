@@ -102,6 +102,7 @@ def test_a_trace_that_is_not_there_is_refused_by_name() -> None:
     assert "/none" in str(result.exception)
 
 
+@pytest.mark.slow
 def test_more_knowledge_gives_more_hits_and_never_more_than_the_optimum() -> None:
     requests = GENERATED["conversations"](random.Random(1), 600)
     rates = dict(ablations(requests, 300))

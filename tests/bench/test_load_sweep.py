@@ -92,6 +92,7 @@ async def test_batches_and_queues_are_read_of_every_process(
     assert set(found.gpus) == {0.5}
 
 
+@pytest.mark.slow
 async def test_the_command_draws_latency_against_load(
     fake: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

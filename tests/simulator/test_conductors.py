@@ -44,6 +44,7 @@ def run(scenario: Scenario, requests: list[TraceRequest], *, only_first: bool = 
     return outcome
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 1000), policy=st.sampled_from(("goodput", "kv-aware")))
 def test_idle_conductors_change_nothing(seed: int, policy: str) -> None:
@@ -54,6 +55,7 @@ def test_idle_conductors_change_nothing(seed: int, policy: str) -> None:
         assert beside.served == alone.served
 
 
+@pytest.mark.slow
 def test_without_delay_several_conductors_serve_nearly_what_one_does() -> None:
     """Not exactly: foreign prefills are seconds of work without an order, and each view begins with its own
     request where the node may run another conductor's."""
@@ -65,6 +67,7 @@ def test_without_delay_several_conductors_serve_nearly_what_one_does() -> None:
     assert within[4] == pytest.approx(within[1], rel=0.05)
 
 
+@pytest.mark.slow
 def test_conductors_that_do_not_share_their_load_serve_less() -> None:
     shared = blind = 0
     for seed in range(3):

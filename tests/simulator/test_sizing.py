@@ -169,6 +169,7 @@ def test_formulas_are_near_the_simulation(name: str) -> None:
         assert done.simulated.e2e_mean_s == pytest.approx(done.part.plan.e2e.mean_s, rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_light_load_is_simulated_as_the_formulas_say_and_alike_each_time() -> None:
     traffic, limits = Traffic(4.0, 500, 40), Limits(e2e_s=1.0)
     kind = KINDS[0]
@@ -209,6 +210,7 @@ def run(options: dict[str, str | None]) -> Result:
     return CliRunner().invoke(plan, texts)
 
 
+@pytest.mark.slow
 def test_the_command_prints_both_answers_and_draws_one(tmp_path: Path) -> None:
     out, picture = tmp_path / "report.json", tmp_path / "plan.svg"
     options = SHORT | {"--price": "3", "--json": str(out), "--svg": str(picture)}
