@@ -170,8 +170,9 @@ async def test_a_node_that_is_to_end_hands_on_what_it_alone_has(redis: RedisProc
         assert len(cluster.nodes["p1"].copied) == 1
 
 
-async def test_without_bandwidth_for_copies_nothing_is_handed_on(redis: RedisProcess) -> None:
-    async with running(redis.url, "p0", "p1", "d0", replicate_nbytes_per_s=0) as cluster:
+@pytest.mark.parametrize("others", [(), ("p1",)], ids=["nobody is there", "no bandwidth"])
+async def test_what_cannot_be_handed_on_is_counted(redis: RedisProcess, others: tuple[str, ...]) -> None:
+    async with running(redis.url, "p0", *others, "d0", replicate_nbytes_per_s=0) as cluster:
         replicator, registry = cluster.conductor._deps.replicator, cluster.conductor._deps.registry
         root_key = registry.root_key("")
         assert root_key is not None
@@ -182,22 +183,7 @@ async def test_without_bandwidth_for_copies_nothing_is_handed_on(redis: RedisPro
             replicator.note(keys, registry.holders(keys), compute_s=0.1)
         lost = core_metrics.hot_lost_blocks._value.get()
         await replicator.hand_on("p0")
-        assert cluster.nodes["p1"].copied == []
-        assert core_metrics.hot_lost_blocks._value.get() == lost + len(keys)
-
-
-async def test_what_cannot_be_handed_on_is_counted(redis: RedisProcess) -> None:
-    async with running(redis.url, "p0", "d0", replicate_nbytes_per_s=0) as cluster:
-        replicator, registry = replicator_of(cluster.conductor, [0.0]), cluster.conductor._deps.registry
-        root_key = registry.root_key("")
-        assert root_key is not None
-        keys = chain(root_key, list(range(640)), MODEL.block_size)
-        cluster.nodes["p0"].hold(keys)
-        await cluster.until(lambda: registry.holders(keys))
-        for _ in range(2):
-            replicator.note(keys, registry.holders(keys), compute_s=0.1)
-        lost = core_metrics.hot_lost_blocks._value.get()
-        await replicator.hand_on("p0")
+        assert all(cluster.nodes[name].copied == [] for name in others)
         assert core_metrics.hot_lost_blocks._value.get() == lost + len(keys)
 
 
