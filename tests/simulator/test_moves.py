@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from moonpool.conductor.costs.model import Profile
 from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.planning.plan import ADD, REMOVE, SWITCH, Bounds, Rules
-from moonpool.simulator.inputs.scenario import ClusterEvent, Elastic, Scenario
+from moonpool.simulator.inputs.scenario import ClusterEvent, Elastic, Role, Scenario
 from moonpool.simulator.inputs.trace import TraceRequest
 from moonpool.simulator.simulation import Simulation
 from tests.simulator.test_simulation import A800, SMALL, chat, one, run
@@ -102,15 +102,12 @@ def test_a_node_that_its_requests_have_left_counts_no_token_of_theirs() -> None:
 @given(st.integers(0, 1000), st.lists(st.tuples(st.floats(0.1, 20), st.booleans()), max_size=4))
 def test_requests_that_move_lose_no_token_whatever_fails(seed: int, events: list[tuple[float, bool]]) -> None:
     """``run`` checks that nothing is lost, held or counted at the end; ``served``, that no token is."""
-    changes = [
-        change
-        for number, (at_s, decode) in enumerate(events)
-        for role in (("decode" if decode else "prefill"),)
-        for change in (
-            ClusterEvent(at_s, "fail", role, number),  # type: ignore[arg-type]
-            ClusterEvent(at_s, "join", role),  # type: ignore[arg-type]
-        )
-    ]
+    failed = {"prefill": 0, "decode": 0}
+    changes = []
+    for at_s, decode in sorted(events):
+        role: Role = "decode" if decode else "prefill"
+        changes += [ClusterEvent(at_s, "fail", role, failed[role]), ClusterEvent(at_s, "join", role)]
+        failed[role] += 1
     scenario = Scenario(
         STEEP, num_prefill=2, num_decode=3, slo=Slo(5.0, 0.02), migrate=ALL, events=tuple(changes)
     )
