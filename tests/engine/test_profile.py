@@ -84,6 +84,13 @@ def test_a_slow_model_is_measured_in_bounded_steps(slowness: float) -> None:
     )
 
 
+def test_long_steps_are_repeated_less_so_that_each_coefficient_is_measured() -> None:
+    machine = Machine(slowness=30.0)
+    profile = measure(machine, machine.clock)
+    plan = prefill_plan(100, 300)
+    assert profile.predict_s(plan) == pytest.approx(30 * machine.truth.predict_s(plan), rel=1e-3)
+
+
 def test_a_short_model_is_not_measured_beyond_its_length() -> None:
     machine = Machine(max_len=40)
     measure(machine, machine.clock)
