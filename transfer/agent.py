@@ -102,10 +102,17 @@ class TransferAgent:
 
     # ------------------------------------------------------------------ memory
 
-    def allocate(self, nbytes: int, name: str) -> Region:
-        """Allocate a region of zeroed, resident memory. Raises MemoryError when there is not enough."""
+    def allocate(self, nbytes: int, name: str, *, mapped: bool = True) -> Region:
+        """Allocate a region of zeroed, resident memory. Raises MemoryError when there is not enough.
+
+        mapped: False: a page may be mapped only when it is touched first, or by ``map_pages``.
+        """
         self._raise_if_closed()
-        return self.memory.allocate(nbytes, name)
+        return self.memory.allocate(nbytes, name, mapped)
+
+    async def map_pages(self) -> None:
+        """Map in the background what was allocated without ``mapped``, while it may be in use."""
+        await self.memory.map_pages()
 
     def register(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
@@ -68,6 +69,7 @@ class AgentMemory:
         self._on_closed = on_closed
         self.ucx = self._start_ucx(options) if "ucx" in options.transports else None
         self._backing = pool_backing(options, with_ucx=self.ucx is not None)
+        self._unmapped: list[Region] = []
         self.cuda: CudaRegions | None = None
         """Set with the first region in device memory, because CUDA itself takes some."""
         self.closed_regions = ClosedRegions(self._forget)
@@ -81,11 +83,23 @@ class AgentMemory:
             _log.warning("UCX opens ports of its own without authentication: use closed networks only")
         return UcxRegions(UcxWorker(ucx), self.lifeline)
 
-    def allocate(self, nbytes: int, name: str) -> Region:
+    def allocate(self, nbytes: int, name: str, mapped: bool) -> Region:
         """See ``TransferAgent.allocate``."""
         if nbytes <= 0:
             raise ValueError(f"a region needs at least one byte, not {nbytes}")
-        return self._add(name, allocation.allocate(nbytes, name, self._backing), True)
+        region = self._add(name, allocation.allocate(nbytes, name, self._backing, mapped=mapped), True)
+        if not mapped:
+            self._unmapped.append(region)
+        return region
+
+    async def map_pages(self) -> None:
+        """See ``TransferAgent.map_pages``."""
+        while self._unmapped:
+            region = self._unmapped.pop()
+            for part in allocation.map_steps(region.nbytes):
+                if region.closed:
+                    break
+                await asyncio.to_thread(allocation.map_pages, region.array[part])
 
     def register(
         self,

@@ -59,7 +59,7 @@ class EngineMemory:
             nbytes = (
                 options.host_pool_nbytes * layouts[0].block_nbytes // sum(s.block_nbytes for s in layouts)
             )
-            region = agent.allocate(max(nbytes, 1), "pool")
+            region = agent.allocate(max(nbytes, 1), "pool", mapped=False)
         engine = Engine(
             model,
             options,

@@ -412,6 +412,7 @@ class EngineNode(ABC):
             vital(self._refresh_expert_load(), "expert load"),
             vital(self._register(listed), "register adapters"),
             vital(self.slow_rank.run(), "slow ranks"),
+            vital(agent.map_pages(), "map pages"),
         ):
             stack.callback(task.cancel)
 

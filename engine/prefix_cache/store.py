@@ -78,7 +78,7 @@ class NodeStore:
                 f"{engine.layout.block_nbytes:,} bytes",
                 key,
             )
-        region = agent.allocate(options.host.capacity_nbytes, "host")
+        region = agent.allocate(options.host.capacity_nbytes, "host", mapped=False)
         savings = EvictionSavings(engine.layout, engine.profile)
         ssd: SsdTier | None = None
         if options.ssd.path:

@@ -22,6 +22,13 @@ def mapped_of_shm() -> int:
     return Path("/proc/self/maps").read_text().count(" /dev/shm/")
 
 
+def has_populate() -> bool:
+    page = mmap.mmap(-1, mmap.PAGESIZE)
+    return libc.madvise(
+        memory.address_of(np.frombuffer(page, np.uint8)), mmap.PAGESIZE, libc.MADV_POPULATE_WRITE
+    )
+
+
 @pytest.mark.parametrize("backing", ["anonymous", "memfd"])
 @pytest.mark.parametrize("nbytes", [1, 4096, (2 << 20) - 1, 2 << 20, (5 << 20) + 3])
 def test_memory_is_zeroed_present_and_ours(backing: memory.Backing, nbytes: int) -> None:
@@ -61,18 +68,36 @@ def test_an_unsealed_file_is_not_mapped() -> None:
     os.close(fd)
 
 
-def test_every_page_is_present() -> None:
-    allocated = memory.allocate(8 << 20, "test", "anonymous")
-    rollup = Path("/proc/self/smaps").read_text()
-    address = memory.address_of(allocated.array)
-    for block in rollup.split("VmFlags")[:-1]:
+def mapped_nbytes(address: int) -> int:
+    """Of the pages of this process's map that begins at or before ``address``."""
+    for block in Path("/proc/self/smaps").read_text().split("VmFlags")[:-1]:
         lines = [line for line in block.splitlines() if "-" in line.split(" ")[0]]
         begin, end = (int(part, 16) for part in lines[0].split(" ")[0].split("-"))
         if begin <= address < end:
             facts = dict(line.split(":", 1) for line in block.splitlines() if ":" in line and "kB" in line)
-            assert int(facts["Rss"].removesuffix("kB")) >= 8 << 10
-            return
+            return int(facts["Rss"].removesuffix("kB")) << 10
     pytest.fail("the memory is not mapped")
+
+
+def test_every_page_is_present() -> None:
+    allocated = memory.allocate(8 << 20, "test", "anonymous")
+    assert mapped_nbytes(memory.address_of(allocated.array)) >= 8 << 20
+
+
+@pytest.mark.skipif(not has_populate(), reason="needs Linux 5.14")
+async def test_pages_may_be_mapped_later_while_they_are_in_use(
+    agent: TransferAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent.memory, "_backing", "memfd")
+    region, closed = (agent.allocate(40 << 20, name, mapped=False) for name in ("kept", "closed"))
+    used = region.array[5 << 20 : 6 << 20]
+    used[:] = 7
+    assert mapped_nbytes(region.address) < 40 << 20
+    closed.close()
+    await agent.map_pages()
+    assert mapped_nbytes(region.address) == 40 << 20
+    assert (used == 7).all()
+    assert int(region.array.sum()) == 7 << 20
 
 
 def test_too_much_memory_is_a_memory_error() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,6 +24,8 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 # Peers map the file only for reading: what they write goes through us, under a grant. Not before Linux 5.1.
 _SEAL_FUTURE_WRITE = 0x10
 _PREFAULT_STEP_NBYTES = 64 << 20
+# Takes about 2 ms, in which no thread of this process can map memory.
+_BACKGROUND_STEP_NBYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +67,15 @@ class DeviceMemory:
         """There is nothing to close."""
 
 
-def allocate(nbytes: int, name: str, backing: Backing) -> Memory:
+def allocate(nbytes: int, name: str, backing: Backing, *, mapped: bool = True) -> Memory:
     """Allocate zeroed memory with every page present.
 
     backing: anonymous memory has huge pages; a memfd can be mapped by processes that receive its descriptor.
+    mapped: False: of a memfd the pages exist, and each is mapped when it is touched or by ``map_steps``.
     Raises MemoryError when the machine has not enough.
     """
     if backing == "memfd":
-        return _allocate_memfd(nbytes, name)
+        return _allocate_memfd(nbytes, name, mapped)
     huge = nbytes >= HUGE_PAGE_NBYTES
     slack = HUGE_PAGE_NBYTES if huge else 0
     try:
@@ -87,7 +91,7 @@ def allocate(nbytes: int, name: str, backing: Backing) -> Memory:
     return Memory(memory, "anonymous", -1)
 
 
-def _allocate_memfd(nbytes: int, name: str) -> Memory:
+def _allocate_memfd(nbytes: int, name: str, mapped: bool) -> Memory:
     fd = os.memfd_create(f"moonpool-{name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         # Existing pages are mapped three times as fast.
@@ -96,7 +100,8 @@ def _allocate_memfd(nbytes: int, name: str) -> Memory:
         memory: npt.NDArray[np.uint8] = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
         # Takes effect on hosts that allow huge pages for shared memory; most do not.
         libc.madvise(address_of(memory), nbytes, libc.MADV_HUGEPAGE)
-        _prefault(memory)
+        if mapped:
+            _prefault(memory)
         with contextlib.suppress(OSError):
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE)
     except OSError as error:
@@ -106,6 +111,16 @@ def _allocate_memfd(nbytes: int, name: str) -> Memory:
         os.close(fd)
         raise
     return Memory(memory, "memfd", fd)
+
+
+def map_steps(nbytes: int) -> Iterator[slice]:
+    """The parts of so many bytes to pass to ``map_pages`` one after the other."""
+    return (slice(i, i + _BACKGROUND_STEP_NBYTES) for i in range(0, nbytes, _BACKGROUND_STEP_NBYTES))
+
+
+def map_pages(memory: npt.NDArray[np.uint8]) -> None:
+    """Map pages that exist, so that no access has to; they may be in use. Nothing before Linux 5.14."""
+    libc.madvise(address_of(memory), len(memory), libc.MADV_POPULATE_WRITE)
 
 
 def adopt_shared(fd: int) -> Memory:
