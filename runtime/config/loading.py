@@ -176,8 +176,8 @@ def _construct(cls: Any, prefix: str, values: Mapping[str, Any]) -> Any:
 
 
 def _convert(key: str, assignment: _Assignment) -> Any:
-    # pydantic takes 0.1 s to import; most commands convert nothing.
-    from pydantic import ByteSize, TypeAdapter, ValidationError
+    # Imported here: most commands convert nothing.
+    from moonpool.runtime.config.conversion import to_size, to_type
 
     field, kind = _options()[key]
     value = assignment.value
@@ -185,14 +185,14 @@ def _convert(key: str, assignment: _Assignment) -> Any:
     is_size = field.metadata["unit"] == "bytes"
     try:
         if is_size and isinstance(value, str):
-            return int(TypeAdapter(ByteSize).validate_python(value))
+            return to_size(value)
         if is_tuple and assignment.is_text:
             return tuple(part.strip() for part in value.split(",") if part.strip())
         if is_tuple and isinstance(value, list):
             value = tuple(value)
         # TOML has types, so a file's values are not converted; texts of the command line are.
-        return TypeAdapter(kind).validate_python(value, strict=not assignment.is_text)
-    except ValidationError:
+        return to_type(kind, value, strict=not assignment.is_text)
+    except ValueError:
         wanted = "a list of texts" if is_tuple else _TYPE_NAMES[kind]
         if is_size:
             wanted = 'a number of bytes, such as 4194304 or "4MiB"'
