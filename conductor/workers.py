@@ -23,7 +23,7 @@ from moonpool.runtime.errors import PortInUse
 from moonpool.runtime.observing.metrics_server import serve_metrics
 from moonpool.runtime.replicas.group import ReplicaGroup, worker_configs
 from moonpool.runtime.replicas.identity import Replica
-from moonpool.runtime.service.fork_server import use_fork_server
+from moonpool.runtime.service.fork_server import use_fork_servers
 from moonpool.runtime.service.lifecycle import ServiceContext
 
 _COMMAND = [sys.executable, "-m", "moonpool.conductor"]
@@ -35,7 +35,7 @@ _FRESH_S = 1.0
 async def run_workers(config: Config, context: ServiceContext) -> None:
     """Run ``conductor.workers`` processes until drained. Raises ``PortInUse``, ``ConfigError``,
     ``ChildFailed``; none runs then."""
-    use_fork_server(_PRELOAD)
+    use_fork_servers(_PRELOAD)
     drain_s = config.conductor.leave_s + config.node.drain_s
     with reserved_port(config.conductor.host, config.conductor.port) as port:
         configs = worker_configs(config, port)

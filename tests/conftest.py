@@ -43,13 +43,13 @@ if find_spec("xdist") is not None:
 def pytest_configure() -> None:
     # Started by the first test that starts a process of ours: those that follow need not import torch.
     if find_spec("aiohttp") is not None:
-        from moonpool.local.preload import PRELOAD
-        from moonpool.runtime.service.fork_server import use_fork_server
+        from moonpool.local.preload import COMPUTE_PRELOAD, PRELOAD
+        from moonpool.runtime.service.fork_server import use_fork_servers
 
-        imports = [*PRELOAD["moonpool.node"], "tests.engine.short_profile"]
+        imports = [*COMPUTE_PRELOAD["moonpool.node"], "tests.engine.short_profile"]
         others = ("tests.cluster.held_node", "tests.cluster.hasty_node")
         nodes = dict.fromkeys(("moonpool.node", *others), imports)
-        use_fork_server(_EARLY | PRELOAD | nodes | _LATE)
+        use_fork_servers(_EARLY | PRELOAD | COMPUTE_PRELOAD | nodes | _LATE)
 
         from moonpool.runtime.security.local_key import local_key
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import BinaryIO, Protocol, Self
 
-from moonpool.runtime.service.fork_server import current_fork_server
+from moonpool.runtime.service.fork_server import fork_server_for
 
 
 class PipedProcess(Protocol):
@@ -45,8 +45,8 @@ def start_module(
     """``python -m module``, forked if the fork server has imported it. ``stderr``: a file descriptor."""
     environment = dict(os.environ if environment is None else environment)
     command = [sys.executable, "-m", module, *arguments]
-    server = current_fork_server()
-    if not forked or server is None or not server.serves(command, environment):
+    server = fork_server_for(command, environment) if forked else None
+    if server is None:
         return subprocess.Popen(  # type: ignore[return-value]
             command,
             stdin=subprocess.PIPE,

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from moonpool.cli import _COMMANDS
-from moonpool.runtime.service.fork_server import current_fork_server
+from moonpool.runtime.service.fork_server import fork_server_for
 
 _CLIENT = Path(__file__).with_name("forked_client.py")
 
@@ -61,9 +61,8 @@ def _fork(connection: socket.socket, data: bytes, files: list[int]) -> None:
         # The command would replace itself by its daemon.
         module, *first = _COMMANDS[words[0]].target.split()
         words = [*first, *words[1:]]
-    server = current_fork_server()
     command = [sys.executable, "-m", module, *words]
-    if server is None or not server.serves(command, environment):
+    if (server := fork_server_for(command, environment)) is None:
         connection.send(b"-")
         return
     with server.ask(command, environment, files, directory) as status:

@@ -20,7 +20,7 @@ from moonpool.local.elastic_nodes import STOP_TIMEOUT_S, ElasticNodes
 from moonpool.local.node_configs import models_to_start
 from moonpool.local.played_hosts import PlayedHost
 from moonpool.local.preflight import check_before_start, check_memory
-from moonpool.local.preload import PRELOAD
+from moonpool.local.preload import COMPUTE_PRELOAD, PRELOAD
 from moonpool.local.ray_nodes import RayNodes
 from moonpool.local.redis_server import RedisServer
 from moonpool.local.supervisor import Supervisor
@@ -34,7 +34,7 @@ from moonpool.runtime.security.process import Security
 from moonpool.runtime.security.roles import OPERATOR, Caller
 from moonpool.runtime.service.child import Child
 from moonpool.runtime.service.crash_loop import MAX_SHORT_RUNS, MIN_UPTIME_S, CrashLoop
-from moonpool.runtime.service.fork_server import use_fork_server
+from moonpool.runtime.service.fork_server import use_fork_servers
 from moonpool.runtime.service.vital import cancel_and_wait
 
 JOIN_TIMEOUT_S = 30.0
@@ -139,8 +139,8 @@ class LocalCluster:
         Raises:
             MoonpoolError: says what to do. All children have been stopped.
         """
-        imports = PRELOAD | {self._node_module: PRELOAD[NODE_MODULE]}
-        if (server := use_fork_server(imports)) is not None:
+        compute = COMPUTE_PRELOAD | {self._node_module: COMPUTE_PRELOAD[NODE_MODULE]}
+        for server in use_fork_servers(compute, PRELOAD):
             server.start()  # it imports in the background
         models = [one.config for one in models_to_start(self.config)]
         for one in models:

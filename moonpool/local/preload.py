@@ -10,6 +10,7 @@ _CONDUCTOR = [
     "moonpool.conductor.text.chat_template",
     "moonpool.conductor.text.tokenizer",
     "moonpool.conductor.workers",
+    "moonpool.runtime.config.conversion",
     "moonpool.runtime.config.models_file",
     "moonpool.runtime.machine.description",
     "moonpool.conductor.dashboard.benchmark_results",
@@ -19,11 +20,22 @@ _CONDUCTOR = [
 PRELOAD = {
     "moonpool.conductor": _CONDUCTOR,
     "moonpool.kvstore.store_node": ["moonpool.kvstore.store_node.node"],
-    "moonpool.node": ["llguidance", "torch", "moonpool.node.node", "moonpool.runtime.replicas.group"],
+}
+"""By the module of each process that does without torch."""
+
+COMPUTE_PRELOAD = {
+    "moonpool.node": [
+        "llguidance",
+        "torch",
+        "moonpool.node.node",
+        "moonpool.runtime.config.conversion",
+        "moonpool.runtime.replicas.group",
+    ],
     "moonpool.engine.ranks.worker": [
         "moonpool.engine.ranks.leader_call",
         "moonpool.engine.ranks.link_factory",
         "moonpool.kvstore.remote.rank_reader",
     ],
 }
-"""By the module of each process; the processes that need torch come last."""
+"""By the module of each process that needs torch, which takes as long to import as all the rest: so a
+second fork server imports it."""

@@ -195,23 +195,28 @@ class ForkedProcess:
         self._started.set()
 
 
-_current: ForkServer | None = None
+_current: tuple[ForkServer, ...] = ()
 
 
-def use_fork_server(preload: Mapping[str, Sequence[str]]) -> ForkServer | None:
-    """The fork server of this process, made if there is none; None: this system cannot have one.
+def use_fork_servers(*preloads: Mapping[str, Sequence[str]]) -> tuple[ForkServer, ...]:
+    """The fork servers of this process; one for each of ``preloads``, if there were none before. Empty where
+    the system cannot have any.
 
-    It serves until this process ends. ``preload``: see ``ForkServer``.
+    They serve until this process ends, and import side by side. ``preloads``: see ``ForkServer``.
     """
     global _current
-    if current_fork_server() is None and sys.platform == "linux" and hasattr(os, "pidfd_open"):
-        _current = ForkServer(preload)
+    if not _current_servers() and sys.platform == "linux" and hasattr(os, "pidfd_open"):
+        _current = tuple(ForkServer(preload) for preload in preloads)
     return _current
 
 
-def current_fork_server() -> ForkServer | None:
-    """The fork server of this process, or the one that forked it."""
+def fork_server_for(command: Sequence[str], environment: Mapping[str, str]) -> ForkServer | None:
+    """The fork server of this process, or the one that forked it, that ``serves`` this command."""
+    return next((server for server in _current_servers() if server.serves(command, environment)), None)
+
+
+def _current_servers() -> tuple[ForkServer, ...]:
     global _current
-    if _current is None and fork_server_main.served is not None:
-        _current = ForkServer(fork_server_main.served.preload, served=fork_server_main.served)
+    if not _current and fork_server_main.served is not None:
+        _current = (ForkServer(fork_server_main.served.preload, served=fork_server_main.served),)
     return _current

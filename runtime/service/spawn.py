@@ -8,7 +8,7 @@ import os
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Mapping, Sequence
 
-from moonpool.runtime.service.fork_server import ForkedProcess, ForkServer, current_fork_server
+from moonpool.runtime.service.fork_server import ForkedProcess, ForkServer, fork_server_for
 from moonpool.runtime.service.tied_command import tied_command
 
 log = logging.getLogger(__name__)
@@ -33,8 +33,7 @@ async def spawn(
     ours; ``stdout`` may be ``PIPE``. ``limit_nbytes``: of a line of its stdout. Where it is started by
     ``exec``, it ends with the thread that called: normally the main one.
     """
-    server = current_fork_server()
-    if server is not None and server.serves(command, environment):
+    if (server := fork_server_for(command, environment)) is not None:
         try:
             return await _fork(server, command, environment, stdin, stdout, stderr, limit_nbytes)
         except OSError as error:

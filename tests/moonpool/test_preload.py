@@ -12,17 +12,17 @@ from moonpool.runtime.service.fork_server import SERVER_ENVIRONMENT
 
 IMPORT_ALL = """
 import importlib, json, os, sys
-from moonpool.local.preload import PRELOAD
+from moonpool.local.preload import COMPUTE_PRELOAD, PRELOAD
 import torch
 asked = []
 for name in ("device_count", "init", "current_device", "get_device_properties", "get_device_capability"):
     setattr(torch.cuda, name, lambda *words, name=name: asked.append(name))
-for modules in PRELOAD.values():
+for modules in [*PRELOAD.values(), *COMPUTE_PRELOAD.values()]:
     for module in modules:
         importlib.import_module(module)
 tasks = os.listdir("/proc/self/task")
 before = set(sys.modules)
-for module in PRELOAD:
+for module in [*PRELOAD, *COMPUTE_PRELOAD]:
     importlib.import_module(module if module.endswith(("worker", "daemon")) else f"{module}.__main__")
 late = {name for name in sys.modules if not name.endswith((".__main__", ".worker", ".daemon"))} - before
 found = {"tasks": len(tasks), "cuda": asked, "transformers": "transformers" in before, "late": sorted(late)}

@@ -78,7 +78,7 @@ def test_once_holds_a_conversation_and_exits() -> None:
 def test_kill_9_leaves_nothing_running(executed: subprocess.Popen[str]) -> None:
     read_until(executed, "Serving.")
     processes = psutil.Process(executed.pid).children(recursive=True)
-    assert len(processes) == 5  # redis, conductor, prefill-0, decode-0, and the fork server
+    assert len(processes) == 6  # redis, conductor, prefill-0, decode-0, and two fork servers
     executed.kill()
     assert are_gone(processes)
 

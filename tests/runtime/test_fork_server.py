@@ -28,11 +28,11 @@ PRELOAD = {MODULE: ["xml.dom.minidom"]}
 # A parent that starts one process, tells its facts, and waits to be killed.
 PARENT = """
 import asyncio, os, sys
-from moonpool.runtime.service.fork_server import use_fork_server
+from moonpool.runtime.service.fork_server import use_fork_servers
 from moonpool.runtime.service.spawn import spawn
 from tests.processes import stop
 async def main():
-    use_fork_server({"tests.runtime.fork_target": ["xml.dom.minidom"]})
+    use_fork_servers({"tests.runtime.fork_target": ["xml.dom.minidom"]})
     command = [sys.executable, "-m", "tests.runtime.fork_target", *sys.argv[1:]]
     process = await spawn(command, environment=os.environ)
     print((await process.stdout.readline()).decode(), end="", flush=True)
@@ -46,7 +46,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> ForkServer:
     # Some tests leave the repository's folder, and the module that is run is not installed.
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     server = ForkServer(PRELOAD)
-    monkeypatch.setattr(fork_server_module, "_current", server)
+    monkeypatch.setattr(fork_server_module, "_current", (server,))
     return server
 
 
@@ -79,7 +79,7 @@ def is_gone(pid: int) -> bool:
 async def test_it_is_what_exec_would_have_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     forked = await facts_of("1", COLOUR="green")
-    monkeypatch.setattr(fork_server_module, "_current", None)
+    monkeypatch.setattr(fork_server_module, "_current", ())
     executed = await facts_of("1", COLOUR="green")
     assert forked["preloaded"]
     assert not executed["preloaded"]
@@ -224,6 +224,21 @@ async def test_one_that_is_given_up_unread_ends_alone(server: ForkServer) -> Non
         await asyncio.sleep(0.01)
     other.kill()
     assert await other.wait() == -signal.SIGKILL
+
+
+async def test_servers_side_by_side_fork_each_what_it_has_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    servers = (ForkServer({"json.tool": ["xml.sax"]}), ForkServer(PRELOAD))
+    monkeypatch.setattr(fork_server_module, "_current", servers)
+    assert (await facts_of("3"))["preloaded"]
+    assert servers[0].pid is None, "nobody asked it"
+    tool = await spawn([sys.executable, "-m", "json.tool"], environment=os.environ, stdin=True)
+    assert tool.stdin is not None
+    assert tool.stdout is not None
+    tool.stdin.write(b"[1]")
+    tool.stdin.close()
+    assert json.loads(await tool.stdout.read()) == [1]
+    assert servers[0].pid not in (None, servers[1].pid)
 
 
 def test_what_a_library_reads_when_it_is_loaded_is_not_served_otherwise() -> None:
