@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -91,6 +93,22 @@ def test_error_is_bounded(kind: str, dtype: torch.dtype, outs: int, ins: int, gr
             x = torch.randn(rows, ins).to(dtype)
             assert_bounded(linear(x), x, weight)
             assert_bounded(biased(x), x, weight, bias)
+
+
+@pytest.mark.parametrize("outs", [1, 64])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_each_float8_code_is_itself(outs: int, rows: int) -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    x = torch.eye(256).repeat_interleave(rows, 0)
+    finite = codes & 127 != 127
+    kept = torch.where(finite, codes, 0)
+    weight = QuantisedWeight("fp8", kept.repeat(outs, 1), torch.ones(outs, 1), 256, None, None)
+    expected = kept.view(torch.float8_e4m3fn).float().repeat_interleave(rows)
+    y = torch.cat([QuantisedLinear(weight)(part) for part in x.split(rows)])
+    assert torch.equal(y, expected[:, None].expand_as(y))
+    for code in (127, 255):
+        kept[3] = code
+        assert QuantisedLinear(replace(weight, codes=kept.repeat(outs, 1)))(x[:rows]).isnan().all()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -15,6 +15,16 @@ MP_INLINE float sum(vf v) {
 #endif
 }
 
+MP_INLINE int32_t sum(vi v) {
+#if defined(MP_AVX512)
+    return _mm512_reduce_add_epi32((__m512i)v);
+#else
+    int32_t total = 0;
+    for (int i = 0; i < W; i++) total += v[i];
+    return total;
+#endif
+}
+
 MP_INLINE float largest(vf v) {
 #if defined(MP_AVX512)
     return _mm512_reduce_max_ps((__m512)v);

@@ -1,22 +1,29 @@
 // y = x W^T + bias for weights of 8 or 4 bits: W = scale × (code − zero), a scale a group of inputs.
 //
-// Integer codes are multiplied as integers (VNNI): a row of x is made 16-bit integers, 256 hi + lo, with a scale
-// for each segment of at most 128 inputs. A segment's sum is exact; segments are added in order in float32.
-// float8 codes become bf16, which is exact, for the bf16 dot product. Where an instruction is missing, codes become
-// float32 and the loop is that of plain weights.
+// Integer codes are multiplied as integers: a row of x is made 16-bit integers with a scale for each segment of at
+// most 128 inputs, which VNNI multiplies as 256 hi + lo, and AVX2 as they are. A segment's sum is exact; segments are
+// added in order in float32. float8 codes become bf16, which is exact, for the bf16 dot product. Where an instruction
+// is missing, codes become float32 and the loop is that of plain weights.
 //
 // As in linear.cpp outputs are in lanes, in panels of 4 vectors, and a row's result does not depend on the others.
 
 #include <vector>
 
+#include "lanes.h"
 #include "lines.h"
 #include "panels.h"
 
 #if defined(MP_AVX512) && defined(__AVX512VNNI__)
 #define MP_VNNI 1
 #endif
+#if defined(MP_VNNI) || defined(MP_AVX2)
+#define MP_INTEGERS 1
+#endif
 #if defined(MP_BF16_DOT) && defined(__AVX512VBMI__)
 #define MP_FP8_DOT 1  // two lookups of bytes make bf16 of float8
+#endif
+#if defined(MP_AVX512) || defined(MP_AVX2)
+#define MP_FP8_PAIRS 1
 #endif
 
 namespace {
@@ -84,7 +91,7 @@ struct Ahead {
 // The byte of a code within its panel of so many lanes.
 MP_INLINE int64_t byte_at(Kind kind, int64_t lanes, int64_t lane, int64_t k) {
     if (kind == INT4) return (k / 8 * lanes + lane) * 4 + k % 4;
-#if defined(MP_FP8_DOT)
+#if defined(MP_FP8_PAIRS)
     // The unpacking of bytes makes pairs of inputs of four outputs from each half of 16 bytes.
     if (kind == FP8)
         return (k / 4 * lanes + lane / W * W) * 4 + lane % W / 4 * 16 + k % 4 / 2 * 8 + lane % 4 * 2 + k % 2;
@@ -102,14 +109,51 @@ struct Floats {
     Floats from(int64_t row) const { return {x + row * ld, ld}; }
 };
 
+#if defined(MP_FP8_PAIRS)
+
+// float32 of eight outputs' float8 codes of four inputs. Its bf16 has the lower four bits of a code in the lower byte, and
+// sign and the other three bits plus 60 in the upper one; where those three are 0, lookups replace both.
+MP_INLINE void four_inputs(__m256i codes, __m256i (&values)[4]) {
+    const auto table = [](__m128i bytes) { return _mm256_broadcastsi128_si256(bytes); };
+    const __m256i upper = table(_mm_setr_epi8(0, 61, 62, 63, 64, 65, 66, 67, -128, -67, -66, -65, -64, -63, -62, -61));
+    const __m256i small_upper = table(_mm_setr_epi8(0, 59, 59, 59, 60, 60, 60, 60, 60, 60, 60, 60, 60, 60, 60, 60));
+    const __m256i small_lower =
+        table(_mm_setr_epi8(0, 0, -128, -64, 0, 32, 64, 96, -128, -112, -96, -80, -64, -48, -32, -16));
+    const __m256i nibble = _mm256_set1_epi8(15), seven = _mm256_set1_epi8(7), magnitude = _mm256_set1_epi8(127);
+    const __m256i last = _mm256_and_si256(codes, nibble);
+    const __m256i first = _mm256_and_si256(_mm256_srli_epi16(codes, 4), nibble);
+    const __m256i small = _mm256_cmpeq_epi8(_mm256_and_si256(first, seven), _mm256_setzero_si256());
+    const __m256i nan = _mm256_cmpeq_epi8(_mm256_and_si256(codes, magnitude), magnitude);
+    __m256i high = _mm256_shuffle_epi8(upper, first);
+    high = _mm256_or_si256(high, _mm256_and_si256(small, _mm256_shuffle_epi8(small_upper, last)));
+    high = _mm256_or_si256(high, _mm256_and_si256(nan, magnitude));
+    __m256i low = _mm256_slli_epi16(last, 4);
+    low = _mm256_or_si256(_mm256_blendv_epi8(low, _mm256_shuffle_epi8(small_lower, last), small), nan);
+    const __m256i one = _mm256_unpacklo_epi8(low, high), other = _mm256_unpackhi_epi8(low, high);
+    const __m256i second = _mm256_set1_epi32((int32_t)0xffff0000);
+    values[0] = _mm256_slli_epi32(one, 16), values[1] = _mm256_and_si256(one, second);
+    values[2] = _mm256_slli_epi32(other, 16), values[3] = _mm256_and_si256(other, second);
+}
+
+#endif
+
 // A chunk of codes as float32 rows of C vectors, without their scale. Integers: the codes of four inputs, or of eight
 // with 4 bits, are one word of an output.
 template <Kind KIND, int C>
 void to_floats(const uint8_t* codes, const int16_t* zeros, const Segment& segment, float* to) {
     constexpr int64_t lanes = C * W;
     if constexpr (KIND == FP8) {
+#if defined(MP_FP8_PAIRS)
+        for (int64_t k = 0; k < segment.count; k += 4, to += 4 * lanes)
+            for (int64_t lane = 0; lane < lanes; lane += 8, codes += 32) {
+                __m256i values[4];
+                four_inputs(_mm256_loadu_si256((const __m256i*)codes), values);
+                for (int i = 0; i < 4; i++) _mm256_storeu_si256((__m256i*)(to + i * lanes + lane), values[i]);
+            }
+#else
         for (int64_t k = 0; k < segment.count; k++, to += lanes)
             for (int64_t lane = 0; lane < lanes; lane++) to[lane] = to_float(fp8{codes[byte_at(KIND, lanes, lane, k)]});
+#endif
     } else {
         constexpr int bits = KIND == INT4 ? 4 : 8, inputs = 32 / bits;
         vf zero[C];
@@ -160,74 +204,114 @@ void panel(const Floats& x, int64_t rows, const Weight& weight, const uint8_t* c
 
 // ---------------------------------------------------------------- integers
 
-// Rows as 16-bit integers in two bytes, of `ld` inputs, with a scale and a sum for each of `segments`.
+#if defined(MP_INTEGERS)
+
+// Rows as 16-bit integers, of `ld` inputs, with a scale and a sum for each of `segments`.
 struct Integers {
-    const int8_t *hi, *lo;
-    const float* scales;
-    const int32_t* sums;
+#if defined(MP_VNNI)
+    int8_t *hi, *lo;  // 256 hi + lo
+#else
+    int16_t* values;  // of each four inputs the first, third, second and fourth
+#endif
+    float* scales;
+    int32_t* sums;
     int64_t ld, segments;
 
     Integers from(int64_t row) const {
-        return {hi + row * ld, lo + row * ld, scales + row * segments, sums + row * segments, ld, segments};
+        Integers rows = *this;
+        rows.scales += row * segments, rows.sums += row * segments;
+        return rows.at(row * ld);
+    }
+    Integers at(int64_t input) const {
+        Integers inputs = *this;
+#if defined(MP_VNNI)
+        inputs.hi += input, inputs.lo += input;
+#else
+        inputs.values += input;
+#endif
+        return inputs;
     }
 };
 
-#if defined(MP_VNNI)
-
-// Calls f(i) for the first values of a segment, W at a time, with the rest as zeros.
+// W values of a segment from `at` on, those from `count` on as zeros.
 template <class X>
 MP_INLINE vf load_part(const X* x, int64_t at, int64_t count) {
     return at + W <= count ? load(x + at) : at < count ? load_n(x + at, (int)(count - at)) : splat(0.0f);
 }
 
-// x = scale × (256 hi + lo), to nearest, of a segment with `count` values. A row with NaN or infinity has no scale
-// but NaN.
+#if defined(MP_VNNI)
+
+// Stores W integers, or those there are of `stored`, and returns them as they are added.
+MP_INLINE vi store_integers(vf whole, const Integers& to, int64_t i, int64_t stored) {
+    const __m512i value = _mm512_cvtps_epi32((__m512)whole);
+    const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(value, _mm512_set1_epi32(128)), 8);
+    const __m512i low = _mm512_sub_epi32(value, _mm512_slli_epi32(high, 8));
+    const __mmask16 there = stored - i >= W ? 0xffff : (__mmask16)((1u << (stored - i)) - 1);
+    _mm512_mask_cvtepi32_storeu_epi8(to.hi + i, there, high);
+    _mm512_mask_cvtepi32_storeu_epi8(to.lo + i, there, low);
+    return (vi)value;
+}
+
+#else
+
+MP_INLINE vi store_integers(vf whole, const Integers& to, int64_t i, int64_t) {
+    const __m256i value = _mm256_cvtps_epi32((__m256)whole);
+    const __m256i crossed = _mm256_shuffle_epi32(value, _MM_SHUFFLE(3, 1, 2, 0));
+    const __m128i narrow = _mm_packs_epi32(_mm256_castsi256_si128(crossed), _mm256_extracti128_si256(crossed, 1));
+    _mm_storeu_si128((__m128i*)(to.values + i), narrow);
+    return (vi)value;
+}
+
+#endif
+
+// x = scale × integer, to nearest, of a segment with `count` values. A row with NaN or infinity has no scale but NaN.
 template <class X>
-void to_integers(const X* x, int64_t count, int64_t stored, int8_t* hi, int8_t* lo, float* scale, int32_t* sum) {
+void to_integers(const X* x, int64_t count, int64_t stored, const Integers& to, float* scale, int32_t* sum) {
     constexpr float MOST = 127 * 256 + 127;
-    __m512 largest = _mm512_setzero_ps();
-    __mmask16 unordered = 0;
+    vf highest = splat(0.0f);
+    vi unordered = {};
     for (int64_t i = 0; i < count; i += W) {
-        const __m512 v = (__m512)load_part(x, i, count);
-        unordered |= _mm512_cmp_ps_mask(v - v, v - v, _CMP_UNORD_Q);
-        largest = _mm512_max_ps(largest, _mm512_abs_ps(v));
+        const vf v = load_part(x, i, count);
+        unordered |= v - v != 0.0f;
+        highest = vmax((vf)((vu)v & 0x7fffffffu), highest);
     }
-    const float most = _mm512_reduce_max_ps(largest);
-    const float inverse = unordered || most < 1e-30f ? 0.0f : MOST / most;
-    __m512i total = _mm512_setzero_si512();
-    for (int64_t i = 0; i < stored; i += W) {
-        const __m512i value = _mm512_cvtps_epi32((__m512)(load_part(x, i, count) * inverse));
-        const __m512i kept = unordered ? _mm512_setzero_si512() : value;
-        total = _mm512_add_epi32(total, kept);
-        const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(kept, _mm512_set1_epi32(128)), 8);
-        const __m512i low = _mm512_sub_epi32(kept, _mm512_slli_epi32(high, 8));
-        const __mmask16 there = stored - i >= W ? 0xffff : (__mmask16)((1u << (stored - i)) - 1);
-        _mm512_mask_cvtepi32_storeu_epi8(hi + i, there, high);
-        _mm512_mask_cvtepi32_storeu_epi8(lo + i, there, low);
-    }
-    *sum = _mm512_reduce_add_epi32(total);
-    *scale = unordered ? std::numeric_limits<float>::quiet_NaN() : most < 1e-30f ? 0.0f : most / MOST;
+    const float most = largest(highest);
+    const bool finite = ::sum(unordered) == 0;
+    const bool kept = finite && most >= 1e-30f;
+    const float inverse = kept ? MOST / most : 0.0f;
+    vi total = {};
+    for (int64_t i = 0; i < stored; i += W)
+        total += store_integers(kept ? load_part(x, i, count) * inverse : splat(0.0f), to, i, stored);
+    *sum = ::sum(total);
+    *scale = kept ? most / MOST : finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
 }
 
 template <class X>
 Integers integers_of(const X* x, int64_t rows, int64_t inputs, int64_t group) {
-    static thread_local std::vector<int8_t> bytes;
+    static thread_local std::vector<int16_t> integers;
     static thread_local std::vector<float> scales;
     static thread_local std::vector<int32_t> sums;
     const std::vector<Segment>& segments = segments_of(inputs, group);
     const int64_t ld = round_up(inputs, OCTET), count = (int64_t)segments.size();
-    if ((int64_t)bytes.size() < 2 * rows * ld) bytes.resize(2 * rows * ld);
+    if ((int64_t)integers.size() < rows * ld) integers.resize(rows * ld);
     if ((int64_t)scales.size() < rows * count) scales.resize(rows * count), sums.resize(rows * count);
-    int8_t *hi = bytes.data(), *lo = hi + rows * ld;
+#if defined(MP_VNNI)
+    int8_t* bytes = (int8_t*)integers.data();
+    const Integers all{bytes, bytes + rows * ld, scales.data(), sums.data(), ld, count};
+#else
+    const Integers all{integers.data(), scales.data(), sums.data(), ld, count};
+#endif
     for (int64_t row = 0; row < rows; row++)
         for (int64_t s = 0; s < count; s++) {
             const Segment& segment = segments[s];
-            const int64_t at = row * ld + segment.start, there = std::min(segment.count, inputs - segment.start);
-            to_integers(x + row * inputs + segment.start, there, segment.count, hi + at, lo + at,
+            const int64_t there = std::min(segment.count, inputs - segment.start);
+            to_integers(x + row * inputs + segment.start, there, segment.count, all.at(row * ld + segment.start),
                         &scales[row * count + s], &sums[row * count + s]);
         }
-    return {hi, lo, scales.data(), sums.data(), ld, count};
+    return all;
 }
+
+#if defined(MP_VNNI)
 
 MP_INLINE __m512i broadcast4(const int8_t* at) {
     int32_t four;
@@ -241,7 +325,11 @@ MP_INLINE __m512i times(const int16_t* zeros, int32_t factor) {
     return _mm512_mullo_epi32(wide, _mm512_set1_epi32(factor));
 }
 
+#endif
+
 constexpr int64_t ONE_ROW_AHEAD = 4096;  // bytes
+
+#if defined(MP_VNNI)
 
 // R rows over some segments of C vectors of outputs. Every octet prefetches `ahead` bytes, from `next` on, and for one
 // row what is read ONE_ROW_AHEAD later.
@@ -317,6 +405,78 @@ __attribute__((noinline)) void pass_integers(Integers x, const Part& part, float
         }
     }
 }
+
+#else
+
+// As above. The even and the odd bytes of a word are two pairs of 16-bit integers.
+template <int R, int C, Kind KIND>
+__attribute__((noinline)) void pass_integers(Integers x, const Part& part, float* sums, const uint8_t* next,
+                                             int64_t ahead) {
+    const uint8_t* w = (const uint8_t*)part.codes;
+    const __m256i mask = _mm256_set1_epi16(KIND == INT4 ? 15 : 255);
+    for (int64_t s = part.first; s < part.end; s++) {
+        const Segment& segment = part.segments[s];
+        __m256i products[R][C];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            const int32_t total = -x.sums[r * x.segments + s];
+#pragma GCC unroll 8
+            for (int c = 0; c < C; c++) {
+                products[r][c] = _mm256_set1_epi32(total * (KIND == INT4 ? 8 : 128));
+                if (part.zeros) {
+                    const int16_t* zeros = part.zeros + (segment.group * C + c) * W;
+                    const __m256i wide = _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)zeros));
+                    products[r][c] = _mm256_mullo_epi32(wide, _mm256_set1_epi32(total));
+                }
+            }
+        }
+        const int16_t* values = x.values + segment.start;
+        const auto pair = [&](const __m256i(&weights)[C]) {
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                int32_t both;
+                memcpy(&both, values + r * x.ld, 4);
+#pragma GCC unroll 8
+                for (int c = 0; c < C; c++) {
+                    const __m256i product = _mm256_madd_epi16(weights[c], _mm256_set1_epi32(both));
+                    products[r][c] = _mm256_add_epi32(products[r][c], product);
+                }
+            }
+            values += 2;
+        };
+        for (int64_t k = 0; k < segment.count; k += OCTET) {
+            prefetch_row(next, ahead);
+            next += ahead;
+            if constexpr (R == 1) prefetch_row(w + ONE_ROW_AHEAD, nbytes_of(KIND, OCTET * C * W));
+#pragma GCC unroll 2
+            for (int word = 0; word < (KIND == INT4 ? 1 : 2); word++, w += C * 32) {
+#pragma GCC unroll 4
+                for (int i = 0; i < (KIND == INT4 ? 4 : 2); i++) {
+                    const int shift = 8 * (i % 2) + 4 * (i / 2);
+                    __m256i weights[C];
+#pragma GCC unroll 8
+                    for (int c = 0; c < C; c++) {
+                        const __m256i codes = _mm256_loadu_si256((const __m256i*)(w + c * 32));
+                        weights[c] = _mm256_and_si256(_mm256_srli_epi16(codes, shift), mask);
+                    }
+                    pair(weights);
+                }
+            }
+        }
+        const float* scales = part.scales + segment.group * C * W;
+#pragma GCC unroll 8
+        for (int c = 0; c < C; c++)
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                const vf step = load(scales + c * W) * x.scales[r * x.segments + s];
+                float* sum = sums + r * PANEL + c * W;
+                const vf before = s == 0 ? splat(0.0f) : load(sum);
+                store(sum, fused((vf)_mm256_cvtepi32_ps(products[r][c]), step, before));
+            }
+    }
+}
+
+#endif
 
 template <Kind KIND, int C>
 void panel(const Integers& x, int64_t rows, const Weight& weight, const uint8_t* codes, const float* scales,
@@ -473,7 +633,7 @@ struct Product {
 template <Kind KIND, class X>
 void linear(const X* x, const Weight& weight, const float* bias, X* y, int64_t rows) {
     const int64_t inputs = weight.inputs;
-#if defined(MP_VNNI)
+#if defined(MP_INTEGERS)
     if constexpr (KIND != FP8)
         return multiply(
             Product<KIND, Integers, X>{integers_of(x, rows, inputs, weight.group), weight, bias, y, rows});
