@@ -227,6 +227,7 @@ class Planner:
     # ------------------------------------------------------------------ decisions
 
     async def _carry_out(self, steps: Sequence[Step], epoch: int) -> None:
+        without = set[str]()  # roles of which the provider starts no node now
         for position, step in enumerate(steps):
             if not self._lease.holds(epoch):
                 log.warning(
@@ -235,6 +236,9 @@ class Planner:
                 for left in steps[position:]:
                     metrics.steps.labels(left.kind, left.role, "abandoned").inc()
                 return
+            if step.kind == ADD and step.role in without:
+                metrics.steps.labels(step.kind, step.role, "abandoned").inc()
+                continue
             outcome = "made"
             try:
                 if step.kind == ADD:
@@ -248,6 +252,8 @@ class Planner:
                 log.warning("a change was not made: %s", error)
             except ProviderFailed as error:
                 outcome = "failed"
+                if step.kind == ADD:
+                    without.add(step.role)
                 if step.kind != SWITCH:
                     self._supplies[step.role].failed(str(error), self._clock())
                 log.warning("a change was not made: %s", error)

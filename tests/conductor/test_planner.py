@@ -374,6 +374,18 @@ async def test_a_provider_that_fails_is_not_asked_again_at_once(url: str, clock:
         assert fleet.count("prefill") == 2
 
 
+async def test_a_refusal_is_one_failure_however_many_nodes_are_wanted(
+    url: str, clock: Clock, fleet: Fleet
+) -> None:
+    rules = replace(RULES, bounds={**RULES.bounds, "prefill": Bounds(5, 8, 0)})
+    async with planner_of(url, clock, fleet, rules=rules) as made:
+        fleet.fails = "the cloud is full"
+        await made.planner.round()
+        assert fleet.num_calls == 1
+        await made.planner.round()
+        assert "within 15 s" in made.planner.status["roles"]["prefill"]["held"]
+
+
 async def test_a_listing_that_fails_counts_no_failure_a_second_time(
     url: str, clock: Clock, fleet: Fleet
 ) -> None:
