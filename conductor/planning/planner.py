@@ -156,6 +156,7 @@ class Planner:
             self.status["state"] = "asleep: the first request starts nodes (planner.min_warm=0)"
             self._memory, self._advised = Memory(), ()
             return
+        before_s = self._memory.changed_s
         decided, memory = plan(seen.roles, self._rules, self._memory, now_s)
         acts = self.mode == ACT
         # Advice changes nothing, so nothing has to settle after it.
@@ -163,7 +164,10 @@ class Planner:
         self._tell(decided)
         self.look = Look(now_s, held.epoch, seen.roles, decided, supplied)
         if acts:
-            await self._carry_out(decided.steps, held.epoch)
+            for role in await self._carry_out(decided.steps, held.epoch):
+                # The provider's pause follows, but nothing has to settle.
+                changed_s = {**self._memory.changed_s, role: before_s.get(role, float("-inf"))}
+                self._memory = replace(self._memory, changed_s=changed_s)
 
     async def _leads(self) -> Held:
         if self.mode == OFF:
@@ -226,8 +230,9 @@ class Planner:
 
     # ------------------------------------------------------------------ decisions
 
-    async def _carry_out(self, steps: Sequence[Step], epoch: int) -> None:
-        without = set[str]()  # roles of which the provider starts no node now
+    async def _carry_out(self, steps: Sequence[Step], epoch: int) -> set[str]:
+        """Returns the roles in which nothing was changed, because the provider starts no node."""
+        without, made = set[str](), set[str]()
         for position, step in enumerate(steps):
             if not self._lease.holds(epoch):
                 log.warning(
@@ -235,7 +240,7 @@ class Planner:
                 )
                 for left in steps[position:]:
                     metrics.steps.labels(left.kind, left.role, "abandoned").inc()
-                return
+                break
             if step.kind == ADD and step.role in without:
                 metrics.steps.labels(step.kind, step.role, "abandoned").inc()
                 continue
@@ -247,6 +252,7 @@ class Planner:
                     await self._admin.stop(step.node_id, step.why, fence=epoch)
                 else:
                     await self._admin.switch(step.node_id, step.to_role, step.why)
+                made |= {step.role, step.to_role}
             except (FleetUnchanged, NodeMissing) as error:
                 outcome = "refused"
                 log.warning("a change was not made: %s", error)
@@ -258,13 +264,14 @@ class Planner:
                     self._supplies[step.role].failed(str(error), self._clock())
                 log.warning("a change was not made: %s", error)
             metrics.steps.labels(step.kind, step.role, outcome).inc()
+        return without - made
 
     def _tell(self, decided: Plan) -> None:
         """Say a decision once, not in each round in which it stands."""
         self.status["steps"] = [asdict(step) for step in decided.steps]
         for role, reason in decided.reasons.items():
             self.status["roles"][role] |= {"target": decided.targets[role], "reason": reason}
-            metrics.targets.labels(role).set(decided.targets[role])
+            metrics.targets.labels(self._admin.model, role).set(decided.targets[role])
         kinds = [(step.kind, step.role, step.node_id) for step in decided.steps]
         before = [(step.kind, step.role, step.node_id) for step in self._advised]
         self._advised = decided.steps
@@ -283,12 +290,12 @@ class Planner:
         members = self._registry.members.values()
         for role, state in seen.roles.items():
             attained = state.attained
-            metrics.needed.labels(role).set(state.need.nodes)
-            metrics.attained.labels(role).set(1.0 if attained is None else attained)
-            metrics.join_seconds.labels(role).set(state.join_s)
+            metrics.needed.labels(self._admin.model, role).set(state.need.nodes)
+            metrics.attained.labels(self._admin.model, role).set(1.0 if attained is None else attained)
+            metrics.join_seconds.labels(self._admin.model, role).set(state.join_s)
             join = join_phases(one for one in members if one.record.role == role)
             for phase, seconds in join.items():
-                metrics.join_phase_seconds.labels(role, phase).set(seconds)
+                metrics.join_phase_seconds.labels(self._admin.model, role, phase).set(seconds)
             self.status["roles"][role] = {
                 "ready": state.num_ready,
                 "starting": state.num_starting,
@@ -300,8 +307,8 @@ class Planner:
                 "join": join,
             }
         for role in (*ROLES, "both"):
-            metrics.queue_seconds.labels(role).set(queue_s(members, role, now_s))
-            metrics.kv_free.labels(role).set(kv_free(members, role))
+            metrics.queue_seconds.labels(self._admin.model, role).set(queue_s(members, role, now_s))
+            metrics.kv_free.labels(self._admin.model, role).set(kv_free(members, role))
         self.status["recent"] = asdict(seen.recent)
 
 
