@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
+_OF_ROLE = ["model_name", "role"]
+
 leads = Gauge(
     "moonpool_planner_leads", "1: this conductor plans the number of nodes; 0: another one, or none"
 )
-needed = Gauge("moonpool_planner_needed_nodes", "Nodes that the load needs, by role", ["role"])
-targets = Gauge("moonpool_planner_target_nodes", "Nodes that the planner wants, by role", ["role"])
+needed = Gauge("moonpool_planner_needed_nodes", "Nodes that the load needs, by role", _OF_ROLE)
+targets = Gauge("moonpool_planner_target_nodes", "Nodes that the planner wants, by role", _OF_ROLE)
 steps = Counter(
     "moonpool_planner_steps_total",
     "Changes the planner decided, by kind (add, remove, switch, lend), role and outcome (made, "
@@ -23,7 +25,7 @@ given_up = Counter(
 queue_seconds = Gauge(
     "moonpool_role_queue_seconds",
     "Predicted wait of a request that comes now, on average over the nodes of a role (prefill, decode, both)",
-    ["role"],
+    _OF_ROLE,
 )
 woken_seconds = Histogram(
     "moonpool_planner_woken_seconds",
@@ -40,17 +42,17 @@ attained = Gauge(
     "moonpool_role_slo_attained_ratio",
     "Fraction of the last requests within the SLO that a role decides (prefill: TTFT, decode: TBT); "
     "1 where too few were seen",
-    ["role"],
+    _OF_ROLE,
 )
 kv_free = Gauge(
     "moonpool_role_kv_free_ratio",
     "Blocks that sequences do not hold, of all pools of a role (prefill, decode, both)",
-    ["role"],
+    _OF_ROLE,
 )
-join_seconds = Gauge("moonpool_role_join_seconds", "How long its last nodes took to join, by role", ["role"])
+join_seconds = Gauge("moonpool_role_join_seconds", "How long its last nodes took to join, by role", _OF_ROLE)
 join_phase_seconds = Gauge(
     "moonpool_role_join_phase_seconds",
     "Longest of the role's nodes in each phase of their start (process, weights, warm_up, services, "
     "registration), and from then to their first token (first_token)",
-    ["role", "phase"],
+    [*_OF_ROLE, "phase"],
 )

@@ -240,6 +240,9 @@ async def test_a_model_that_lacks_nodes_gets_the_idle_ones_of_another_down_to_it
         assert pair.arbiter.status["a"]["queues"] and not pair.arbiter.status["b"]["queues"]
         assert pair.arbiter.status["b"]["stranded_node_s"] == pytest.approx(stranded_s("b") - before_s)
         assert pair.arbiter.status["a"]["loan"] == pair.said[-1]
+        needed = [metrics.needed.labels(label, "prefill")._value.get() for label in ("a", "b")]
+        assert needed == [side.planner.status["roles"]["prefill"]["needed"] for side in (pair.a, pair.b)]
+        assert needed[0] > needed[1], "each model's own"
 
 
 async def waves(url: str, rules: Rules, seconds: int) -> tuple[list[int], float]:
