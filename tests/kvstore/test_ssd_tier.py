@@ -202,7 +202,7 @@ async def test_blocks_larger_than_one_call_to_the_disk(tmp_path: Path) -> None:
     blocks = [np.random.default_rng(i).integers(0, 256, layout.block_nbytes, np.uint8) for i in range(3)]
     keys = chain(3)
     into = [np.zeros(layout.block_nbytes, np.uint8) for _ in keys]
-    async with await SsdTier.open(tmp_path, layout, capacity_nbytes=32 << 20) as tier:
+    async with await SsdTier.open(tmp_path, layout, capacity_nbytes=32 << 20, io_deadline_s=60.0) as tier:
         assert all(await tier.put(keys, blocks, parents=parents_of(keys)))
         assert await tier.get(keys, into) == [True] * 3
         assert [tier.checksum_of(key) for key in keys] == [xxh3_64_intdigest(block) for block in blocks]
@@ -212,7 +212,7 @@ async def test_blocks_larger_than_one_call_to_the_disk(tmp_path: Path) -> None:
         file.seek(2 * (2 * CALL_NBYTES + 4096) + layout.block_nbytes - 1)
         file.write(bytes([blocks[2][-1] ^ 1]))
     into[2][:] = 7
-    async with await SsdTier.open(tmp_path, layout, capacity_nbytes=32 << 20) as tier:
+    async with await SsdTier.open(tmp_path, layout, capacity_nbytes=32 << 20, io_deadline_s=60.0) as tier:
         assert await tier.get(keys, into) == [True, True, False]
     assert (into[2] == 7).all(), "a destination holds bytes that were not verified"
 

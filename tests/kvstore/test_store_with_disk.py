@@ -394,7 +394,9 @@ async def test_flush_writes_everything_also_what_only_the_pool_has(remote) -> No
 
 async def test_a_write_that_continues_one_in_parts_is_not_refused(tmp_path: Path) -> None:
     layout = OpaqueLayout(1 << 20, bytes(16))
-    ssd = await SsdTier.open(tmp_path, layout, capacity_nbytes=64 << 20, segment_nbytes=64 << 20)
+    ssd = await SsdTier.open(
+        tmp_path, layout, capacity_nbytes=64 << 20, segment_nbytes=64 << 20, io_deadline_s=60.0
+    )
     store = TieredStore(
         layout, StoreOptions(ssd=SsdTierOptions(queue_nbytes=64 << 20)), np.zeros(64 << 20, np.uint8), ssd=ssd
     )
