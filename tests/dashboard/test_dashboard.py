@@ -282,11 +282,17 @@ async def test_every_view_fits_its_screen(page: Page, cluster: LocalCluster, the
             assert await page.evaluate(
                 f"[document.documentElement, document.querySelector('main')].every({fits})"
             )
-            # Nor is anything cut off at the right that cannot be scrolled to.
-            cut = """[...document.querySelectorAll('.view *')]
-                .filter((one) => !one.closest('.scroll, svg, .plot'))
-                .filter((one) => one.getBoundingClientRect().right > innerWidth + 1)
-                .map((one) => one.outerHTML)"""
+            # Nor is anything cut off at the right that cannot be scrolled to, whatever was estimated so far.
+            if view == "Latency":
+                await expect(page.locator("#scatter figure").first).to_be_visible()
+            cut = """() => {
+                const box = document.querySelector('#scatter');
+                while (box && box.children.length < 6) box.append(box.lastChild.cloneNode(true));
+                return [...document.querySelectorAll('.view *')]
+                    .filter((one) => !one.closest('.scroll, svg, .plot'))
+                    .filter((one) => one.getBoundingClientRect().right > innerWidth + 1)
+                    .map((one) => one.outerHTML.slice(0, 100));
+            }"""
             assert await page.evaluate(cut) == [], view
         await page.screenshot(path=SCREENSHOTS / f"{view.lower()}-{theme}-{width}.png", full_page=width < 900)
 
