@@ -73,6 +73,14 @@ class Gate:
         if not access.tenants and found.scope is not None:
             raise forbidden(f"{endpoint} shows the whole cluster: it needs a key that belongs to no tenant")
 
+    def still_admits(self, http: web.Request) -> bool:
+        """Whether the key or session of an admitted request that goes on is what it was. An operator's token
+        is for the beginning of a request alone."""
+        scheme = http.headers.get("Authorization", "").partition(" ")[0].lower()
+        if not self.keys.are_configured or scheme == "moonpool":
+            return True
+        return self._prove(http) == http[PRINCIPAL]
+
     def is_administrative(self, http: web.Request) -> bool:
         """Whether a request would change the cluster."""
         access = PERMITTED.get(endpoint_of(http))

@@ -176,7 +176,7 @@ async def live(http: web.Request) -> web.StreamResponse:
         try:
             await response.prepare(http)
             await writer.write(feed.first(scope))
-            while not context.draining:
+            while not context.draining and context.gate.still_admits(http):
                 await writer.write(await feed.next(scope))
         except ConnectionError:
             pass  # the page was closed

@@ -14,6 +14,7 @@ import pytest
 from moonpool.conductor.access import gate
 from moonpool.conductor.access.gate import COOKIE, Gate
 from moonpool.conductor.access.roles import OPEN, PERMITTED
+from moonpool.conductor.access.sessions import Sessions
 from moonpool.conductor.errors import RequestRejected
 from moonpool.conductor.server import create_app
 from moonpool.runtime.config.options import AuditOptions
@@ -241,6 +242,23 @@ async def test_a_tenants_snapshot_has_nothing_of_others(keyed: Api) -> None:
     assert record.id in event
     assert "nightly" not in event and keyed.context.recent.latest(9, "nightly")[0].id not in event
     assert "cluster" not in event and "metrics" not in event
+
+
+async def test_a_stream_of_snapshots_ends_with_its_session_and_key(keyed: Api, tmp_path: Path) -> None:
+    keyed.core.tenant_activity = lambda tenant: {}  # type: ignore[attr-defined]
+    url, cookie = f"{keyed.url}/v1/live", await sign_in(keyed, "sk-page")
+    async with (
+        keyed.client.get(url, headers=cookie) as of_page,
+        keyed.client.get(url, headers=bearer("sk-page")) as of_key,
+    ):
+        for each in (of_page, of_key):
+            await each.content.readuntil(b"\n\n")
+        keyed.context.gate.sessions = Sessions(b"another secret of the cluster---")
+        await of_page.content.read()
+        await of_key.content.readuntil(b"\n\n")
+        (tmp_path / "tenants.toml").write_text(FILE.replace("sk-page", "sk-other"))
+        keyed.context.gate = Gate.load(str(tmp_path / "tenants.toml"))
+        await of_key.content.read()
 
 
 # ---------------------------------------------------------------------- sessions
