@@ -34,8 +34,11 @@ def check_machine(config: Config) -> Iterator[Finding]:
     """Yield the findings, each as soon as it is known; without the engine only what a store node needs."""
     yield Finding("python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
     if has_extra("serve"):
-        config = models_to_start(config)[0].config
+        served = [one.config for one in models_to_start(config)]
+        config = served[0]
         yield Finding("torch", "ok", version("torch"))
+        yield from map(model, served)
+        yield memory(*served)
         for check in _ENGINE_CHECKS:
             yield check(config)
     else:
@@ -93,11 +96,12 @@ def model(config: Config) -> Finding:
     return Finding("model", "ok", f"{directory}, {nbytes / 2**20:.0f} MiB of weights")
 
 
-def memory(config: Config) -> Finding:
+def memory(*configs: Config) -> Finding:
     # Pools are anonymous or memfds: the size of /dev/shm does not limit them.
-    fact = f"{available_nbytes() / 2**30:.1f} GiB free, {pools_nbytes(config) / 2**30:.1f} GiB for pools"
+    nbytes = sum(map(pools_nbytes, configs))
+    fact = f"{available_nbytes() / 2**30:.1f} GiB free, {nbytes / 2**30:.1f} GiB for pools"
     try:
-        check_memory(config)
+        check_memory(*configs)
     except LocalClusterError as error:
         return Finding("memory", "missing", fact, str(error))
     return Finding("memory", "ok", fact)
@@ -198,5 +202,5 @@ def disk(config: Config) -> Finding:
 
 
 _Check = Callable[[Config], Finding]
-_ENGINE_CHECKS: tuple[_Check, ...] = (compiler, redis, model, memory, threads)
+_ENGINE_CHECKS: tuple[_Check, ...] = (compiler, redis, threads)
 _CHECKS: tuple[_Check, ...] = (peer_memory, host_health, open_files, huge_pages, clock, disk)

@@ -106,6 +106,7 @@ class Supervisor(fleet_pb2_grpc.SupervisorServicer):
         return fleet_pb2.SwitchNodeReply()
 
     async def Settle(self, request: fleet_pb2.SettleRequest, context: Context) -> fleet_pb2.SettleReply:
+        self._check_model(request.model)
         self._cluster.settle(list(request.settings), request.model)
         return fleet_pb2.SettleReply()
 

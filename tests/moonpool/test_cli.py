@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.runtime.config.options import Config
 from tests.forked_command import forked_command
 
 ROOT = Path(__file__).parents[2]
@@ -115,6 +116,14 @@ def test_doctor_looks_at_everything() -> None:
     # Pools are anonymous memory or memfds: its size says nothing of them.
     assert "/dev/shm" not in done.stdout
     assert re.search(r"memory .* GiB for pools", done.stdout)
+
+
+def test_doctor_looks_at_each_model_and_at_the_memory_of_all(tmp_path: Path) -> None:
+    models = f"models.served=one={Config().model.directory},two={tmp_path}/no"
+    sets = (models, "engine.pool_nbytes=2TiB", "cluster.prefill=1", "cluster.decode=1")
+    done = moonpool("doctor", *(word for one in sets for word in ("--set", one)))
+    assert re.search(rf"missing model +{tmp_path}/no", done.stdout)
+    assert re.search(r"missing memory .* 819\d\.\d GiB for pools", done.stdout)
 
 
 @pytest.mark.slow

@@ -62,12 +62,17 @@ def cluster() -> Cluster:
 
 
 @pytest_asyncio.fixture
-async def provider(cluster: Cluster, security: Security) -> AsyncIterator[LocalProvider]:
+async def supervisor_address(cluster: Cluster, security: Security) -> AsyncIterator[str]:
     supervisor = Supervisor(cluster)
-    made = LocalProvider(await supervisor.start(security))
+    yield await supervisor.start(security)
+    await supervisor.close()
+
+
+@pytest_asyncio.fixture
+async def provider(supervisor_address: str) -> AsyncIterator[LocalProvider]:
+    made = LocalProvider(supervisor_address)
     yield made
     await made.close()
-    await supervisor.close()
 
 
 async def test_an_older_epoch_is_refused(provider: LocalProvider, cluster: Cluster) -> None:
@@ -83,6 +88,16 @@ async def test_an_older_epoch_is_refused(provider: LocalProvider, cluster: Clust
     with pytest.raises(ProviderFailed, match="epoch 3 asks"):
         await provider.start("decode", "tiny", fence=3)
     assert cluster.nodes == ["decode-1", "decode-2"]
+
+
+async def test_settings_of_a_model_that_is_not_served_are_refused(
+    supervisor_address: str, cluster: Cluster
+) -> None:
+    other = LocalProvider(supervisor_address, "huge")
+    with pytest.raises(ProviderFailed, match="serves tiny, not huge: nothing was changed"):
+        await other.settle(["engine.block_size=32"])
+    await other.close()
+    assert not cluster.settings
 
 
 async def test_a_node_is_switched_to_a_model_of_the_cluster(
