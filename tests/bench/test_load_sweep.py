@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -67,12 +68,20 @@ def test_answers_that_are_missing_break_a_load() -> None:
     assert knee_of([step_of(10, 0.1), step_of(20, 0.12), step_of(30, 0.12)], Slo(ttft_s=0.11)) == 0
 
 
-async def test_an_open_loop_arrives_by_the_clock(fake: FakeServer) -> None:
-    """Sleeps that are too long do not add up."""
-    work = Workload(requests=200, rate=400.0, prompt_tokens=2, output_tokens=1, seed=3)
+async def test_an_open_loop_arrives_by_the_clock(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sleeps that are too long do not add up: these would make one second three."""
+    work = Workload(requests=40, rate=40.0, prompt_tokens=2, output_tokens=1, seed=3)
+    gaps, sleep = random.Random(work.seed), asyncio.sleep
+    due_s = sum(gaps.expovariate(work.rate) for _ in range(work.requests - 1))
+
+    async def too_long(seconds: float) -> None:
+        await sleep(seconds + 0.05 if seconds > 0 else 0)
+
     async with HttpClient(fake.url) as http:
-        outcome = await load.run(await Server.find("fake", http), work)
-    assert Turn(outcome, None).offered == pytest.approx(400, rel=0.2)
+        server = await Server.find("fake", http)
+        monkeypatch.setattr(asyncio, "sleep", too_long)
+        outcome = await load.run(server, work)
+    assert due_s - 0.06 < (work.requests - 1) / Turn(outcome, None).offered < due_s + 1.0
 
 
 async def test_batches_and_queues_are_read_of_every_process(
