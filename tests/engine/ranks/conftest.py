@@ -14,8 +14,12 @@ from moonpool.runtime.config.options import EngineOptions, ModelOptions, Paralle
 from tests.engine.conftest import Driver
 
 
+# A rank that is silent for so long is lost, where that is not what a test is about: a busy machine may be.
+TIMEOUT_S = 60.0
+
+
 @asynccontextmanager
-async def ranks(world_size: int, timeout_s: float = 5.0) -> AsyncIterator[RankGroup]:
+async def ranks(world_size: int, timeout_s: float = TIMEOUT_S) -> AsyncIterator[RankGroup]:
     group = RankGroup(world_size, timeout_s)
     await group.start(threads=1)
     try:
@@ -36,7 +40,8 @@ async def serving(
 ) -> AsyncIterator[Driver]:
     """Words are ParallelOptions' or EngineOptions'. ``num_blocks``: of all cp ranks.
     ``separate_pools``: see ``RankGroup``. Afterwards no block may be held."""
-    parallel = ParallelOptions(**{k: words.pop(k) for k in list(words) if k in ParallelOptions.__slots__})
+    given = {k: words.pop(k) for k in list(words) if k in ParallelOptions.__slots__}
+    parallel = ParallelOptions(**{"timeout_s": TIMEOUT_S} | given)
     words = {"block_size": 8, "pool_nbytes": 1 << 30, "parallel": parallel, **words}
     model = ModelOptions(device="cpu", dtype=dtype)
     probe = Engine(path, EngineOptions(**words), model)
