@@ -13,7 +13,6 @@ from moonpool.engine.ranks.group import RankGroup
 from moonpool.runtime.config.options import EngineOptions, ModelOptions, ParallelOptions
 from tests.engine.conftest import Driver
 
-
 # A rank that is silent for so long is lost, where that is not what a test is about: a busy machine may be.
 TIMEOUT_S = 60.0
 
