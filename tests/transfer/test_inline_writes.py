@@ -71,8 +71,9 @@ class Writer:
         writer = cls(agent, theirs, await agent.connect(theirs.descriptor), remote)
         await writer.write(64)
         async with asyncio.timeout(20):
-            # The thread of the connection may not be idle again yet.
-            while not writer.write(64).done():  # noqa: ASYNC110
+            # The thread of the connection may not be idle again yet. One that is a batch occupies it too.
+            while not (batch := writer.write(64)).done():
+                await batch
                 await asyncio.sleep(0.001)
         return writer
 
