@@ -27,30 +27,33 @@ MP_INLINE void load_pairs(const bf16* w, vu (&pairs)[C]) {
     for (int c = 0; c < C; c++) memcpy(&pairs[c], w + c * 2 * W, sizeof pairs[c]);
 }
 
-template <int R, int C, bool AHEAD>
-MP_INLINE void accumulate_pairs(const float* x, int64_t ldx, const bf16* w, int64_t ldw, int64_t inputs,
-                                vf (&sums)[R][C], int64_t ahead) {
-    vu pairs[C];
-    int64_t k = 0;
-    for (; k + 2 <= inputs; k += 2, w += 2 * ldw) {
-        if constexpr (AHEAD) prefetch_row(w + ahead, C * 2 * W);
-        load_pairs(w, pairs);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-            for (int c = 0; c < C; c++) sums[r][c] += first_of(pairs[c]) * x[r * ldx + k];
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-            for (int c = 0; c < C; c++) sums[r][c] += second_of(pairs[c]) * x[r * ldx + k + 1];
-    }
-    if (k == inputs) return;
-    load_pairs(w, pairs);
+// sums[r][c] += the products of x[r][0] and x[r][1] with pairs[c].
+template <int R, int C>
+MP_INLINE void multiply_pairs(const float* x, int64_t ldx, const vu (&pairs)[C], vf (&sums)[R][C]) {
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-        for (int c = 0; c < C; c++) sums[r][c] += first_of(pairs[c]) * x[r * ldx + k];
+        for (int c = 0; c < C; c++) sums[r][c] += first_of(pairs[c]) * x[r * ldx];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; c++) sums[r][c] += second_of(pairs[c]) * x[r * ldx + 1];
 }
+
+#if defined(MP_BF16_DOT)
+template <int R, int C>
+MP_INLINE void multiply_pairs(const bf16* x, int64_t ldx, const vu (&pairs)[C], vf (&sums)[R][C]) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+        int32_t both;
+        memcpy(&both, x + r * ldx, 4);
+        const __m512bh inputs_pair = (__m512bh)_mm512_set1_epi32(both);
+#pragma GCC unroll 8
+        for (int c = 0; c < C; c++)
+            sums[r][c] = (vf)_mm512_dpbf16_ps((__m512)sums[r][c], (__m512bh)pairs[c], inputs_pair);
+    }
+}
+#endif
 
 // A chunk of C vectors of bf16 pairs as float32 rows. `to` has space for an even number of inputs.
 template <int C>
@@ -68,75 +71,56 @@ void widen(const bf16* w, int64_t inputs, float* to) {
 
 // One pass of R rows over C vectors of a chunk with rows of ldw weights; AHEAD prefetches the next chunk. x: rows
 // of stride ldx; sums: [R, PANEL]. Not inlined, because only then the compiler keeps every sum in a register.
-template <int R, int C, bool AHEAD, class X, class T>
-__attribute__((noinline)) void pass(const X* x, int64_t ldx, const T* w, int64_t ldw, int64_t inputs, bool begin,
+template <int R, int C, bool AHEAD, class T>
+__attribute__((noinline)) void pass(const float* x, int64_t ldx, const T* w, int64_t ldw, int64_t inputs, bool begin,
                                     float* sums) {
-    const int64_t ahead = inputs * ldw;
     vf registers[R][C];
     fetch<R, C>(registers, sums, PANEL, begin);
-    if constexpr (std::is_same_v<T, bf16>) {
-        accumulate_pairs<R, C, AHEAD>(x, ldx, w, ldw, inputs, registers, ahead);
-    } else {
-        accumulate<R, C, AHEAD>(x, ldx, w, ldw, inputs, registers, ahead);
-    }
+    accumulate<R, C, AHEAD>(x, ldx, w, ldw, inputs, registers, inputs * ldw);
     keep<R, C>(registers, sums, PANEL);
 }
 
-// All rows through one chunk. With converted weights the first group of rows loads a chunk into the caches, and
-// the second one prefetches the next chunk. In the other cases prefetching was measured to be slower.
-template <int C, class X, class T>
-void passes(const X* x, int64_t ldx, int64_t rows, const T* w, int64_t inputs, bool begin, float* sums) {
-    constexpr bool widens = std::is_same_v<X, float> && sizeof(T) == 2;
-    constexpr bool pairs = std::is_same_v<T, bf16>;
-    // The conversion of bf16 pairs uses the registers that the sums of a sixth row would need.
-    constexpr int most = pairs && std::is_same_v<X, float> ? TALL_ROWS - 1 : TALL_ROWS;
-    int64_t group = 0;
-    for_tiles<C, most>(rows, [&](int64_t row, auto R, int64_t at, auto some) {
-        const X* from = x + row * ldx;
-        const T* weights = w + at * W * (pairs ? 2 : 1);
-        float* to = sums + row * PANEL + at * W;
-        if (widens && group++ == 1) {
-            pass<R, some, widens>(from, ldx, weights, C * W, inputs, begin, to);
-        } else {
-            pass<R, some, false>(from, ldx, weights, C * W, inputs, begin, to);
-        }
-    });
-}
-
-#if defined(MP_BF16_DOT)
-// As `pass`, with dot products. inputs: even. Every step prefetches LINES cache lines, from `next` on.
-template <int R, int C, int LINES>
-__attribute__((noinline)) void dot_pass(const bf16* x, int64_t ldx, const bf16* w, int64_t ldw, int64_t inputs,
-                                        bool begin, float* sums, const bf16* next) {
+// As `pass`, with pairs of weights. Every step prefetches LINES vectors, from `next` on.
+template <int R, int C, int LINES, class X>
+__attribute__((noinline)) void pair_pass(const X* x, int64_t ldx, const bf16* w, int64_t ldw, int64_t inputs,
+                                         bool begin, float* sums, const bf16* next) {
     vf registers[R][C];
     fetch<R, C>(registers, sums, PANEL, begin);
     for (int64_t k = 0; k < inputs; k += 2, w += 2 * ldw, next += LINES * 2 * W) {
         vu pairs[C];
         prefetch_row(next, LINES * 2 * W);
         load_pairs(w, pairs);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-            int32_t both;
-            memcpy(&both, x + r * ldx + k, 4);
-            const __m512bh inputs_pair = (__m512bh)_mm512_set1_epi32(both);
-#pragma GCC unroll 8
-            for (int c = 0; c < C; c++)
-                registers[r][c] = (vf)_mm512_dpbf16_ps((__m512)registers[r][c], (__m512bh)pairs[c], inputs_pair);
-        }
+        multiply_pairs<R, C>(x + k, ldx, pairs, registers);
     }
     keep<R, C>(registers, sums, PANEL);
 }
 
-// All rows through one chunk. Few rows wait for memory: each pass prefetches an equal part of the next chunk. One row
-// is faster without.
-template <int C>
-void dot_passes(const bf16* x, int64_t ldx, int64_t rows, const bf16* w, int64_t inputs, bool begin, float* sums) {
-    int64_t count = 0, group = 0;
-    for_tiles<C>(rows, [&](auto...) { count++; });
+// All rows through one chunk. With converted weights the first group of rows loads a chunk into the caches, and
+// the second one prefetches the next chunk. In the other cases prefetching was measured to be slower.
+template <int C, class T>
+void passes(const float* x, int64_t ldx, int64_t rows, const T* w, int64_t inputs, bool begin, float* sums) {
+    int64_t group = 0;
     for_tiles<C>(rows, [&](int64_t row, auto R, int64_t at, auto some) {
+        const auto run = [&](auto ahead) {
+            pass<R, some, ahead>(x + row * ldx, ldx, w + at * W, C * W, inputs, begin, sums + row * PANEL + at * W);
+        };
+        if (sizeof(T) == 2 && group++ == 1) run(std::true_type());
+        else run(std::false_type());
+    });
+}
+
+// As `passes`. Few rows wait for memory: each pass prefetches an equal part of the next chunk. One row is faster
+// without.
+template <int C, class X>
+void pair_passes(const X* x, int64_t ldx, int64_t rows, const bf16* w, int64_t inputs, bool begin, float* sums) {
+    // The conversion of pairs uses the registers that the sums of a sixth row would need.
+    constexpr int most = std::is_same_v<X, float> ? TALL_ROWS - 1 : TALL_ROWS;
+    int64_t count = 0, group = 0;
+    for_tiles<C, most>(rows, [&](auto...) { count++; });
+    for_tiles<C, most>(rows, [&](int64_t row, auto R, int64_t at, auto some) {
         const auto run = [&](auto lines) {
-            dot_pass<R, some, lines>(x + row * ldx, ldx, w + at * 2 * W, C * W, inputs, begin,
-                                     sums + row * PANEL + at * W, w + inputs * C * W * (count + group) / count);
+            pair_pass<R, some, lines>(x + row * ldx, ldx, w + at * 2 * W, C * W, inputs, begin,
+                                      sums + row * PANEL + at * W, w + inputs * C * W * (count + group) / count);
         };
         if (rows == 1 || rows > ROWS_THAT_WAIT) run(std::integral_constant<int, 0>());
         else if (count == 1) run(std::integral_constant<int, C>());
@@ -146,30 +130,31 @@ void dot_passes(const bf16* x, int64_t ldx, int64_t rows, const bf16* w, int64_t
     });
 }
 
-// All rows through one panel. What several passes read fits into the L1 cache, beside what they prefetch.
-template <int C>
-void panel(const bf16* x, int64_t ldx, int64_t rows, const bf16* w, int64_t inputs, float* sums) {
-    const int64_t chunk = rows > ROWS_THAT_WAIT ? CHUNK : rows > 2 * TALL_ROWS ? CHUNK / 2 : CHUNK / 4;
-    for (int64_t first = 0; first < inputs; first += chunk)
-        dot_passes<C>(x + first, ldx, rows, w + first * C * W, std::min(chunk, inputs - first), first == 0, sums);
-}
-#endif
-
 // All rows through one panel of C vectors. sums: [rows, PANEL].
 template <int C, class X, class T>
 void panel(const X* x, int64_t ldx, int64_t rows, const T* w, int64_t inputs, float* sums) {
     alignas(64) static thread_local float wide[CHUNK * PANEL];
-    for (int64_t first = 0; first < inputs; first += CHUNK) {
-        const int64_t count = std::min(CHUNK, inputs - first);
-        const T* chunk = w + first * C * W;
-        if constexpr (std::is_same_v<X, float> && std::is_same_v<T, bf16>) {
-            if (rows >= ROWS_TO_WIDEN) {
-                widen<C>(chunk, count, wide);
-                passes<C>(x + first, ldx, rows, (const float*)wide, count, first == 0, sums);
-                continue;
+    constexpr bool pairs = std::is_same_v<T, bf16>;
+    const bool widens = pairs && std::is_same_v<X, float> && rows >= ROWS_TO_WIDEN;
+    // What several passes read fits into the L1 cache, beside what they prefetch.
+    const int64_t few = rows > 2 * TALL_ROWS ? 2 * CHUNK_OF_FEW : CHUNK_OF_FEW;
+    const int64_t chunk = !pairs || widens || rows > ROWS_THAT_WAIT ? CHUNK : std::min(few, CHUNK);
+    for (int64_t first = 0; first < inputs; first += chunk) {
+        const int64_t count = std::min(chunk, inputs - first);
+        const X* from = x + first;
+        const T* weights = w + first * C * W;
+        if constexpr (pairs) {
+            if constexpr (std::is_same_v<X, float>) {
+                if (widens) {
+                    widen<C>(weights, count, wide);
+                    passes<C>(from, ldx, rows, (const float*)wide, count, first == 0, sums);
+                    continue;
+                }
             }
+            pair_passes<C>(from, ldx, rows, weights, count, first == 0, sums);
+        } else {
+            passes<C>(from, ldx, rows, weights, count, first == 0, sums);
         }
-        passes<C>(x + first, ldx, rows, chunk, count, first == 0, sums);
     }
 }
 
@@ -181,8 +166,8 @@ struct Product {
     const T* w;
     const float* bias;  // or null
     Y* y;
-    int64_t rows, inputs;
-    int64_t stored;  // inputs as packed, rounded up to a pair for bf16
+    int64_t rows;
+    int64_t inputs;  // as packed: rounded up to a pair for bf16
     int64_t outputs;
 
     // Panels first … end - 1 of the outputs.
@@ -192,7 +177,7 @@ struct Product {
         float* sums = scratch.data();
         for (int64_t at = first * PANEL; at < std::min(end * PANEL, outputs); at += PANEL) {
             const int64_t count = std::min<int64_t>(PANEL, outputs - at);
-            const T* weights = w + at * stored;
+            const T* weights = w + at * inputs;
             with_constant<4>((count + W - 1) / W, [&](auto C) { panel<C>(x, ldx, rows, weights, inputs, sums); });
             finish(sums, bias ? bias + at : nullptr, y + at, outputs, rows, count);
         }
@@ -200,9 +185,9 @@ struct Product {
 
     int64_t num_panels() const { return (outputs + PANEL - 1) / PANEL; }
     // Nanoseconds of one thread for a panel, roughly: it is read from memory, and multiplied.
-    double panel_ns() const { return (double)(stored * PANEL) * (sizeof(T) / 20.0 + (double)rows / 60.0); }
+    double panel_ns() const { return (double)(inputs * PANEL) * (sizeof(T) / 20.0 + (double)rows / 60.0); }
     Product part(int64_t first, int64_t end) const {
-        return {x + first * ldx, ldx, w, bias, y + first * outputs, end - first, inputs, stored, outputs};
+        return {x + first * ldx, ldx, w, bias, y + first * outputs, end - first, inputs, outputs};
     }
 };
 
@@ -213,17 +198,14 @@ void with_product(const X* x, const T* w, const float* bias, X* y, int64_t rows,
                   F f) {
     const int64_t stored = round_up(inputs, std::is_same_v<T, bf16> ? 2 : 1);
 #if defined(MP_BF16_DOT)
-    if constexpr (std::is_same_v<X, bf16> && std::is_same_v<T, bf16>) {
-        const bf16* even = inputs == stored ? x : converted<bf16>(x, rows, inputs, stored);
-        return f(Product<bf16, T, X>{even, stored, w, bias, y, rows, stored, stored, outputs});
-    }
+    using A = std::conditional_t<std::is_same_v<X, bf16> && std::is_same_v<T, bf16>, bf16, float>;
+#else
+    using A = float;
 #endif
-    if constexpr (std::is_same_v<X, float>) {
-        f(Product<float, T, X>{x, inputs, w, bias, y, rows, inputs, stored, outputs});
-    } else {
-        const float* wide = converted<float>(x, rows, inputs, inputs);
-        f(Product<float, T, X>{wide, inputs, w, bias, y, rows, inputs, stored, outputs});
-    }
+    const A* even;
+    if constexpr (std::is_same_v<X, A>) even = inputs == stored ? x : converted<A>(x, rows, inputs, stored);
+    else even = converted<A>(x, rows, inputs, stored);
+    f(Product<A, T, X>{even, stored, w, bias, y, rows, stored, outputs});
 }
 
 template <class X, class T>

@@ -9,6 +9,7 @@
 
 constexpr int PANEL = 4 * W;              // outputs in a panel
 constexpr int64_t CHUNK = 512;            // inputs of a panel that stay in the L1/L2 caches for all rows
+constexpr int64_t CHUNK_OF_FEW = (16 << 10) / (PANEL * 2);  // the same for few rows: 16 KiB of 16-bit weights
 constexpr int64_t MIN_ROWS_A_TASK = 192;  // a block of rows reads, and perhaps converts, its weights anew
 constexpr int64_t ROWS_THAT_WAIT = 192;  // up to so many, passes prefetch: more are bound by arithmetic
 constexpr int64_t ROWS_TO_WIDEN = 48;     // from so many rows on, a chunk is converted once for all
