@@ -58,7 +58,6 @@ class SlotMap:
         found: RecoveredIndex,
         policy: str,
         saved_s: SavedSeconds | None,
-        on_dropped: OnDropped | None,
     ) -> None:
         num_spare = min(segments.max_slots // _SPARE, _MAX_SPARE)
         self.cache: ChainCache[BlockKey] = ChainCache(
@@ -71,7 +70,7 @@ class SlotMap:
             num_adopted=len(found.blocks), num_orphans=found.num_orphans, num_lost=found.num_lost
         )
         self._segments = segments
-        self.on_dropped = on_dropped
+        self.on_dropped: OnDropped | None = None
         self._checksums = array("Q")
         self._sequences = array("Q")  # of the record of what a slot holds
         self._sequence = found.next_sequence

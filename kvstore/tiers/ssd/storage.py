@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -71,15 +71,12 @@ class SsdTier:
         policy: str = "lru",
         saved_s: SavedSeconds | None = None,
         io_deadline_s: float = 1.0,
-        on_mismatch: Literal["refuse", "set-aside"] = "refuse",
-        on_dropped: OnDropped | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> SsdTier:
         """Open or create the tier in ``directory``; blocks it had before are held again.
 
-        ``on_dropped(keys, reason)`` is called for blocks that are "evicted", "corrupt" or "unreadable".
-        ``on_mismatch``: what to do with blocks of another layout or version. ``io_deadline_s``: the disk
-        stalls when one call takes longer. ``saved_s``: what hits are worth to the policy.
+        ``io_deadline_s``: the disk stalls when one call takes longer. ``saved_s``: what hits are worth to the
+        policy.
 
         Raises ``SsdDirectoryInUse``, ``SsdFormatMismatch``, ``SsdUnusable``, ``LayoutError``, ``StoreError``
         (an unknown policy): nothing is open. A damaged index is no error: it is set aside and the tier starts
@@ -89,9 +86,9 @@ class SsdTier:
         segment = segment_nbytes or max(_MIN_SEGMENT_NBYTES, -(-capacity_nbytes // _MAX_SEGMENTS))
         wanted = TierFormat(layout.fingerprint.hex(), layout.block_nbytes, segment)
         with gc_paused():
-            opened = await asyncio.to_thread(open_directory, directory, wanted, capacity_nbytes, on_mismatch)
+            opened = await asyncio.to_thread(open_directory, directory, wanted, capacity_nbytes)
             found = opened.found
-            slot_map = await asyncio.to_thread(SlotMap, opened.segments, found, policy, saved_s, on_dropped)
+            slot_map = await asyncio.to_thread(SlotMap, opened.segments, found, policy, saved_s)
         disk = Disk(opened, depth=threads, deadline_s=io_deadline_s, clock=clock)
         return cls(layout, slot_map, disk, clock)
 
@@ -108,6 +105,7 @@ class SsdTier:
 
     @property
     def on_dropped(self) -> OnDropped | None:
+        """Called with blocks that the tier drops by itself, and why: evicted, corrupt or unreadable."""
         return self._slot_map.on_dropped
 
     @on_dropped.setter

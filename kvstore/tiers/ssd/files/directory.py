@@ -24,7 +24,6 @@ CHECKSUM = "xxh3-64"
 PAGE_NBYTES = 4096
 
 _FORMAT_FILE = "tier.json"
-_OURS = (_FORMAT_FILE, "index")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +96,13 @@ def settle_format(directory: Path, wanted: TierFormat) -> TierFormat:
     return TierFormat(**found)
 
 
-def set_aside(directory: Path, *names: str) -> Path:
-    """Move the tier's files (all, or only ``names``) into a new folder beside them. Returns the folder."""
+def set_aside(directory: Path, name: str) -> Path:
+    """Move a file or folder into a new folder beside it. Returns the new folder."""
     number = 0
     while (aside := directory / f"set-aside-{number}").exists():
         number += 1
     aside.mkdir()
-    for path in sorted(directory.iterdir()):
-        ours = path.name in _OURS or path.match("segment-*.kv")
-        if path.name in names if names else ours:
-            path.rename(aside / path.name)
+    (directory / name).rename(aside / name)
     sync_directory(directory)
     return aside
 

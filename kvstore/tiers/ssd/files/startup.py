@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from moonpool.kvstore.errors import LayoutError, SsdFormatMismatch, SsdUnusable
+from moonpool.kvstore.errors import LayoutError, SsdUnusable
 from moonpool.kvstore.tiers.ssd.files.block_index import BlockIndex, IndexDamaged, IndexWriteFailed, scan
 from moonpool.kvstore.tiers.ssd.files.directory import DirectoryLock, TierFormat, set_aside, settle_format
 from moonpool.kvstore.tiers.ssd.files.record import RecoveredIndex, recover
@@ -56,9 +55,7 @@ class OpenDirectory:
         self.lock.release()
 
 
-def open_directory(
-    directory: Path, wanted: TierFormat, capacity_nbytes: int, on_mismatch: Literal["refuse", "set-aside"]
-) -> OpenDirectory:
+def open_directory(directory: Path, wanted: TierFormat, capacity_nbytes: int) -> OpenDirectory:
     """Open or create a tier's directory. Blocks the thread while the disk works.
 
     Raises ``SsdDirectoryInUse``, ``SsdFormatMismatch``, ``SsdUnusable``, ``LayoutError``: nothing is open.
@@ -68,13 +65,7 @@ def open_directory(
         raise LayoutError(f"{capacity_nbytes} bytes of disk hold no block of {wanted.slot_nbytes} bytes")
     lock = DirectoryLock(directory)
     try:
-        try:
-            shape = settle_format(directory, wanted)
-        except SsdFormatMismatch as error:
-            if on_mismatch == "refuse":
-                raise
-            log.error("%s; this is set aside: %s", error, set_aside(directory))
-            shape = settle_format(directory, wanted)
+        shape = settle_format(directory, wanted)
         return _open(directory, lock, Segments(directory, shape, max_slots))
     except (OSError, IndexWriteFailed) as error:
         lock.release()
