@@ -6,11 +6,11 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from moonpool.connectors.service_thread import OnceAMinute
 from moonpool.connectors.vllm.lookup.costs import LoadCosts, Source
-from moonpool.connectors.vllm.lookup.prefix_index import Holder
+from moonpool.connectors.vllm.lookup.prefix_index import Holder, PrefixIndex
 from moonpool.connectors.vllm.lookup.reasons import SeenBlocks
 from moonpool.connectors.vllm.parameters.hand_over import (
     HandOver,
@@ -32,16 +32,6 @@ log = logging.getLogger(__name__)
 _MAX_LOADS = 2
 
 
-class Index(Protocol):
-    def holders(self, keys: Sequence[BlockKey]) -> list[Holder]: ...
-
-    def in_other_layout(self, own: bytes, name: Callable[[bytes], BlockKey]) -> str: ...
-
-    def address_of(self, node_id: str) -> bytes: ...
-
-    def close(self) -> None: ...
-
-
 class SchedulerSide:
     """``fingerprint``: of the layout, 16 bytes; ``block_size``: tokens; ``node_id``: of this engine."""
 
@@ -50,7 +40,7 @@ class SchedulerSide:
         node_id: str,
         fingerprint: bytes,
         block_size: int,
-        index: Index,
+        index: PrefixIndex,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._node_id = node_id
