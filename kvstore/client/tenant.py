@@ -9,7 +9,7 @@ from hashlib import blake2b
 from moonpool.kvstore.blocks.keys import KEY_NBYTES
 from moonpool.kvstore.client.errors import BadObject
 
-_MOST_NAME_NBYTES = 4096
+MOST_NAME_NBYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class Tenant:
     def key(self, name: str) -> bytes:
         """16 bytes. Raises ``BadObject``: the name is empty or longer than 4,096 bytes."""
         data = name.encode()
-        if not 0 < len(data) <= _MOST_NAME_NBYTES:
-            raise BadObject(f"an object's name has 1 to {_MOST_NAME_NBYTES} bytes, not {len(data)}")
+        if not 0 < len(data) <= MOST_NAME_NBYTES:
+            raise BadObject(f"an object's name has 1 to {MOST_NAME_NBYTES} bytes, not {len(data)}")
         root = self._digest(b"moonpool-object")
         return blake2b(root + data, digest_size=KEY_NBYTES).digest()
 

@@ -66,7 +66,9 @@ class Inventory:
 
     def taken_nbytes(self, record: store_pb2.StoredObject) -> int:
         """Bytes it takes in memory: whole chunks, or its own if it is small."""
-        return taken_nbytes(record.info, self._chunk_nbytes)
+        if is_small(record.info):
+            return record.info.nbytes
+        return self.cut(record).num_chunks * self._chunk_nbytes
 
     def run_of(self, record: store_pb2.StoredObject, chunk: int) -> ChainRun:
         return self._runs[record.info.storage][chunk // RUN_CHUNKS]
@@ -206,7 +208,3 @@ class Inventory:
         assert all(map(self.is_whole, self._objects.values())), "an object lacks chunks"
         if nothing_else and not self._removals:
             assert {key for key, _ in self._store.blocks()} <= self._object_of.keys(), "a chunk of no object"
-
-
-def taken_nbytes(info: store_pb2.ObjectInfo, chunk_nbytes: int) -> int:
-    return info.nbytes if is_small(info) else ChunkPlan.of(info, chunk_nbytes).num_chunks * chunk_nbytes

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from moonpool.kvstore.grants.held import HeldGrant
 from moonpool.protos import store_pb2
@@ -28,7 +29,7 @@ class JointOpens:
 
     def __init__(
         self,
-        open_now: Callable[[bytes, Sequence[store_pb2.OpenObject]], Awaitable[Opened]],
+        open_now: Callable[[bytes, Sequence[store_pb2.OpenObject]], Coroutine[Any, Any, Opened]],
         release: Callable[[Sequence[store_pb2.OpenedObject]], None],
     ) -> None:
         self._open_now = open_now
@@ -78,12 +79,9 @@ class JointOpens:
             del self._batches[owner]
         if batch.task is None:
             return None
-        task = asyncio.create_task(self._run(owner, batch.wanted))
+        task = asyncio.create_task(self._open_now(owner, batch.wanted))
         batch.task.set_result(task)
         return task
-
-    async def _run(self, owner: bytes, wanted: Sequence[store_pb2.OpenObject]) -> Opened:
-        return await self._open_now(owner, wanted)
 
     def _give_back(self, task: asyncio.Task[Opened], part: slice) -> None:
         """Its caller was cancelled."""

@@ -11,6 +11,7 @@ import grpc.aio
 
 from moonpool.kvstore.blocks import keys as block_keys
 from moonpool.kvstore.blocks.keys import KEY_NBYTES
+from moonpool.kvstore.client.tenant import MOST_NAME_NBYTES
 from moonpool.kvstore.objects import metrics
 from moonpool.kvstore.objects.chunks import is_small
 from moonpool.kvstore.objects.copies import copy_object, pull_objects
@@ -29,7 +30,6 @@ from moonpool.transfer import Region, Span, TransferAgent, TransferError, checks
 log = logging.getLogger(__name__)
 
 _LIST_LIMIT = 1000
-_MOST_NAME_NBYTES = 4096
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -339,5 +339,5 @@ def _check_info(info: store_pb2.ObjectInfo) -> None:
     _key(info.key, "object.key")
     if not info.storage:
         raise BadRequest("object.storage must not be 0")
-    if len(info.name.encode()) > _MOST_NAME_NBYTES:
-        raise BadRequest(f"object.name must be at most {_MOST_NAME_NBYTES} bytes")
+    if len(info.name.encode()) > MOST_NAME_NBYTES:
+        raise BadRequest(f"object.name must be at most {MOST_NAME_NBYTES} bytes")

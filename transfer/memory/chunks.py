@@ -26,12 +26,8 @@ class Rows:
     def __len__(self) -> int:
         return len(self.nbytes)
 
-    def __getitem__(self, rows: slice) -> Rows:
+    def __getitem__(self, rows: slice | Index) -> Rows:
         return Rows(self.address[rows], self.region[rows], self.offset[rows], self.nbytes[rows])
-
-    def take(self, which: Index) -> Rows:
-        """The rows with these indices."""
-        return Rows(self.address[which], self.region[which], self.offset[which], self.nbytes[which])
 
     @property
     def total_nbytes(self) -> int:

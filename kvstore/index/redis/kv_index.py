@@ -172,7 +172,7 @@ class KVIndex(RedisCalls):
         return StreamPosition(text(instance), int(seq), tuple(map(text, lapsed)))
 
     async def node_ids(self) -> list[str]:
-        return [text(name) for name in await self._do("ZRANGE", self._leases, 0, -1)]
+        return [text(name) for name in await self.command("ZRANGE", self._leases, 0, -1)]
 
     async def nodes(self) -> dict[str, NodeRecord]:
         """Every registered node's record, including expired ones until they are dropped. Corrupt ones are
@@ -216,11 +216,11 @@ class KVIndex(RedisCalls):
         args: list[object] = ["XREAD", "COUNT", count]
         if block_s > 0:
             args += ["BLOCK", _ms(block_s)]
-        reply = await self._do(*args, "STREAMS", self._events, f"{after}-0", extra_s=block_s)
+        reply = await self.command(*args, "STREAMS", self._events, f"{after}-0", extra_s=block_s)
         return [self._entries.event(entry) for entry in _entries(reply)]
 
     async def event(self, seq: int) -> Event | None:
-        reply = await self._do("XRANGE", self._events, f"{seq}-0", f"{seq}-0")
+        reply = await self.command("XRANGE", self._events, f"{seq}-0", f"{seq}-0")
         return self._entries.event(reply[0]) if reply else None
 
     async def snapshot(self) -> dict[str, dict[BlockKey, Tier]]:

@@ -28,11 +28,11 @@ class RedisCalls:
     async def run(self, name: str, script: Script, keys: list[str], args: Sequence[object]) -> Any:
         """Run a script on keys of this namespace. ``name`` is for messages."""
         try:
-            return await self._do("EVALSHA", script.sha, len(keys), *keys, *args, name=name)
+            return await self.command("EVALSHA", script.sha, len(keys), *keys, *args, name=name)
         except IndexUnavailable as error:
             if not isinstance(error.__cause__, NoScriptError):
                 raise
-        return await self._do("EVAL", script.text, len(keys), *keys, *args, name=name)
+        return await self.command("EVAL", script.text, len(keys), *keys, *args, name=name)
 
     async def run_all(
         self, name: str, script: Script, calls: Sequence[tuple[list[str], Sequence[object]]]
@@ -65,11 +65,8 @@ class RedisCalls:
                 replies[number] = _unavailable(name, reply)
         return list(replies)
 
-    async def command(self, *command: object) -> Any:
-        """Run one command on keys of this namespace."""
-        return await self._do(*command)
-
-    async def _do(self, *command: object, name: str = "", extra_s: float = 0.0) -> Any:
+    async def command(self, *command: object, name: str = "", extra_s: float = 0.0) -> Any:
+        """Run one command on keys of this namespace. ``extra_s``: in which Redis itself may wait."""
         return await self._answered(name or str(command[0]), extra_s, self._redis.execute_command(*command))
 
     async def _answered(self, name: str, extra_s: float, asking: Awaitable[Any]) -> Any:

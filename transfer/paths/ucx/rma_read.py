@@ -114,7 +114,7 @@ class Read:
     def _post_chunk(self, endpoint: Endpoint, chunk: int, requests: list[int]) -> int:
         rows = self._attempt.rows(chunk)
         for region_id in self._ids:
-            part = rows if len(self._ids) == 1 else rows.take(np.flatnonzero(rows.region == region_id))
+            part = rows if len(self._ids) == 1 else rows[np.flatnonzero(rows.region == region_id)]
             there = part.offset + np.uint64(self._bases[region_id])
             status = endpoint.get(
                 region_id, part.address.tolist(), part.nbytes.tolist(), there.tolist(), requests
