@@ -119,10 +119,6 @@ class TieredStore(Reader):
         """Wait until no block of ``demote`` is being read."""
         await self.demoter.copied()
 
-    @property
-    def is_copying(self) -> bool:
-        return self.demoter.is_copying
-
     async def remove(self, keys: Sequence[BlockKey], *, reason: str = "removed") -> list[BlockKey]:
         """Drop blocks and their descendants from host memory and disk; leased ones stay readable until their
         lease ends. Returns those that no tier holds any more. ``reason``: for the metrics."""

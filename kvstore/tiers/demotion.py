@@ -57,10 +57,6 @@ class Demoter:
         self._waiting: deque[_Demotion] = deque()
         self._task: asyncio.Task[None] | None = None
 
-    @property
-    def is_copying(self) -> bool:
-        return self._task is not None
-
     def add(self, key: BlockKey, parent: BlockKey | None, block: int) -> bool:
         """Keep this block of the pool. False: host memory has no room for it."""
         while len(self.demoting) >= self._max_demoting and self._waiting:

@@ -45,14 +45,14 @@ def drop(store: TieredStore, keys: list[BlockKey]) -> None:
 async def test_blocks_are_found_while_they_are_copied_and_after() -> None:
     store, keys = make(64), chain(24)
     drop(store, keys)
-    assert store.is_copying
+    assert store.demoter.demoting
     assert store.match(keys) == [Tier.HOST] * 24
     assert dict(store.blocks()) == dict.fromkeys(keys, Tier.HOST)
     spans = [np.zeros(MIB, np.uint8) for _ in keys]
     assert await store.get(keys, spans) == [Tier.HOST] * 24
     assert all(np.array_equal(POOL[i], span) for i, span in enumerate(spans))
     await store.copied()
-    assert not store.is_copying
+    assert not store.demoter.demoting
     store.check_integrity()
     await store.close()
 

@@ -394,7 +394,7 @@ async def test_closing_ends_copies_under_way(make_checkpoint) -> None:
         pinning = asyncio.create_task(store.tiers.pin(keys[:3], 1.0))
         await asyncio.sleep(0)
         assert all(one.memory.engine.pool.evict(key) for key in reversed(keys[3:]))
-        assert store.tiers.is_copying
+        assert store.tiers.demoter.demoting
         began_s = time.monotonic()
         await one.memory.engine.halt()
         await store.close(1.0)
