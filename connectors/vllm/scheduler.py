@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from moonpool.connectors.service_thread import OnceAMinute
+from moonpool.connectors.vllm.engine_request import EngineRequest
 from moonpool.connectors.vllm.lookup.costs import LoadCosts, Source
 from moonpool.connectors.vllm.lookup.prefix_index import Holder, PrefixIndex
 from moonpool.connectors.vllm.lookup.reasons import SeenBlocks
@@ -22,7 +23,7 @@ from moonpool.connectors.vllm.parameters.hand_over import (
 from moonpool.connectors.vllm.parameters.hints import HintedBlocks, at_end, hints_of, prefetch_of
 from moonpool.connectors.vllm.parameters.tenant import tenant_of
 from moonpool.connectors.vllm.plan import Claim, Load, PrefixReport, Save, StepPlan
-from moonpool.connectors.vllm.tracked import EngineRequest, Loading, Tracked
+from moonpool.connectors.vllm.tracked import Loading, Tracked
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.vllm_keys import key_of
 

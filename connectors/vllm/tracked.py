@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from moonpool.connectors.vllm.engine_request import EngineRequest
 from moonpool.connectors.vllm.lookup.prefix_index import Holder
-from moonpool.connectors.vllm.parameters.hand_over import HandedRequest
 from moonpool.connectors.vllm.parameters.hints import NO_HINTS, Hints
 from moonpool.connectors.vllm.parameters.tenant import Tenant
 from moonpool.connectors.vllm.plan import PrefixReport
 from moonpool.kvstore.blocks.keys import BlockKey
-
-
-class EngineRequest(HandedRequest, Protocol):
-    """What is read of vLLM's ``Request``. ``block_hashes``: of its full blocks so far, chained."""
-
-    request_id: str
-    num_computed_tokens: int
 
 
 @dataclass(slots=True)

@@ -49,7 +49,7 @@ class ObjectStat:
 
 
 class Refusals:
-    """The nodes that could not answer a question about records, and why: ``raise_`` when none is left."""
+    """The nodes that could not answer a question about records, and why: ``error`` when none is left."""
 
     def __init__(self) -> None:
         self.silent: set[str] = set()  # they did not answer

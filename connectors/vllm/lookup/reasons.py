@@ -6,8 +6,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from hashlib import blake2b
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
+from moonpool.connectors.vllm.engine_request import EngineRequest
 from moonpool.kvstore.blocks.keys import BlockKey
 
 # Why the first missing block of a prompt was neither in the engine nor loaded: the first that applies.
@@ -30,14 +31,6 @@ _PENDING_S = 5.0
 Value = TypeVar("Value")
 
 
-class PromptHead(Protocol):
-    """What is read of vLLM's ``Request``."""
-
-    cache_salt: str | None
-    lora_request: object | None
-    all_token_ids: Sequence[int]
-
-
 class SeenBlocks:
     """What this engine knows of blocks that no node has now. Bounded; a few microseconds a request."""
 
@@ -53,7 +46,7 @@ class SeenBlocks:
         for key in keys:
             self._blocks.put(key, self._blocks.get(key, now_s))
 
-    def head(self, request: PromptHead) -> str:
+    def head(self, request: EngineRequest) -> str:
         """Return "salted" or "adapter" if its first tokens came before with others, else an empty text."""
         own = request.cache_salt or "", str(getattr(request.lora_request, "lora_name", ""))
         tokens = ",".join(map(str, request.all_token_ids[: self._block_size]))

@@ -6,23 +6,15 @@ the prefill engine has ``do_remote_decode``, its answer has what the request to 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any
 
-from moonpool.connectors.vllm.lookup.reasons import PromptHead
+from moonpool.connectors.vllm.engine_request import EngineRequest
 from moonpool.kvstore.blocks.keys import KEY_NBYTES, BlockKey
 
 _GIVE, _TAKE, _SOURCE = "do_remote_decode", "do_remote_prefill", "remote_engine_id"
-
-
-class HandedRequest(PromptHead, Protocol):
-    """What is read of vLLM's ``Request``."""
-
-    num_prompt_tokens: int
-    block_hashes: Sequence[bytes]
-    kv_transfer_params: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +26,12 @@ class HandOver:
     tail: BlockKey | None
 
 
-def gives(request: HandedRequest) -> bool:
+def gives(request: EngineRequest) -> bool:
     """Whether another engine will decode it."""
     return bool((request.kv_transfer_params or {}).get(_GIVE))
 
 
-def source_of(request: HandedRequest) -> str:
+def source_of(request: EngineRequest) -> str:
     """The node of the engine that has computed the prompt; empty: none has."""
     params = request.kv_transfer_params or {}
     return str(params.get(_SOURCE) or "") if params.get(_TAKE) else ""
@@ -52,7 +44,7 @@ def answer_of(node_id: str) -> dict[str, Any]:
 
 
 def hand_over_of(
-    request: HandedRequest, full: Sequence[BlockKey], fingerprint: bytes, block_size: int
+    request: EngineRequest, full: Sequence[BlockKey], fingerprint: bytes, block_size: int
 ) -> HandOver:
     """The blocks of all prompt tokens but the last, which the decode engine computes for its logits.
 
@@ -72,6 +64,6 @@ def hand_over_of(
     return HandOver([*keys, tail], tail)
 
 
-def _is_more_than_tokens(request: HandedRequest) -> bool:
+def _is_more_than_tokens(request: EngineRequest) -> bool:
     """Images and embeddings are not in the token ids, so these would not name a partial block."""
     return bool(getattr(request, "mm_features", None)) or getattr(request, "prompt_embeds", None) is not None

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
+from moonpool.connectors.vllm.engine_request import EngineRequest
 from moonpool.connectors.vllm.lookup.prefix_index import Holder
-from moonpool.connectors.vllm.parameters.tenant import RequestOfTenant
 from moonpool.kvstore.blocks.keys import BlockKey
 
 _HINT = "cache_hint"
@@ -89,7 +89,7 @@ def at_end(
         yield HintedBlocks(request_id, "let_go", keys[:num_saved])
 
 
-def hints_of(request: RequestOfTenant, ignored: Callable[[str], None]) -> Hints:
+def hints_of(request: EngineRequest, ignored: Callable[[str], None]) -> Hints:
     """Read the hints of a request; the last of a kind counts. ``ignored`` is told of those that cannot be
     read."""
     found: dict[str, Any] = {}
@@ -101,7 +101,7 @@ def hints_of(request: RequestOfTenant, ignored: Callable[[str], None]) -> Hints:
     return Hints(**found) if found else NO_HINTS
 
 
-def _given(request: RequestOfTenant, ignored: Callable[[str], None]) -> Iterator[tuple[str, Any]]:
+def _given(request: EngineRequest, ignored: Callable[[str], None]) -> Iterator[tuple[str, Any]]:
     hint = (request.kv_transfer_params or {}).get(_HINT)
     if isinstance(hint, Mapping):
         yield from ((str(name), value) for name, value in hint.items())

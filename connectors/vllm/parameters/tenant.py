@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+
+from moonpool.connectors.vllm.engine_request import EngineRequest
 
 _NAME, _CACHED = "tenant", "tenant_cached_nbytes"
 _MOST_CHARS = 256
 _MOST_NBYTES = 1 << 62
-
-
-class RequestOfTenant(Protocol):
-    """What is read of vLLM's ``Request``."""
-
-    kv_transfer_params: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +17,7 @@ class Tenant:
     cached_nbytes: int  # most that this engine's store keeps of its blocks; 0: no limit
 
 
-def tenant_of(request: RequestOfTenant) -> Tenant | None:
+def tenant_of(request: EngineRequest) -> Tenant | None:
     """Read ``tenant`` and ``tenant_cached_nbytes`` of its parameters; None: there is none, or they are no
     name and whole number."""
     params = request.kv_transfer_params or {}
