@@ -33,10 +33,6 @@ class ServiceThread:
         self._thread = threading.Thread(target=self._run, name=f"moonpool-{name}", daemon=True)
         self._thread.start()
 
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
     def close(self) -> None:
         """Idempotent."""
         if self._thread.is_alive():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -18,8 +17,6 @@ from moonpool.kvstore.client.connections import IndexDirectory
 from moonpool.kvstore.client.errors import NoNodeAnswered, NoRecords, NoStoreNodes, OutcomeUnknown
 from moonpool.kvstore.errors import IndexUnavailable
 from moonpool.kvstore.tiers.protocols import Bytes
-
-log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 

@@ -50,10 +50,6 @@ class NodeThread:
         """Wait until the node runs or its first start has failed."""
         self._started.wait(timeout_s)
 
-    @property
-    def is_running(self) -> bool:
-        return self._node is not None
-
     def submit(self, call: Callable[[EngineNode], Coroutine[Any, Any, Result]]) -> Future[Result] | None:
         """Run a call of the node; None: it does not run. The call is cancelled if the node fails."""
         node = self._node

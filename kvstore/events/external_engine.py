@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterable, Callable, Iterator
 
 import numpy as np
@@ -24,8 +23,6 @@ from moonpool.kvstore.index.node_publisher import IndexPublisher
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.node_record import NodeRecord
 from moonpool.runtime.config.options import IndexOptions
-
-_log = logging.getLogger(__name__)
 
 # Storage that others reach as well as the engine, or a word of later versions, is not the engine's own.
 _LOCAL = (None, "LOCAL")

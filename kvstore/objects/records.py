@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -20,8 +19,6 @@ from moonpool.kvstore.objects import record_scripts as scripts
 from moonpool.kvstore.objects.errors import ChangeUnknown, RecordsLost, RecordsUnavailable
 from moonpool.kvstore.objects.record_values import Name, Record, RecordValues, bucket_of, field_of
 from moonpool.protos import store_pb2
-
-log = logging.getLogger(__name__)
 
 # An answer of Redis within this time is taken as a sign that it answers.
 _FRESH_S = 1.0

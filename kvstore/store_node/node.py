@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -50,8 +49,6 @@ from moonpool.runtime.service.lifecycle import ServiceContext
 from moonpool.runtime.service.vital import vital
 from moonpool.transfer import Region, TransferAgent
 from moonpool.transfer.connections.descriptor import boot_id
-
-log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
