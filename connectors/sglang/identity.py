@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from moonpool.connectors.checkpoint import fingerprint_of, layout_facts
@@ -15,7 +14,8 @@ def engine_prefix(arguments: Any, version: str) -> str:
     """
     names = ("dtype", "kv_cache_dtype", "quantization", "quantization_param_path")
     facts = {"sglang": version} | {name: getattr(arguments, name, None) for name in names}
-    return f"sglang/{_hex(layout_facts(arguments.model_path, str(arguments.revision), facts))}"
+    of_layout = layout_facts(arguments.model_path, str(arguments.revision), facts)
+    return f"sglang/{fingerprint_of(of_layout).hex()}"
 
 
 def pool_name(name: str, pool: Any, engine: Any, *, is_replicated: bool, more: str = "") -> str:
@@ -33,8 +33,4 @@ def pool_name(name: str, pool: Any, engine: Any, *, is_replicated: bool, more: s
         "cp": f"{engine.attn_cp_rank}/{engine.attn_cp_size}",
         "dcp": f"{engine.dcp_rank}/{engine.dcp_size}",
     }
-    return f"{name}-{_hex(facts)}"
-
-
-def _hex(facts: Mapping[str, str]) -> str:
-    return fingerprint_of(facts).hex()
+    return f"{name}-{fingerprint_of(facts).hex()}"

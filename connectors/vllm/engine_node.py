@@ -30,7 +30,8 @@ from moonpool.kvstore.errors import BlockCorrupt, BlockMissing, IndexUnavailable
 from moonpool.kvstore.eviction.tenant_metrics import TenantLabels, observe_tenants
 from moonpool.kvstore.index.redis.node_record import LAYOUT_FACTS, NodeRecord
 from moonpool.kvstore.store import TieredStore
-from moonpool.kvstore.store_node.node import Context, StoreNode
+from moonpool.kvstore.store_node.node import StoreNode
+from moonpool.kvstore.store_node.service import Context
 from moonpool.kvstore.store_node.shelves import ShelfFactory
 from moonpool.kvstore.tiers.copier import Copier
 from moonpool.protos import node_pb2

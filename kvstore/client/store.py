@@ -10,10 +10,8 @@ from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import numpy.typing as npt
-
 from moonpool.kvstore.client.connections import Directory, StoreNodes, preference_order
-from moonpool.kvstore.client.download import GetRequest
+from moonpool.kvstore.client.download import Array, GetRequest
 from moonpool.kvstore.client.errors import (
     BadObject,
     NoNodeAnswered,
@@ -43,7 +41,6 @@ from moonpool.transfer import TransferAgent
 
 _numbers = itertools.count()
 
-Array = npt.NDArray[Any]
 T = TypeVar("T")
 
 _PINS = {"": store_pb2.NONE, "soft": store_pb2.SOFT, "hard": store_pb2.HARD}

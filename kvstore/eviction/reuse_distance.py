@@ -12,7 +12,8 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Protocol
+
+from prometheus_client import Counter, Histogram
 
 from moonpool.kvstore.blocks.keys import BlockKey
 
@@ -20,14 +21,6 @@ from moonpool.kvstore.blocks.keys import BlockKey
 CAPACITIES = tuple(1 << power for power in range(4, 29))
 # The smallest sample: two bytes of a key decide.
 _MAX_RATE = 1 << 16
-
-
-class Histogram(Protocol):
-    def observe(self, amount: float, /) -> object: ...
-
-
-class Counter(Protocol):
-    def inc(self) -> object: ...
 
 
 class ReuseDistance:

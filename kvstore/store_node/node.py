@@ -8,9 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack
 from random import SystemRandom
-from typing import Any
 
-import grpc.aio
 from prometheus_client import REGISTRY
 
 from moonpool.kvstore.blocks import keys as block_keys
@@ -33,7 +31,7 @@ from moonpool.kvstore.store.collector import observe_stores
 from moonpool.kvstore.store_node.kv_shelf import KvShelf
 from moonpool.kvstore.store_node.reconciler import EVERY_S, Reconciler
 from moonpool.kvstore.store_node.record_keeper import RecordKeeper
-from moonpool.kvstore.store_node.service import StoreService
+from moonpool.kvstore.store_node.service import Context, StoreService
 from moonpool.kvstore.store_node.shelves import ShelfFactory
 from moonpool.kvstore.store_node.verification import Shelf
 from moonpool.protos import node_pb2, node_pb2_grpc, store_pb2_grpc
@@ -49,8 +47,6 @@ from moonpool.runtime.service.lifecycle import ServiceContext
 from moonpool.runtime.service.vital import vital
 from moonpool.transfer import Region, TransferAgent
 from moonpool.transfer.connections.descriptor import boot_id
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 SWEEP_INTERVAL_S = 0.5
 # After Redis lost its data, every node that runs notices within one turn and restores within the next ones.
