@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import resource
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -26,8 +24,6 @@ from moonpool.runtime.health.monitor import HealthMonitor
 from moonpool.runtime.health.readings import HARDWARE_THROTTLES, GpuReading
 from moonpool.runtime.machine.processor import usable_cores
 from moonpool.runtime.redaction import redacted
-from moonpool.runtime.service.tied_command import tied_command
-from moonpool.transfer.memory.lifeline import yama_scope
 
 
 def check_machine(config: Config) -> Iterator[Finding]:
@@ -107,35 +103,6 @@ def memory(*configs: Config) -> Finding:
     return Finding("memory", "ok", fact)
 
 
-# Read one byte of the parent process, as a node reads another's pool.
-_READ_PARENT = """
-import ctypes, sys
-class Vector(ctypes.Structure):
-    _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
-byte = ctypes.create_string_buffer(1)
-here, there = Vector(ctypes.addressof(byte), 1), Vector(int(sys.argv[2]), 1)
-here, there, pid = ctypes.byref(here), ctypes.byref(there), int(sys.argv[1])
-sys.exit(0 if ctypes.CDLL(None).process_vm_readv(pid, here, 1, there, 1, 0) == 1 else 3)
-"""
-
-
-def peer_memory(config: Config) -> Finding:
-    what = "process_vm_readv"
-    if sys.platform != "linux":
-        advice = "same-host transfers go through TCP"
-        return Finding(what, "slow", "not on this system", advice)
-    byte = ctypes.create_string_buffer(b"x")
-    command = [sys.executable, "-I", "-S", "-c", _READ_PARENT, str(os.getpid()), str(ctypes.addressof(byte))]
-    done = subprocess.run(tied_command(command), check=False, capture_output=True, timeout=10)
-    if done.returncode == 0:
-        return Finding(what, "ok", "a process may read another's memory")
-    scope = yama_scope()
-    fact = f"forbidden (ptrace_scope {scope})" if scope else "forbidden"
-    return Finding(
-        what, "ok", f"{fact}: pools are mapped as shared memory, other memory goes through sockets"
-    )
-
-
 def host_health(config: Config) -> Finding:
     """Take one reading of what could make a node here unhealthy (health.*). GPUs need NVML."""
     path = config.store.ssd.path
@@ -203,4 +170,4 @@ def disk(config: Config) -> Finding:
 
 _Check = Callable[[Config], Finding]
 _ENGINE_CHECKS: tuple[_Check, ...] = (compiler, redis, threads)
-_CHECKS: tuple[_Check, ...] = (peer_memory, host_health, open_files, huge_pages, clock, disk)
+_CHECKS: tuple[_Check, ...] = (host_health, open_files, huge_pages, clock, disk)

@@ -106,7 +106,7 @@ def test_doctor_looks_at_everything() -> None:
         "python",
         "redis",
         "memory",
-        "process_vm_readv",
+        "same host",
         "open files",
         "disk",
         "CPU kernels",
