@@ -23,9 +23,8 @@ def backend_report() -> dict[str, Any]:
         "reason": library.why_not() if loaded is None else "compiled for this processor",
         "library": None if loaded is None else str(loaded.path),
         "bfloat16_linear": "torch (oneDNN uses the matrix unit)" if has_amx() and loaded else None,
+        "compiler": find_compiler(),
     }
-    compiler = find_compiler()
-    cpu["compiler"] = None if compiler is None else compiler.path
     return {
         "cpu": cpu,
         "torch": torch.__version__,

@@ -37,13 +37,13 @@ _TESTS = {
 def sanitized() -> dict[str, str]:
     """The environment in which native code is compiled with the sanitizers, and run."""
     compiler = find_compiler()
-    if compiler is None or "g++" not in Path(compiler.path).name:
+    if compiler is None or "g++" not in Path(compiler).name:
         pytest.skip("needs g++, whose sanitizers are libraries that a process can load first")
     libraries = []
     for name in ("libasan.so", "libubsan.so"):
-        command = [compiler.path, f"-print-file-name={name}"]
+        command = [compiler, f"-print-file-name={name}"]
         found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-        assert Path(found).is_absolute(), f"{compiler.path} has no {name}"
+        assert Path(found).is_absolute(), f"{compiler} has no {name}"
         libraries.append(found)
     environment = os.environ | {
         "CXXFLAGS": _FLAGS,

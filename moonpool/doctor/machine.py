@@ -22,6 +22,7 @@ from moonpool.runtime.config.options import Config
 from moonpool.runtime.health.gpu import nvml_report, readings_of_this_machine
 from moonpool.runtime.health.monitor import HealthMonitor
 from moonpool.runtime.health.readings import HARDWARE_THROTTLES, GpuReading
+from moonpool.runtime.machine.compiled_library import find_compiler
 from moonpool.runtime.machine.processor import usable_cores
 from moonpool.runtime.redaction import redacted
 
@@ -67,7 +68,7 @@ def gpu_health(gpu: GpuReading) -> Finding:
 
 
 def compiler(config: Config) -> Finding:
-    if found := next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None):
+    if found := find_compiler():
         return Finding("compiler", "ok", found)
     return Finding("compiler", "slow", "no C++ compiler", "Debian, Ubuntu: apt install g++; then `make env`")
 

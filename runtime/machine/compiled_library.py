@@ -43,24 +43,17 @@ class BuildFailed(MoonpoolError):
         self.reason = reason
 
 
-@dataclass(frozen=True, slots=True)
-class Compiler:
-    path: str
-
-    def identity(self) -> str:
-        """A text that changes when the compiler is replaced."""
-        file = Path(self.path).resolve()
-        facts = file.stat()
-        return f"{file}:{facts.st_size}:{facts.st_mtime_ns}"
+def find_compiler() -> str | None:
+    """The path of $CXX, else of the first of g++, clang++, c++ on PATH."""
+    names = (os.environ.get("CXX", ""), "g++", "clang++", "c++")
+    return next(filter(None, map(shutil.which, names)), None)
 
 
-def find_compiler() -> Compiler | None:
-    """$CXX, else the first of g++, clang++, c++ on PATH."""
-    for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++"):
-        path = shutil.which(name) if name else None
-        if path:
-            return Compiler(path)
-    return None
+def _identity(compiler: str) -> str:
+    """A text that changes when the compiler is replaced."""
+    file = Path(compiler).resolve()
+    facts = file.stat()
+    return f"{file}:{facts.st_size}:{facts.st_mtime_ns}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +70,12 @@ class CompiledLibrary:
         """The flags of this library, then $CXXFLAGS, which may override them."""
         return [*self.flags, *os.environ.get("CXXFLAGS", "").split()]
 
-    def path(self, compiler: Compiler) -> Path:
+    def path(self, compiler: str) -> Path:
         """The library's file, below ``cache_folder()``."""
         digest = hashlib.sha256()
         for file in sorted([*self.folder.glob("*.h"), *self.folder.glob("*.cpp")]):
             digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
-        for fact in (compiler.identity(), processor_name(), " ".join(self._flags())):
+        for fact in (_identity(compiler), processor_name(), " ".join(self._flags())):
             digest.update(fact.encode() + b"\0")
         return cache_folder() / self.name / f"{self.name}-{digest.hexdigest()[:20]}.so"
 
@@ -111,18 +104,17 @@ class CompiledLibrary:
             raise BuildFailed(self, f"cannot write {target.parent}: {error.strerror}") from error
         return target
 
-    def _compile(self, compiler: Compiler, target: Path) -> None:
+    def _compile(self, compiler: str, target: Path) -> None:
         """Compile in a temporary directory and rename, so that no process sees a partial library."""
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             objects = {file: Path(scratch) / f"{file.stem}.o" for file in sorted(self.folder.glob("*.cpp"))}
             commands = [
-                [compiler.path, *self._flags(), "-c", str(file), "-o", str(made)]
-                for file, made in objects.items()
+                [compiler, *self._flags(), "-c", str(file), "-o", str(made)] for file, made in objects.items()
             ]
             with ThreadPoolExecutor(max_workers=min(len(commands), os.cpu_count() or 1)) as workers:
                 list(workers.map(self._run, commands))
             linked = Path(scratch) / "linked.so"
-            self._run([compiler.path, "-shared", "-o", str(linked), *map(str, objects.values())])
+            self._run([compiler, "-shared", "-o", str(linked), *map(str, objects.values())])
             os.rename(linked, target)
 
     def _run(self, command: list[str]) -> None:
