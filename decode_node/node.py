@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 import grpc.aio
-from opentelemetry.context import Context
+from opentelemetry.context import Context, get_current
 
 from moonpool.decode_node.departures import STANDS_STILL_S, Departures
 from moonpool.decode_node.outbox import DIRECT_INTERVAL_S, INTERVAL_S, MAX_UNREAD_NBYTES, Outbox
@@ -138,7 +138,7 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
         num_local = len(self.engine.pool.match(block_keys.unpack(work.block_keys)))
         takeover = asyncio.create_task(self._take_over(request, sequence))
         self._requests[sequence.key] = _Request(
-            request.conductor_id, sequence, takeover, received_s, tracing.current_context()
+            request.conductor_id, sequence, takeover, received_s, get_current()
         )
         return node_pb2.DecodeReply(
             num_cached_tokens=num_local * self.engine.pool.block_size, epoch=self.epoch

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from opentelemetry import trace
-from opentelemetry.context import Context, get_current
+from opentelemetry.context import Context
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -83,11 +83,6 @@ def outgoing_headers() -> tuple[tuple[str, str], ...]:
     carrier: dict[str, str] = {}
     _propagator.inject(carrier)
     return tuple((name, value) for name, value in carrier.items() if name == TRACEPARENT)
-
-
-def current_context() -> Context:
-    """The context of the current span, for a later ``record_span``."""
-    return get_current()
 
 
 def record_span(

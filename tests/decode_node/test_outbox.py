@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from opentelemetry.context import get_current
 
 from moonpool.decode_node import node as node_module
 from moonpool.decode_node.node import DecodeNode, _Request
@@ -20,7 +21,6 @@ from moonpool.engine.batching.step_plan import StepEvent
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.config.options import Config, NodeOptions
-from moonpool.runtime.observing import tracing
 from tests.processes import stop
 
 
@@ -137,7 +137,7 @@ async def test_what_was_in_the_step_that_ended_the_node_is_told_at_once() -> Non
     node._outboxes["conductor"] = outbox
     sequence = Sequence("r", 2, [1, 2], 2, sampling=Sampling(), root_key=bytes(16))
     done = asyncio.get_running_loop().create_future()
-    node._requests[sequence.key] = _Request("conductor", sequence, done, 0.0, tracing.current_context())
+    node._requests[sequence.key] = _Request("conductor", sequence, done, 0.0, get_current())
     node.on_decodes([StepEvent(sequence, 0, error="rank 1 is lost", ended_life=True)])
     (token,) = (await anext(outbox.messages())).tokens
     assert (token.request_id, token.attempt, token.error) == ("r", 2, "rank 1 is lost")
@@ -171,7 +171,7 @@ def add_request(node: DecodeNode) -> list[tuple[str, int]]:
     done = asyncio.get_running_loop().create_future()
     cancelled: list[tuple[str, int]] = []
     node.engine = SimpleNamespace(cancel=lambda *key: cancelled.append(key))  # type: ignore[assignment]
-    node._requests[sequence.key] = _Request("conductor", sequence, done, 0.0, tracing.current_context())
+    node._requests[sequence.key] = _Request("conductor", sequence, done, 0.0, get_current())
     node._outboxes["conductor"] = new_outbox()
     return cancelled
 
