@@ -15,9 +15,9 @@ from moonpool.conductor.fleet.providers.provider import (
     SuppliedNode,
 )
 from moonpool.local.children import Children, NoRoom, ready_timeout_s
-from moonpool.local.supervisor import NodeNotSupplied
 from moonpool.runtime.config.options import Config
-from moonpool.runtime.errors import ChildFailed
+from moonpool.runtime.errors import ChildFailed, MoonpoolError
+from moonpool.runtime.failures import FailureClass
 from moonpool.runtime.service.child import Child
 from moonpool.runtime.service.vital import cancel_and_wait
 
@@ -26,8 +26,15 @@ _FAILED_KEPT = 16
 _NO_NODES = ("redis", "conductor")
 
 
+class NodeNotSupplied(MoonpoolError):
+    """This process started no node of that name. Nothing was stopped."""
+
+    code = "NOT_FOUND"
+    failure = FailureClass.REQUEST
+
+
 class ElasticNodes:
-    """Starts and stops nodes among ``children``, by name; see ``supervisor.Supervised``."""
+    """Starts and stops nodes among ``children``, by name, for the ``Supervisor``."""
 
     def __init__(
         self,
@@ -72,7 +79,7 @@ class ElasticNodes:
 
     @property
     def served_names(self) -> Sequence[str]:
-        """See ``Supervised``."""
+        """Of the models; the first one is meant where none is named."""
         return list(self._made)
 
     def _of(self, model: str) -> Children:
@@ -112,7 +119,7 @@ class ElasticNodes:
         return child.name
 
     def settle(self, settings: Sequence[str], model: str = "") -> None:
-        """See ``Supervised``."""
+        """Use these settings for all later nodes. Raises ``ConfigError``."""
         self._of(model).settle(settings)
 
     def stop_node(self, name: str) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from grpc.aio import ServicerContext
 
-from moonpool.conductor.fleet.providers.provider import REFUSED, SuppliedNode
+from moonpool.conductor.fleet.providers.provider import REFUSED
+from moonpool.local.elastic_nodes import ElasticNodes
 from moonpool.protos import fleet_pb2, fleet_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.errors import MoonpoolError
@@ -17,13 +17,6 @@ from moonpool.runtime.security.process import Security
 _HOST = "127.0.0.1"
 
 Context = ServicerContext[Any, Any]
-
-
-class NodeNotSupplied(MoonpoolError):
-    """This process started no node of that name. Nothing was stopped."""
-
-    code = "NOT_FOUND"
-    failure = FailureClass.REQUEST
 
 
 class OtherModel(MoonpoolError):
@@ -40,33 +33,10 @@ class Superseded(MoonpoolError):
     failure = FailureClass.REQUEST
 
 
-class Supervised(Protocol):
-    """A cluster with nodes that may be started and stopped."""
-
-    @property
-    def served_names(self) -> Sequence[str]:
-        """Of the models; the first one is meant where none is named."""
-
-    async def start_node(self, role: str, settings: Sequence[str] = (), model: str = "") -> str:
-        """Return its name once its process runs. ``settings``: its own."""
-
-    def settle(self, settings: Sequence[str], model: str = "") -> None:
-        """Use these settings for all later nodes. Raises ``ConfigError``."""
-
-    def stop_node(self, name: str) -> None:
-        """Raises ``NodeNotSupplied``."""
-
-    def switch_node(self, name: str, role: str, model: str) -> None:
-        """Have a node serve another model. Raises ``NodeNotSupplied``, or why it cannot; nothing changed."""
-
-    def supplied(self, model: str = "") -> Sequence[SuppliedNode]:
-        """Those of all models, unless one is named."""
-
-
 class Supervisor(fleet_pb2_grpc.SupervisorServicer):
     """Serves ``protos.Supervisor`` on this machine's loopback address, for conductors and operators."""
 
-    def __init__(self, cluster: Supervised) -> None:
+    def __init__(self, cluster: ElasticNodes) -> None:
         self._cluster = cluster
         self._server: rpc.Server | None = None
         # The latest ones. All models have one planner, and each has rollouts of its own.

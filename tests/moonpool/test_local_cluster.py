@@ -14,7 +14,7 @@ from moonpool.conductor.fleet.providers.provider import FAILED
 from moonpool.errors import TooLittleMemory
 from moonpool.local import children, preflight
 from moonpool.local.cluster import LocalCluster
-from moonpool.local.supervisor import NodeNotSupplied
+from moonpool.local.elastic_nodes import NodeNotSupplied
 from moonpool.runtime.config.engine_options import shipped
 from moonpool.runtime.config.options import ClusterOptions, Config, ModelsOptions
 from moonpool.runtime.service import crash_loop
