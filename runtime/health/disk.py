@@ -29,7 +29,7 @@ class DiskWatch:
         self._began_s = 0.0
         self._write_s = 0.0
         self._error = ""
-        self._space: tuple[int, int] | None = None  # free, total
+        self._free_nbytes: int | None = None
         self._thread: threading.Thread | None = None
 
     def read(self) -> DiskReading:
@@ -42,14 +42,8 @@ class DiskWatch:
             self._thread.start()
             # A healthy disk has answered within this time.
             self._thread.join(0.05)
-        free, nbytes = self._space or (None, 0)
-        return DiskReading(
-            str(self._directory),
-            free,
-            nbytes,
-            max(self._write_s, writing_s),
-            "" if writing_s else self._error,
-        )
+        error = "" if writing_s else self._error
+        return DiskReading(str(self._directory), self._free_nbytes, max(self._write_s, writing_s), error)
 
     def close(self) -> None:
         """Remove the file. A write that hangs is abandoned."""
@@ -62,8 +56,7 @@ class DiskWatch:
         error, began_s = "", self._clock()
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            space = shutil.disk_usage(self._directory)
-            self._space = (space.free, space.total)
+            self._free_nbytes = shutil.disk_usage(self._directory).free
             fd = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o600)
             try:
                 os.pwrite(fd, _PAGE, 0)

@@ -42,7 +42,6 @@ class DiskReading:
 
     path: str
     free_nbytes: int | None  # None before its first answer
-    nbytes: int
     write_s: float  # duration of a durable write of a page, so far if it has not ended
     error: str = ""
 

@@ -14,7 +14,7 @@ from moonpool.runtime.health.readings import DiskReading, GpuReading, HostReadin
 
 LIMITS = HealthOptions(bad_readings=3, good_readings=5)
 HOST = HostReading(8 << 30, 16 << 30, 0.1, 0, 0, open_files=40, max_files=1024, memory_stalled_s=0.0)
-DISK = DiskReading("/ssd", 100 << 30, 1 << 40, 0.001)
+DISK = DiskReading("/ssd", 100 << 30, 0.001)
 GPU = GpuReading(
     "0",
     utilization=0.5,
