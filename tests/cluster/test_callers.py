@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import grpc.aio
 import pytest
 
@@ -19,13 +17,6 @@ from moonpool.runtime.security.roles import Caller
 from tests.cluster.conftest import nodes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest.fixture(autouse=True)
-def identity() -> Iterator[None]:
-    before = process.current()
-    yield
-    process.use(before)
 
 
 async def drain(address: str, security: SecurityOptions, role: str) -> None:

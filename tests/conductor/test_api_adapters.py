@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,12 +16,9 @@ KEY = "the key of this cluster, long enough"
 
 
 @pytest.fixture(autouse=True)
-def secured() -> Iterator[None]:
+def secured() -> None:
     """This process, and so the API, is a conductor of a cluster that has a key."""
-    before = process.current()
     process.use(Security(SecurityOptions(cluster_key=KEY), Caller(CONDUCTOR, "c")))
-    yield
-    process.use(before)
 
 
 def signed(path: str) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,12 +41,9 @@ NEARLY_ALL = "99.9999"  # the side is a hash with the canary's random id
 
 
 @pytest.fixture(autouse=True)
-def open_cluster() -> Iterator[None]:
+def open_cluster() -> None:
     """Operators prove nothing here: other tests do."""
-    before = process.current()
     process.use(Security(SecurityOptions(insecure=True), Caller(CONDUCTOR, "c")))
-    yield
-    process.use(before)
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,12 +23,9 @@ SWITCH_MODEL = "/v1/fleet/switch/decode-1/model/tiny"
 
 
 @pytest.fixture
-def secured() -> Iterator[None]:
+def secured() -> None:
     """This process, and so the API, is a conductor of a cluster that has a key."""
-    before = process.current()
     process.use(Security(SecurityOptions(cluster_key=KEY), Caller(CONDUCTOR, "c")))
-    yield
-    process.use(before)
 
 
 def signed(path: str, role: str = OPERATOR, key: str = KEY, method: str = "POST") -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
@@ -25,12 +25,9 @@ ME = Caller("conductor", "c")
 
 
 @pytest.fixture(autouse=True)
-def identity(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    before = process.current()
+def identity(monkeypatch: pytest.MonkeyPatch) -> None:
     process.use(process.Security(SecurityOptions(), ME))
     monkeypatch.setattr(tls, "LOOK_AGAIN_S", 0.0)
-    yield
-    process.use(before)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +41,12 @@ OPTIONS = SecurityOptions(cluster_key="0123456789abcdef")
 
 
 @pytest.fixture
-def keyed(api: Api, tmp_path: Path) -> Iterator[Api]:
-    before = process.current()
+def keyed(api: Api, tmp_path: Path) -> Api:
     process.use(Security(OPTIONS, Caller("conductor", "c")))
     file = tmp_path / "tenants.toml"
     file.write_text(FILE)
     api.context.gate = Gate.load(str(file))
-    yield api
-    process.use(before)
+    return api
 
 
 def bearer(key: str) -> dict[str, str]:

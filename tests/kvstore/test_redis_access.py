@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -109,11 +109,8 @@ def certs(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def identity(certs: Path) -> Iterator[None]:
-    before = process.current()
+def identity(certs: Path) -> None:
     process.use(secure(certs / "ours"))
-    yield
-    process.use(before)
 
 
 def secure(made: Path) -> Security:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 import pytest_asyncio
@@ -46,14 +46,12 @@ class Cluster:
 
 
 @pytest.fixture
-def security() -> Iterator[Security]:
-    before = process.current()
+def security() -> Security:
     used = Security(
         SecurityOptions(cluster_key="the key of this cluster, long enough"), Caller(CONDUCTOR, "c")
     )
     process.use(used)
-    yield used
-    process.use(before)
+    return used
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,6 @@ from moonpool.runtime.security.process import Security
 from moonpool.runtime.security.roles import Caller
 
 KEY = SecurityOptions(cluster_key="0123456789abcdef")
-
-
-@pytest.fixture(autouse=True)
-def identity() -> Iterator[None]:
-    before = process.current()
-    yield
-    process.use(before)
 
 
 def lines_of(directory: Path, kind: str = "audit") -> list[dict[str, Any]]:

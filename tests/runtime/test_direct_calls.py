@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -65,13 +65,6 @@ class Node(node_pb2_grpc.NodeServicer):
 
     async def Lease(self, request: Any, context: Any) -> Any:
         return node_pb2.LeaseReply(blocks=node_pb2.BlockSpans(offset=range(1 << 28, (1 << 28) + (1 << 16))))
-
-
-@pytest.fixture(autouse=True)
-def identity() -> Iterator[None]:
-    before = process.current()
-    yield
-    process.use(before)
 
 
 @asynccontextmanager

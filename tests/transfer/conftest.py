@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from moonpool.runtime.config.options import TransferOptions
-from moonpool.runtime.security import certificates, process
+from moonpool.runtime.security import certificates
 from moonpool.runtime.security.roles import Caller
 from moonpool.transfer import AgentDescriptor, TransferAgent
 from moonpool.transfer.native.compiled_copy import compiled_copy
@@ -95,14 +95,6 @@ def with_certificates(directory: Path) -> Path:
 def tls_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What ``peer_process.security_options`` takes."""
     return with_certificates(tmp_path_factory.mktemp("tls"))
-
-
-@pytest.fixture
-def identity() -> Iterator[None]:
-    """Whatever identity a test gives this process, it has its own afterwards."""
-    before = process.current()
-    yield
-    process.use(before)
 
 
 @pytest.fixture

@@ -20,8 +20,6 @@ from tests.transfer.conftest import StartPeer, with_certificates
 from tests.transfer.faults import Proxy, again
 from tests.transfer.peer_process import pattern, security_options
 
-pytestmark = pytest.mark.usefixtures("identity")
-
 TCP = TransferOptions(transports=("tcp",))
 NBYTES = 4 << 20
 

@@ -56,11 +56,8 @@ def far_rank(
 
 
 @pytest.fixture(autouse=True)
-def identity() -> Iterator[None]:
-    before = process.current()
+def identity() -> None:
     process.use(process.Security(SecurityOptions(cluster_key=SECRET), Caller("node", "near")))
-    yield
-    process.use(before)
 
 
 @asynccontextmanager

@@ -6,7 +6,7 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,13 +42,6 @@ OPTIONS = ParallelOptions(tp=2, pp=2, hosts=2, listen="127.0.0.1:0", timeout_s=T
 @pytest.fixture(scope="module")
 def encrypted(tmp_path_factory: pytest.TempPathFactory) -> SecurityOptions:
     return security_options(with_certificates(tmp_path_factory.mktemp("tls")), PLAIN.cluster_key)
-
-
-@pytest.fixture(autouse=True)
-def identity() -> Iterator[None]:
-    before = process.current()
-    yield
-    process.use(before)
 
 
 def use(security: SecurityOptions) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -20,11 +19,8 @@ OTHER = SecurityOptions(cluster_key="fedcba9876543210")
 
 
 @pytest.fixture(autouse=True)
-def identity() -> Iterator[None]:
-    before = process.current()
+def identity() -> None:
     process.use(Security(OPTIONS, Caller("node", "n")))
-    yield
-    process.use(before)
 
 
 def read(port: int, path: str = "/metrics", **headers: str) -> tuple[int, str]:

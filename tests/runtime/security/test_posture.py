@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -30,11 +29,8 @@ EVERYWHERE = "0.0.0.0"
 
 
 @pytest.fixture(autouse=True)
-def identity() -> Iterator[None]:
-    before = process.current()
+def identity() -> None:
     process.use(Security(SecurityOptions(), ME))
-    yield
-    process.use(before)
 
 
 async def start_agent(*rails: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -30,13 +30,6 @@ class Node(node_pb2_grpc.NodeServicer):
     async def Drain(self, request: node_pb2.DrainRequest, context: object) -> node_pb2.DrainReply:
         self.callers.append(process.caller.get())
         return node_pb2.DrainReply()
-
-
-@pytest.fixture(autouse=True)
-def identity() -> Iterator[None]:
-    before = process.current()
-    yield
-    process.use(before)
 
 
 @asynccontextmanager

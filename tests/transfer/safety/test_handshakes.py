@@ -33,7 +33,6 @@ def act_as(role: str, cluster_key: str) -> None:
     process.use(process.Security(SecurityOptions(cluster_key=cluster_key), Caller(role, "me")))
 
 
-@pytest.mark.usefixtures("identity")
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 async def test_the_cluster_key_must_be_the_same(transport: str) -> None:
     act_as("node", KEY)
@@ -50,7 +49,6 @@ async def test_the_cluster_key_must_be_the_same(transport: str) -> None:
                     await intruder.connect(server.describe())
 
 
-@pytest.mark.usefixtures("identity")
 async def test_a_role_key_opens_no_other_role() -> None:
     act_as("node", KEY)
     async with await start("server") as server:
@@ -61,7 +59,6 @@ async def test_a_role_key_opens_no_other_role() -> None:
                 await client.connect(server.describe())
 
 
-@pytest.mark.usefixtures("identity")
 async def test_a_server_without_a_key_is_refused_by_who_was_given_one() -> None:
     act_as("node", "")
     async with await start("server") as server:
