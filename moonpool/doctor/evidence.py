@@ -63,7 +63,6 @@ class Evidence:
 
     cluster: Mapping[str, Any]
     live: Mapping[str, Any] = field(default_factory=dict)
-    conductor: Page = field(default_factory=Page)
     pages: Mapping[str, Page] = field(default_factory=dict)  # of nodes
     records: Mapping[str, NodeRecord] | None = None  # in Redis; None: not read
     alive: frozenset[str] = frozenset()  # nodes that answer though their lease has ended
@@ -112,12 +111,10 @@ async def gather(url: str, index: IndexOptions, api_key: str = "") -> Evidence:
                 live = event
                 break
         nodes = {node["node_id"]: node["metrics_url"] for node in cluster["nodes"] if node["metrics_url"]}
-        conductor = Page(await client.metrics())
         pages = await _pages(list(nodes.values()))
     return Evidence(
         cluster,
         live,
-        conductor,
         dict(zip(nodes, pages, strict=True)),
         await _records(index) if index.redis_url else None,
         await _alive(lapsed(live, cluster)),
