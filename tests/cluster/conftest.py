@@ -72,6 +72,17 @@ async def nodes(client: Client) -> dict[str, dict[str, Any]]:
     return {node["node_id"]: node for node in (await client.cluster())["nodes"]}
 
 
+async def all_ready(cluster: LocalCluster, client: Client) -> bool:
+    """Every node is there, in its present life."""
+    there = await nodes(client)
+    return all(
+        child.name in there
+        and there[child.name]["state"] == "ready"
+        and there[child.name]["pid"] == child.ready["pid"]
+        for child in cluster.nodes
+    )
+
+
 async def migrate(client: Client, request_id: str, target: str = "") -> list[dict[str, Any]]:
     """Move a running request; returns its move. On a busy machine the last blocks may take too long, and the
     request goes on where it was: then once more."""

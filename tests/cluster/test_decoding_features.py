@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from moonpool.client import Client, Reply
 from moonpool.local.cluster import LocalCluster
 from moonpool.runtime.config.engine_options import SpeculativeOptions
-from tests.cluster.conftest import complete_and_move, eventually, kill, small_config
+from tests.cluster.conftest import all_ready, complete_and_move, eventually, kill, small_config
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
@@ -60,17 +60,6 @@ async def whole(client: Client, prompt: str, **parameters: Any) -> Reply:
 def check_beginning(text: str) -> None:
     """Whole sentences, and the beginning of one more."""
     assert re.fullmatch(r"([A-Z][a-z]{2,9}( [a-z]{1,9}){2,7}\. )*([A-Z][a-z ]*\.?)?", text), text
-
-
-async def all_ready(cluster: LocalCluster, client: Client) -> bool:
-    """Every node is there, in its present life."""
-    nodes = {node["node_id"]: node for node in (await client.cluster())["nodes"]}
-    return all(
-        child.name in nodes
-        and nodes[child.name]["state"] == "ready"
-        and nodes[child.name]["pid"] == child.ready["pid"]
-        for child in cluster.nodes
-    )
 
 
 async def test_answers_match_their_schema(cluster: LocalCluster, client: Client) -> None:

@@ -14,7 +14,7 @@ import pytest
 from moonpool.client import Client, Reply
 from moonpool.errors import ApiError
 from moonpool.local.cluster import LocalCluster
-from tests.cluster.conftest import eventually, kill
+from tests.cluster.conftest import all_ready, eventually, kill
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -30,17 +30,6 @@ GREEDY: dict[str, Any] = {
     "max_tokens": NUM_TOKENS,
     "ignore_eos": True,
 }
-
-
-async def all_ready(cluster: LocalCluster, client: Client) -> bool:
-    """Every node is there, in its present life."""
-    nodes = {node["node_id"]: node for node in (await client.cluster())["nodes"]}
-    return all(
-        child.name in nodes
-        and nodes[child.name]["state"] == "ready"
-        and nodes[child.name]["pid"] == child.ready["pid"]
-        for child in cluster.nodes
-    )
 
 
 async def whole(client: Client, prompt: str, reply: Reply | None = None, **parameters: Any) -> str:
