@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import aiohttp
 from aiohttp import web
@@ -143,7 +144,6 @@ async def routed(
     *servers: CellServer, tenants: Path | None = None, region: str = "", links: tuple[str, ...] = ()
 ) -> AsyncIterator[Front]:
     """A router in front of ``servers``; those with one name are conductors of one cell."""
-    watch._ASK_EVERY_S = 0.02  # type: ignore[misc]
     for server in servers:
         await server.start()
     urls: dict[tuple[str, str], list[str]] = {}
@@ -151,26 +151,29 @@ async def routed(
         urls.setdefault((server.name, server.region), []).append(server.url)
     entries = [CellEntry(name, tuple(of_it), where) for (name, where), of_it in urls.items()]
     cells = Cells(entries, "", RegionLinks.parse(links))
-    async with aiohttp.ClientSession() as session, aiohttp.ClientSession() as client:
-        gate = Gate.load(str(tenants)) if tenants else Gate.open()
-        router = Router(cells, session, ConductorOptions(), gate, region)
-        runner = web.AppRunner(create_app(router, 1 << 20), handler_cancellation=True, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        cells.start(session)
-        front = Front(
-            f"http://127.0.0.1:{runner.addresses[0][1]}",
-            router,
-            cells,
-            {server.name: server for server in servers},
-            client,
-        )
-        try:
-            await front.seen()
-            yield front
-        finally:
-            await runner.cleanup()
-            await cells.close()
-            for server in servers:
-                await server.stop()
+    with mock.patch.object(watch, "_ASK_EVERY_S", 0.02):
+        async with aiohttp.ClientSession() as session, aiohttp.ClientSession() as client:
+            gate = Gate.load(str(tenants)) if tenants else Gate.open()
+            router = Router(cells, session, ConductorOptions(), gate, region)
+            runner = web.AppRunner(
+                create_app(router, 1 << 20), handler_cancellation=True, shutdown_timeout=0.1
+            )
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            cells.start(session)
+            front = Front(
+                f"http://127.0.0.1:{runner.addresses[0][1]}",
+                router,
+                cells,
+                {server.name: server for server in servers},
+                client,
+            )
+            try:
+                await front.seen()
+                yield front
+            finally:
+                await runner.cleanup()
+                await cells.close()
+                for server in servers:
+                    await server.stop()
     assert all(one.num_open == 0 for doors in cells.doors.values() for one in doors)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,6 @@ regions = ["eu"]
 keys = ["sk-far"]
 home_region = "us"
 """
-
-
-@pytest.fixture(autouse=True)
-def pace() -> Iterator[None]:
-    before = watch._ASK_EVERY_S
-    yield
-    watch._ASK_EVERY_S = before  # type: ignore[misc]
 
 
 def three() -> list[CellServer]:

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
-
-from moonpool.conductor.cells import watch
 from moonpool.conductor.cells.prefixes import prefix_digests
 from moonpool.conductor.cells.spreading import Spreading
 from tests.conductor.cell_servers import CellServer, Front, routed
-
-
-@pytest.fixture(autouse=True)
-def pace() -> Iterator[None]:
-    before = watch._ASK_EVERY_S
-    yield
-    watch._ASK_EVERY_S = before  # type: ignore[misc]
 
 
 def body(number: int) -> dict[str, Any]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from aiohttp import web
 
 from moonpool.conductor.api.streams.resume import HANDED_OVER
-from moonpool.conductor.cells import watch
 from tests.conductor.cell_servers import CellServer, Front, routed
 
 NUM_EVENTS = 8
@@ -49,13 +47,6 @@ class Carrying(CellServer):
             await stream.write(opening + f": at {number + 1}-00000000\n{kept}data: {number}\n\n".encode())
         await stream.write(self.last)
         return stream
-
-
-@pytest.fixture(autouse=True)
-def pace() -> Iterator[None]:
-    before = watch._ASK_EVERY_S
-    yield
-    watch._ASK_EVERY_S = before  # type: ignore[misc]
 
 
 BODY: dict[str, Any] = {"model": "m", "prompt": "1 " * 400, "stream": True}
