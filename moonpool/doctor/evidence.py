@@ -105,11 +105,8 @@ async def gather(url: str, index: IndexOptions, api_key: str = "") -> Evidence:
     """
     async with Client(url, api_key=api_key) as client:
         cluster = await client.cluster()
-        live: dict[str, Any] = {}
         async with aclosing(client.live()) as events:
-            async for event in events:
-                live = event
-                break
+            live: dict[str, Any] = await anext(events, {})
         nodes = {node["node_id"]: node["metrics_url"] for node in cluster["nodes"] if node["metrics_url"]}
         pages = await _pages(list(nodes.values()))
     return Evidence(
