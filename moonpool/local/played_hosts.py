@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moonpool.local.vllm_command import free_port
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.errors import ChildFailed, ConfigError
 from moonpool.runtime.machine.gpus import computes_on_gpus
+from moonpool.runtime.network.sockets import free_port
 from moonpool.runtime.service.child import Child
 
 NUM_HOSTS = 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,11 +50,3 @@ def vllm_environment(cores: Iterable[int], cache: Path, *, kv_gib: int, imports:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port of 127.0.0.1 that is free now."""
-    with socket.socket() as listener:
-        listener.bind((host, 0))
-        port: int = listener.getsockname()[1]
-        return port

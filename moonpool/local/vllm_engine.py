@@ -14,9 +14,10 @@ import aiohttp
 
 import moonpool
 from moonpool.errors import EngineMissing
-from moonpool.local.vllm_command import free_port, vllm_command, vllm_environment
+from moonpool.local.vllm_command import vllm_command, vllm_environment
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.machine.compiled_library import cache_folder
+from moonpool.runtime.network.sockets import free_port
 from moonpool.runtime.service.child import Child
 
 # Its fast kernels for CPUs are made for multiples of this many tokens a block.

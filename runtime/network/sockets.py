@@ -24,6 +24,13 @@ def loopback_only(host: str) -> bool:
         return host == "localhost"
 
 
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port of ``host``, an address of this machine, that is free now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        listener.bind((host, 0))
+        return int(listener.getsockname()[1])
+
+
 def prepare(sock: socket.socket) -> None:
     """Make ``sock`` non-blocking; over TCP also disable Nagle's algorithm and enable keep-alive."""
     sock.setblocking(False)

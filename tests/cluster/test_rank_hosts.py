@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from moonpool.client import Client, Reply
 from moonpool.local.cluster import LocalCluster
 from moonpool.local.played_hosts import NodeOverHosts
+from moonpool.runtime.network.sockets import free_port
 from moonpool.runtime.service.child import Child
 from tests.cluster.conftest import eventually, nodes, small_config
 from tests.cluster.test_ranks import GREEDY, is_back, serves_exactly, whole
@@ -25,12 +25,6 @@ from tests.transfer.cables import obstacle
 
 TIMEOUT_S = 2.0
 WHERE = "tp 2 × pp 2 on 127.0.0.1, far (127.0.0.1)"
-
-
-def a_free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def daemon(directory: Path, name: str, *command: str, options: tuple[str, ...], ready: bool) -> Child:
@@ -113,7 +107,7 @@ async def test_a_machine_lost_while_decoding_costs_no_token(
         cluster=replace(config.cluster, prefill=1, decode=1),
     )
     async with LocalCluster(config, directory=tmp_path) as cluster, Client(cluster.url) as client:
-        secret, port = "security.cluster_key=of the whole cluster", a_free_port()
+        secret, port = "security.cluster_key=of the whole cluster", free_port()
         leader = ("--leader", f"127.0.0.1:{port}")
         far = daemon(tmp_path, "far", *torchrun(2), *leader, options=(secret,), ready=False)
         node = ("moonpool.node", "--role", "decode", "--config", str(tmp_path / "cluster.toml"))

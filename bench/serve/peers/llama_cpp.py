@@ -13,7 +13,7 @@ from pathlib import Path
 from moonpool.bench.harness.child import peer
 from moonpool.bench.harness.peers import peers_dir, python_of
 from moonpool.bench.serve.peers.contestants import PausedServer, running_server
-from moonpool.local.vllm_command import free_port
+from moonpool.runtime.network.sockets import free_port
 
 _START_S = 300.0
 # Requests at a time, and the longest prompt of the cases with room, in whole pages of its cache.

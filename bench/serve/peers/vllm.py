@@ -16,7 +16,8 @@ import psutil
 import moonpool
 from moonpool.bench.harness.peers import peers_dir, python_of
 from moonpool.bench.serve.peers.contestants import PausedServer, running_server
-from moonpool.local.vllm_command import free_port, vllm_command, vllm_environment
+from moonpool.local.vllm_command import vllm_command, vllm_environment
+from moonpool.runtime.network.sockets import free_port
 
 # It compiles first, which takes minutes on a busy machine.
 _START_S = 900.0

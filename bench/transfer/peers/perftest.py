@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from moonpool.bench.harness.peers import PeerAbsent, PeerFailed, peers_dir
 from moonpool.bench.transfer.shapes import Shape
-from moonpool.local.vllm_command import free_port
+from moonpool.runtime.network.sockets import free_port
 
 _TESTS = {"read": "ucp_get", "write": "ucp_put_bw"}
 _MIB = 1 << 20
