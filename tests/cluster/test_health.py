@@ -97,7 +97,8 @@ async def test_a_full_disk_spares_its_node_until_there_is_room_again(
     (reason,) = ill["reasons"]
     assert str(disk) in reason
     assert "less than 0.02 GiB" in reason
-    assert ill["health"]["disk_free_nbytes"] <= 8 << 20
+    # The node may have looked while the file was being written.
+    assert ill["health"]["disk_free_nbytes"] < 16 << 20
     placed = [await ask(client, number) for number in range(4)]
     assert set(placed) == {"prefill-0"}
     answer = await client.cluster()
