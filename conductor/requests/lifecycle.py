@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from functools import partial
@@ -24,7 +23,6 @@ from moonpool.conductor.errors import (
 )
 from moonpool.conductor.fleet.member import Member
 from moonpool.conductor.fleet.node_client import RequestKey
-from moonpool.conductor.observing.timelines.timeline import RequestTimeline
 from moonpool.conductor.placing.placement import Placement
 from moonpool.conductor.request import GenerateRequest, TokenEvent, TokenLogprobs
 from moonpool.conductor.requests.attempt import Attempt, AttemptFailed, AttemptInvalid
@@ -54,24 +52,8 @@ class RequestRun:
     def __init__(self, request: GenerateRequest, deps: RequestDependencies) -> None:
         self._request = request
         self._started_s = deps.clock()
-        timeline = RequestTimeline(
-            request.request_id,
-            time.time(),
-            self._started_s,
-            request.client.name,
-            delivery=request.delivery,
-        )
         self._deps = deps
-        self._recorder = Recorder(
-            timeline,
-            deps.cost_model,
-            deps.activity,
-            deps.clock,
-            request.client.name,
-            request.slo(deps.slo),
-            deps.ledger,
-            deps.price,
-        )
+        self._recorder = Recorder(request, deps, self._started_s)
         self._lineage = Lineage(request.prompt_token_ids, deps.model.block_size)
         self._lineage.output_ids += request.output_ids
         room = deps.model.max_model_len - self._lineage.num_prompt_tokens

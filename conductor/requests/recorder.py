@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Iterable
 from typing import Any
 
-from moonpool.conductor.accounts.ledger import Ledger
 from moonpool.conductor.accounts.spent import Spent
-from moonpool.conductor.costs.model import CostModel
 from moonpool.conductor.errors import RequestEndsLives, RequestFailed, RequestRejected
 from moonpool.conductor.observing import scheduling_metrics as core_metrics
-from moonpool.conductor.observing.activity import Activity
 from moonpool.conductor.observing.prefix_outcomes import PrefixOutcome
-from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.observing.timelines.parts import parts_of
 from moonpool.conductor.observing.timelines.spans import CONDUCTOR, spans_of
 from moonpool.conductor.observing.timelines.timeline import RequestTimeline
 from moonpool.conductor.placing.placement import Placement
+from moonpool.conductor.request import GenerateRequest
 from moonpool.conductor.requests.attempt import AttemptFailed, AttemptPlan
+from moonpool.conductor.requests.dependencies import RequestDependencies
 from moonpool.conductor.requests.life import QUEUE
 from moonpool.conductor.requests.migration import Migrated, MigrationPlan
 from moonpool.conductor.requests.recovery import Recovery
@@ -36,30 +35,19 @@ _CACHED = ("cached", "pool", "host", "ssd", "fetched")
 class Recorder:
     """One per request. Each method records the event that it is named after."""
 
-    def __init__(
-        self,
-        timeline: RequestTimeline,
-        cost_model: CostModel,
-        activity: Activity,
-        clock: Callable[[], float],
-        tenant: str,
-        slo: Slo,
-        ledger: Ledger,
-        price: float,
-    ) -> None:
-        """``tenant``: the name of a configured one, or empty. ``price``: of a second of a node."""
-        self.timeline = timeline
-        self._summary = timeline.summary
+    def __init__(self, request: GenerateRequest, deps: RequestDependencies, started_s: float) -> None:
+        """``started_s``: when the request came, by ``deps.clock``."""
+        tenant = request.client.name
+        self.timeline = RequestTimeline(
+            request.request_id, time.time(), started_s, tenant, delivery=request.delivery
+        )
+        self._summary = self.timeline.summary
         self.num_accepted = 0  # tokens that took no decode step of their own, by speculation
-        self._cost_model = cost_model
-        self._activity = activity
-        self._tenant = tenant
-        self._clock = clock
-        self._slo = slo
-        self._ledger = ledger
-        self._price = price
+        self._cost_model, self._activity, self._ledger = deps.cost_model, deps.activity, deps.ledger
+        self._clock, self._price = deps.clock, deps.price
+        self._slo = request.slo(deps.slo)
         self._asked = False
-        self._started_s = timeline.started_s
+        self._started_s = started_s
         self._first_s = 0.0  # time of the first token from here; 0: none yet
         self._predicted_ttft_s = 0.0
         self._placed_s = 0.0  # of the latest attempt
@@ -162,7 +150,7 @@ class Recorder:
             self.timeline.add("recovered", now_s, node=node_id, **recovered)
         plan.prefill.reuse.add(reply.num_cached_tokens - reply.num_fetched_tokens, now_s)
         sources = {source: cached[f"{source}_tokens"] for source in _CACHED if source != "cached"}
-        self._activity.prompt(self._tenant, {"computed": computed_tokens} | sources)
+        self._activity.prompt(self.timeline.tenant, {"computed": computed_tokens} | sources)
         if reply.fetch_error:
             self._activity.not_moved(placed.fetch_from, node_id)
         fetched = "fetched", core_metrics.speed_class(reply.fetched_nbytes, reply.fetch_s)
@@ -376,7 +364,7 @@ class Recorder:
             summary.node_s, summary.wasted_s = spent.total_s, spent.wasted_s.total()
             summary.cost = self._price * spent.total_s
             facts |= {"node_s": spent.uses(), "cost": summary.cost}
-        self._ledger.add(self._tenant, spent, summary.prompt_tokens, num_new)
+        self._ledger.add(self.timeline.tenant, spent, summary.prompt_tokens, num_new)
         self.timeline.add("done", now_s, finish_reason=finish_reason, output_tokens=num_tokens, **facts)
         for part in parts_of(self.timeline.times()):
             core_metrics.seconds_of(part.name).inc(part.seconds)

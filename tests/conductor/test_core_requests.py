@@ -12,7 +12,7 @@ import pytest
 from moonpool.conductor.observing import scheduling_metrics as core_metrics
 from moonpool.conductor.observing.timelines.parts import parts_of
 from moonpool.conductor.request import SamplingParams
-from moonpool.conductor.requests import lifecycle
+from moonpool.conductor.requests import recorder
 from moonpool.kvstore.blocks.keys import chain
 from moonpool.protos import node_pb2
 from tests.conductor.core_nodes import (
@@ -131,7 +131,7 @@ async def test_a_wall_clock_that_jumps_moves_no_time_of_a_request(
             async for event in stream:
                 tokens.append(event.token_id)
                 if len(tokens) == 3:
-                    monkeypatch.setattr(lifecycle, "time", jumped)
+                    monkeypatch.setattr(recorder, "time", jumped)
         took_s = time.monotonic() - began_s
         assert tokens == continuation(PROMPT, 8)
         timeline = cluster.conductor.timeline("r")
