@@ -23,10 +23,8 @@ async def load(http: web.Request) -> web.Response:
     replace = body.get("load_inplace", False)
     if not isinstance(replace, bool):
         raise bad_request("load_inplace: must be true or false", "load_inplace")
-    lanes, base = http.app[LANES], body.get("base_model_name")
-    lane = lanes.find(None if base is None else str(base))
-    if lane is None:
-        raise lanes.unknown(str(base))
+    base = body.get("base_model_name")
+    lane = http.app[LANES].named(None if base is None else str(base))
     await lane.conductor.adapters.load(name, path, replace=replace)
     return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
 

@@ -44,9 +44,7 @@ async def switch(http: web.Request) -> web.Response:
 async def switch_model(http: web.Request) -> web.Response:
     """``POST /v1/fleet/switch/{node}/model/{name}``: answers when the node was told."""
     lanes, info = http.app[LANES], http.match_info
-    target = lanes.find(info["name"])
-    if target is None:
-        raise lanes.unknown(info["name"])
+    target = lanes.named(info["name"])
     return reply(await lanes.of_node(info["node"]).fleet.switch_model(info["node"], target.conductor.fleet))
 
 
@@ -82,8 +80,4 @@ async def drain(http: web.Request) -> web.Response:
 
 def _conductor(http: web.Request) -> Conductor:
     """Of the model that is named, else of the first one. Raises ``ApiError`` 404."""
-    name = http.query.get("model")
-    lane = http.app[LANES].find(name)
-    if lane is None:
-        raise http.app[LANES].unknown(str(name))
-    return lane.conductor
+    return http.app[LANES].named(http.query.get("model")).conductor

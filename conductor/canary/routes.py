@@ -7,7 +7,7 @@ import re
 from aiohttp import web
 
 from moonpool.conductor.api.errors import ApiError
-from moonpool.conductor.api.models.lanes import LANES, Lane
+from moonpool.conductor.api.models.lanes import LANES
 from moonpool.conductor.api.status_routes import reply
 from moonpool.conductor.canary.canaries import MOST_TENANTS, Canaries
 from moonpool.conductor.canary.decision import LEAST_REQUESTS
@@ -25,7 +25,7 @@ async def status(http: web.Request) -> web.Response:
 async def start(http: web.Request) -> web.Response:
     """``POST /v1/fleet/canary/{name}/start/{candidate}/{share}?tenant=NAME&…&least=REQUESTS&auto=1``"""
     canaries, lanes, info = _canaries(http), http.app[LANES], http.match_info
-    lane, candidate = _lane(http, info["name"]), _lane(http, info["candidate"])
+    lane, candidate = lanes.named(info["name"]), lanes.named(info["candidate"])
     share = _share(http)
     least, tenants = http.query.get("least", str(LEAST_REQUESTS)), http.query.getall("tenant", [])
     if not re.fullmatch(r"[0-9]{1,9}", least) or not 1 <= int(least) <= MOST_REQUESTS:
@@ -47,18 +47,22 @@ async def start(http: web.Request) -> web.Response:
 
 async def change_share(http: web.Request) -> web.Response:
     """``POST /v1/fleet/canary/{name}/share/{share}``"""
-    canaries, lane = _canaries(http), _lane(http, http.match_info["name"])
-    return reply(await canaries.share(lane.name, _share(http)))
+    return reply(await _canaries(http).share(_name(http), _share(http)))
 
 
 async def promote(http: web.Request) -> web.Response:
     """``POST /v1/fleet/canary/{name}/promote``"""
-    return reply(await _canaries(http).promote(_lane(http, http.match_info["name"]).name))
+    return reply(await _canaries(http).promote(_name(http)))
 
 
 async def roll_back(http: web.Request) -> web.Response:
     """``POST /v1/fleet/canary/{name}/rollback``"""
-    return reply(await _canaries(http).roll_back(_lane(http, http.match_info["name"]).name))
+    return reply(await _canaries(http).roll_back(_name(http)))
+
+
+def _name(http: web.Request) -> str:
+    """Of the model. Raises ``ApiError`` 404."""
+    return http.app[LANES].named(http.match_info["name"]).name
 
 
 def _share(http: web.Request) -> float:
@@ -76,11 +80,3 @@ def _canaries(http: web.Request) -> Canaries:
             "this conductor serves one model: a canary needs two, the old and the new one (models.toml)"
         )
     return canaries
-
-
-def _lane(http: web.Request, name: str) -> Lane:
-    """Raises ``ApiError`` 404."""
-    lane = http.app[LANES].find(name)
-    if lane is None:
-        raise http.app[LANES].unknown(name)
-    return lane

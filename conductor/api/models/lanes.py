@@ -86,6 +86,12 @@ class Lanes:
         """The lane of a model or an alias; None: the name is unknown, or an adapter's."""
         return self._lanes[self.first.conductor.model.name] if name is None else self._names.get(name)
 
+    def named(self, name: str | None) -> Lane:
+        """As ``find``. Raises ``ApiError`` 404: there is none."""
+        if (lane := self.find(name)) is None:
+            raise self.unknown(str(name))
+        return lane
+
     def answering(self, lane: Lane) -> Lane:
         """The lane that answers for this one: another one after a canary was promoted."""
         if self.canaries is None:
