@@ -72,7 +72,7 @@ class RoleState:
 
     ready: Sequence[Removable]
     num_starting: int
-    need: Need
+    need: Need = Need(0, "")
     attained: float | None = None
     join_s: float = 30.0
     held: str = ""

@@ -36,7 +36,7 @@ from moonpool.conductor.planning.role_figures import join_phases, kv_free, longe
 from moonpool.conductor.planning.supply import Supply
 from moonpool.conductor.planning.window import DemandWindow
 from moonpool.kvstore.errors import IndexUnavailable
-from moonpool.kvstore.index.redis.node_record import stages_of
+from moonpool.kvstore.index.redis.node_record import ROLES, STAGES, stages_of
 from moonpool.runtime.config.options import PlannerOptions
 from moonpool.runtime.service.vital import cancel_and_wait, restarted
 
@@ -44,7 +44,6 @@ log = logging.getLogger(__name__)
 
 OFF, ADVISE, ACT = "off", "advise", "act"
 PERIOD_S = 2.0
-ROLES = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,7 @@ class Planner:
         self._asleep = asleep
         self._window = DemandWindow()
         self._memory = Memory()
-        self._supplies = {role: Supply() for role in ROLES}
+        self._supplies = {role: Supply() for role in STAGES}
         self._advised: Sequence[Step] = ()
         self._task: asyncio.Task[None] | None = None
 
@@ -184,7 +183,7 @@ class Planner:
         return held
 
     async def _observe(self, supplied: Sequence[SuppliedNode], held: Held, now_s: float) -> Observation:
-        nodes = {role: await self._nodes(role, supplied, held, now_s) for role in ROLES}
+        nodes = {role: await self._nodes(role, supplied, held, now_s) for role in STAGES}
         return observe(
             nodes["prefill"], nodes["decode"], self._window, self._slo, self._rules.attained, now_s
         )
@@ -206,19 +205,21 @@ class Planner:
                 metrics.given_up.labels(role).inc()
                 await self._give_up(node_id, why, held.epoch)
         removable = {node.node_id for node in own if node.counts and node.can_stop} & serving
-        return Nodes(
-            self._registry.fleet(role),
+        state = RoleState(
             [self._admin.removable(name) for name in sorted(removable)],
             len(expected),
-            join_s,
-            supply.held(now_s),
-            len(serving - removable),
-            [self._admin.removable(name) for name in sorted(serving) if self._can_switch(name, role)],
+            join_s=join_s,
+            held=supply.held(now_s),
+            num_fixed=len(serving - removable),
+            switchable=[
+                self._admin.removable(name) for name in sorted(serving) if self._can_switch(name, role)
+            ],
         )
+        return Nodes(self._registry.fleet(role), state)
 
     def _can_switch(self, node_id: str, role: str) -> bool:
         """Whether a node of ``role`` alone, all of its replicas, can have the other role."""
-        (other,) = set(ROLES) - {role}
+        (other,) = set(STAGES) - {role}
         records = [one.record for one in self._registry.members.values() if one.owner == node_id]
         return all(one.role == role and can_become(one, other) for one in records)
 
@@ -306,7 +307,7 @@ class Planner:
                 "join_s": state.join_s,
                 "join": join,
             }
-        for role in (*ROLES, "both"):
+        for role in ROLES:
             metrics.queue_seconds.labels(self._admin.model, role).set(queue_s(members, role, now_s))
             metrics.kv_free.labels(self._admin.model, role).set(kv_free(members, role))
         self.status["recent"] = asdict(seen.recent)

@@ -9,7 +9,7 @@ from moonpool.conductor.fleet.removal import Removable, Reuse
 from moonpool.conductor.observing.demand import DemandCounter
 from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.planning.observation import Nodes, observe
-from moonpool.conductor.planning.plan import ADD, REMOVE, SWITCH, Memory, plan
+from moonpool.conductor.planning.plan import ADD, REMOVE, SWITCH, Memory, RoleState, plan
 from moonpool.conductor.planning.window import DemandWindow
 from moonpool.simulator.cluster.clock import Clock
 from moonpool.simulator.cluster.membership import Cluster
@@ -115,7 +115,8 @@ class ElasticFleet:
             )
             for view in table
         ]
-        return Nodes(table, ready, self._starting[role], self._elastic.join_s, switchable=ready)
+        state = RoleState(ready, self._starting[role], join_s=self._elastic.join_s, switchable=ready)
+        return Nodes(table, state)
 
     def _joined(self, role: str, ordered_s: float) -> None:
         self._starting[role] -= 1
