@@ -63,69 +63,104 @@ class Move:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeLoad:
-    """A decode node as these decisions see it; planned moves change copies of it. ``closed``: it takes no
-    requests now."""
+class DecodeNodes:
+    """The decode nodes as these decisions see them: planned moves change copies of their ``views``."""
 
-    view: NodeView
-    num_running: int
-    num_context_tokens: int
-    num_free_blocks: int
-    num_waiting: int
-    closed: bool = False
+    def __init__(
+        self, views: Iterable[NodeView], *, closed: Collection[str] = (), block_size: int, now_s: float
+    ) -> None:
+        """``closed``: those that take no requests now."""
+        self.views = {view.node_id: view for view in views}
+        self.closed = closed
+        self._block_size = block_size
+        self._now_s = now_s
 
-    @classmethod
-    def of(cls, view: NodeView, closed: Collection[str] = ()) -> DecodeLoad:
-        return cls(
+    def step_s(self, view: NodeView, request: Running | None = None) -> float:
+        """The predicted seconds of a step, with ``request`` too."""
+        num_running, num_tokens = view.num_running, view.num_context_tokens
+        if request is not None:
+            num_running, num_tokens = num_running + 1, num_tokens + request.num_tokens
+        return view.cost.step_s(num_running, num_tokens, self._now_s)
+
+    def add(self, request: Running, node_id: str) -> None:
+        """The request moves there."""
+        view = self.views[node_id]
+        self.views[node_id] = replace(
             view,
-            view.num_running,
-            view.num_context_tokens,
-            view.num_free_blocks,
-            view.num_waiting,
-            view.node_id in closed,
+            num_running=view.num_running + 1,
+            num_context_tokens=view.num_context_tokens + request.num_tokens,
+            num_free_blocks=view.num_free_blocks - request.num_blocks(self._block_size),
         )
 
-    def step_s(self, now_s: float) -> float:
-        """The predicted seconds of a step."""
-        return self.view.cost.step_s(self.num_running, self.num_context_tokens, now_s)
+    def best_target(self, request: Running, *, crowded: bool = False) -> NodeView | None:
+        """The node with room for all its blocks and the shortest step with it, in its region if there is one;
+        None: no other node that it may move to has room.
 
-    def with_one(self, request: Running, block_size: int) -> DecodeLoad:
-        return replace(
-            self,
-            num_running=self.num_running + 1,
-            num_context_tokens=self.num_context_tokens + request.num_tokens,
-            num_free_blocks=self.num_free_blocks - request.num_blocks(block_size),
+        A block for each running sequence stays free, as the engine keeps it. A node on which others wait has
+        room only if ``crowded``.
+        """
+        fits = [
+            view
+            for name, view in self.views.items()
+            if name != request.node_id
+            and name not in self.closed
+            and may_hold(request.regions, view.region)
+            and (crowded or not view.num_waiting)
+            and request.num_blocks(self._block_size) <= free_blocks(view) - 1
+        ]
+        return min(
+            fits,
+            key=lambda view: (view.region != request.region, self.step_s(view, request), view.node_id),
+            default=None,
         )
 
-    def has_room(self, request: Running, block_size: int) -> bool:
-        """For all its blocks. A block for each running sequence stays free, as the engine keeps it; a node on
-        which others wait has none."""
-        free = self.num_free_blocks - self.num_running - 1
-        return not self.closed and not self.num_waiting and request.num_blocks(block_size) <= free
+    def make_room(
+        self,
+        waiting: Waiting,
+        movable: Sequence[Running],
+        planned: Sequence[Move],
+        cause: str,
+        reason: str,
+    ) -> list[Move]:
+        """The moves that give ``waiting`` its blocks: small requests, and none that is not needed. Empty: it
+        has room, or cannot get it."""
+        source = self.views.get(waiting.node_id)
+        # Blocks that it was given already count as used: without others that wait, it has them.
+        if source is None or not source.num_waiting or any(one.source == waiting.node_id for one in planned):
+            return []
+        missing = waiting.num_blocks(self._block_size) - free_blocks(source)
+        if missing <= 0:
+            return []
+        before, chosen = dict(self.views), []
+        movable = sorted(movable, key=lambda one: (one.num_tokens, one.request_id))
+        # One that suffices alone, rather than several.
+        for request in [one for one in movable if self._freed(one) >= missing] + movable:
+            if missing <= 0:
+                break
+            target = self.best_target(request)
+            if target is not None:
+                self.add(request, target.node_id)
+                chosen.append((request, target.node_id))
+                missing -= self._freed(request)
+        self.views = before
+        for one in list(chosen):
+            if missing + self._freed(one[0]) <= 0:
+                chosen.remove(one)
+                missing += self._freed(one[0])
+        if missing > 0 or len(chosen) > _MOST_MOVES:
+            return []
+        for request, target_id in chosen:
+            self.add(request, target_id)
+        return [Move(one.request_id, one.node_id, target_id, cause, reason) for one, target_id in chosen]
+
+    def _freed(self, request: Running) -> int:
+        """Its blocks, and the one that the engine keeps for it."""
+        return -(-request.num_tokens // self._block_size) + 1
 
 
-def best_target(
-    request: Running, loads: Iterable[DecodeLoad], *, block_size: int, now_s: float
-) -> DecodeLoad | None:
-    """The node with room and the shortest step with the request, in its region if there is one; None: no
-    other node that it may move to has room."""
-    fits = [
-        load
-        for load in loads
-        if load.view.node_id != request.node_id
-        and may_hold(request.regions, load.view.region)
-        and load.has_room(request, block_size)
-    ]
-    return min(
-        fits,
-        key=lambda load: (
-            load.view.region != request.region,
-            load.with_one(request, block_size).step_s(now_s),
-            load.view.node_id,
-        ),
-        default=None,
-    )
+def free_blocks(view: NodeView) -> int:
+    """Without those that the engine keeps for running sequences, one each."""
+    return view.num_free_blocks - view.num_running
 
 
 def plan_drain(
@@ -142,19 +177,17 @@ def plan_drain(
     for what there is of it: the engine makes room there later, here the request would be cut off. A request
     without a target stays until it ends or there is room.
     """
-    loads = {view.node_id: DecodeLoad.of(view) for view in nodes}
+    targets = DecodeNodes(nodes, block_size=block_size, now_s=now_s)
     movable = [request for request in running if request.node_id in draining]
     moves = []
     for request in sorted(movable, key=lambda one: (-one.expected_tokens, one.request_id)):
-        target = best_target(request, loads.values(), block_size=block_size, now_s=now_s)
-        needs = request
+        needs, target = request, targets.best_target(request)
         if target is None:
             needs = replace(request, expected_tokens=1)
-            crowded = [replace(load, num_waiting=0) for load in loads.values()]
-            target = best_target(needs, crowded, block_size=block_size, now_s=now_s)
+            target = targets.best_target(needs, crowded=True)
         if target is not None:
-            name = target.view.node_id
-            loads[name] = loads[name].with_one(needs, block_size)
+            name = target.node_id
+            targets.add(needs, name)
             reason = f"{request.node_id} hands its requests on; a step of {name} is shortest with it"
             moves.append(Move(request.request_id, request.node_id, name, DRAIN, reason))
     return moves
@@ -175,20 +208,20 @@ def plan_defragment(
     prompt for each node; none where the room would not suffice. ``nodes``: all that decode; ``closed``: those
     that take no requests.
     """
-    loads = {view.node_id: DecodeLoad.of(view, closed) for view in nodes}
+    decoding = DecodeNodes(nodes, closed=closed, block_size=block_size, now_s=now_s)
     moves: list[Move] = []
     for request in sorted(waiting, key=lambda one: (-one.num_tokens, one.request_id)):
         needed = request.num_blocks(block_size)
         free = [
-            load.num_free_blocks - load.num_running
-            for name, load in loads.items()
-            if name == request.node_id or not load.closed
+            free_blocks(view)
+            for name, view in decoding.views.items()
+            if name == request.node_id or name not in closed
         ]
         if not request.computed or max(free, default=0) >= needed or sum(free) < needed:
             continue
         movable = [one for one in running if one.node_id == request.node_id]
         reason = f"{request.request_id} waits for {needed} blocks, and fits nowhere"
-        moves += _make_room(request, movable, loads, moves, "defragment", reason, block_size, now_s)
+        moves += decoding.make_room(request, movable, moves, "defragment", reason)
     return moves
 
 
@@ -203,14 +236,14 @@ def plan_priority(
 ) -> list[Move]:
     """Moves of less urgent requests from nodes without room for a more urgent one, which would preempt them
     or wait for them otherwise."""
-    loads = {view.node_id: DecodeLoad.of(view, closed) for view in nodes}
+    decoding = DecodeNodes(nodes, closed=closed, block_size=block_size, now_s=now_s)
     moves: list[Move] = []
     for request in sorted(waiting, key=lambda one: (one.priority, one.request_id)):
         movable = [
             one for one in running if one.node_id == request.node_id and one.priority > request.priority
         ]
         reason = f"{request.request_id} is more urgent and needs {request.num_blocks(block_size)} blocks"
-        moves += _make_room(request, movable, loads, moves, "priority", reason, block_size, now_s)
+        moves += decoding.make_room(request, movable, moves, "priority", reason)
     return moves
 
 
@@ -225,73 +258,24 @@ def plan_hot_spots(
 ) -> list[Move]:
     """One move from each node with a predicted step longer than ``tbt_s``, to the node with the shortest
     step, if that stays well below: the request that will last longest, of equal ones the smallest."""
-    loads = {view.node_id: DecodeLoad.of(view, closed) for view in nodes}
-    hot = [load for load in loads.values() if load.num_running > 1 and load.step_s(now_s) > tbt_s]
+    decoding = DecodeNodes(nodes, closed=closed, block_size=block_size, now_s=now_s)
+    hot = [(decoding.step_s(view), name) for name, view in decoding.views.items() if view.num_running > 1]
     moves = []
-    for load in sorted(hot, key=lambda one: (-one.step_s(now_s), one.view.node_id)):
-        source = load.view.node_id
+    for step_s, source in sorted(hot, key=lambda one: (-one[0], one[1])):
+        if step_s <= tbt_s:
+            break
         movable = [one for one in running if one.node_id == source and one.expected_tokens >= _LEAST_TOKENS]
         for request in sorted(
             movable, key=lambda one: (-one.expected_tokens, one.num_tokens, one.request_id)
         ):
-            target = best_target(request, loads.values(), block_size=block_size, now_s=now_s)
-            if target is None:
+            target = decoding.best_target(request)
+            if target is None or (then_s := decoding.step_s(target, request)) > _CALM_PART * tbt_s:
                 continue
-            then = target.with_one(request, block_size)
-            if then.step_s(now_s) > _CALM_PART * tbt_s:
-                continue
-            loads[target.view.node_id] = then
-            step_ms, then_ms = 1e3 * load.step_s(now_s), 1e3 * then.step_s(now_s)
+            decoding.add(request, target.node_id)
             reason = (
-                f"a step of {source} takes {step_ms:.3g} ms, the target is {1e3 * tbt_s:.3g} ms; "
-                f"{then_ms:.3g} ms on {then.view.node_id}"
+                f"a step of {source} takes {1e3 * step_s:.3g} ms, the target is {1e3 * tbt_s:.3g} ms; "
+                f"{1e3 * then_s:.3g} ms on {target.node_id}"
             )
-            moves.append(Move(request.request_id, source, then.view.node_id, "hot-spot", reason))
+            moves.append(Move(request.request_id, source, target.node_id, "hot-spot", reason))
             break
     return moves
-
-
-def _make_room(
-    waiting: Waiting,
-    movable: Sequence[Running],
-    loads: dict[str, DecodeLoad],
-    planned: Sequence[Move],
-    cause: str,
-    reason: str,
-    block_size: int,
-    now_s: float,
-) -> list[Move]:
-    """The moves that give ``waiting`` its blocks: small requests, and none that is not needed. Empty: it has
-    room, or cannot get it. Changes ``loads`` by the moves."""
-    source = loads.get(waiting.node_id)
-    # Blocks that it was given already count as used: without others that wait, it has them.
-    if source is None or not source.num_waiting or any(move.source == waiting.node_id for move in planned):
-        return []
-    missing = waiting.num_blocks(block_size) - (source.num_free_blocks - source.num_running)
-    if missing <= 0:
-        return []
-    targets, chosen = dict(loads), []
-    movable = sorted(movable, key=lambda one: (one.num_tokens, one.request_id))
-    # One that suffices alone, rather than several.
-    for request in [one for one in movable if _freed(one, block_size) >= missing] + movable:
-        if missing <= 0:
-            break
-        target = best_target(request, targets.values(), block_size=block_size, now_s=now_s)
-        if target is not None:
-            targets[target.view.node_id] = target.with_one(request, block_size)
-            chosen.append((request, target.view.node_id))
-            missing -= _freed(request, block_size)
-    for one in list(chosen):
-        if missing + _freed(one[0], block_size) <= 0:
-            chosen.remove(one)
-            missing += _freed(one[0], block_size)
-    if missing > 0 or len(chosen) > _MOST_MOVES:
-        return []
-    for request, target_id in chosen:
-        loads[target_id] = loads[target_id].with_one(request, block_size)
-    return [Move(one.request_id, one.node_id, target_id, cause, reason) for one, target_id in chosen]
-
-
-def _freed(request: Running, block_size: int) -> int:
-    """Its blocks, and the one that the engine keeps for it."""
-    return -(-request.num_tokens // block_size) + 1

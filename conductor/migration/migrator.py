@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 
 from moonpool.conductor.errors import MigrationFailed
 from moonpool.conductor.fleet.node_client import RequestKey
@@ -13,11 +12,10 @@ from moonpool.conductor.fleet.registry import NodeRegistry
 from moonpool.conductor.migration.decisions import (
     ASKED,
     DRAIN,
-    DecodeLoad,
+    DecodeNodes,
     Move,
     Running,
     Waiting,
-    best_target,
 )
 from moonpool.conductor.migration.relief import plan_relief
 from moonpool.conductor.migration.rounds import PAUSE_S, MoveRounds
@@ -109,12 +107,12 @@ class Migrator:
         best = None
         # Where an operator asks, a node may do that warms up, or is left alone for being slow.
         for views in (self._registry.fleet("decode"), serving):
+            nodes = DecodeNodes(views, block_size=self._block_size, now_s=self._clock())
             # Others may wait there, perhaps only for the next step: free blocks suffice.
-            loads = [replace(DecodeLoad.of(view), num_waiting=0) for view in views]
-            best = best or best_target(running, loads, block_size=self._block_size, now_s=self._clock())
+            best = best or nodes.best_target(running, crowded=True)
         if best is None:
             raise MigrationFailed(request_id, "", "no other node has room for it")
-        return best.view.node_id
+        return best.node_id
 
     def round(self) -> list[Move]:
         """Decide, and begin the moves that the bounds allow. Returns those."""
