@@ -455,7 +455,7 @@ class Conductor:
         registry = self._deps.registry
         degraded = []
         serves = True
-        for role in ("prefill", "decode"):
+        for role in STAGES:
             if registry.available(role) == 0:
                 serves = self._on_demand.starts_nodes
                 degraded.append(f"no {role} node is available")

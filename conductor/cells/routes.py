@@ -13,13 +13,12 @@ from moonpool.conductor.api.models.lanes import LANES
 from moonpool.conductor.api.request_body import read_object
 from moonpool.conductor.api.status_routes import reply
 from moonpool.kvstore.errors import EntryRefused
-from moonpool.kvstore.index.redis.node_record import STAGES
+from moonpool.kvstore.index.redis.node_record import ROLES
 
 FRESH_S: Final = 0.5
 """How long an answer is given again: routers may be many."""
 _HOT: Final = 64  # those with less than some percent of a cell's requests do not matter
 _SERVING: Final = ("ready", "unhealthy")  # states of nodes that take requests
-_COMPUTING: Final = (*STAGES, "both")
 
 
 async def summary(http: web.Request) -> web.Response:
@@ -43,7 +42,7 @@ async def summary(http: web.Request) -> web.Response:
                 "num_nodes": sum(
                     number
                     for (role, state), number in counts.nodes.items()
-                    if role in _COMPUTING and state in _SERVING
+                    if role in ROLES and state in _SERVING
                 ),
                 "num_blocks": counts.num_blocks,
                 "num_used_blocks": counts.num_used_blocks,

@@ -10,7 +10,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from moonpool.conductor.access.gate import PRINCIPAL
 from moonpool.conductor.api.errors import as_api_error
-from moonpool.conductor.api.status_routes import reply
+from moonpool.conductor.api.status_routes import healthz, reply
 from moonpool.conductor.cells import metrics
 from moonpool.conductor.cells.router import Router
 from moonpool.runtime.observing import audit
@@ -42,7 +42,7 @@ def create_app(router: Router, max_body_nbytes: int) -> web.Application:
     app.add_routes(
         [
             web.get("/v1/cluster", _cluster),
-            web.get("/healthz", _healthz),
+            web.get("/healthz", healthz),
             web.get("/readyz", _readyz),
             web.get("/metrics", _metrics),
         ]
@@ -77,10 +77,6 @@ async def _cluster(http: web.Request) -> web.Response:
         for cell, doors in cells.doors.items()
     ]
     return reply({"cells": found})
-
-
-async def _healthz(http: web.Request) -> web.Response:
-    return reply({"status": "ok"})
 
 
 async def _readyz(http: web.Request) -> web.Response:

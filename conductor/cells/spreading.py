@@ -48,8 +48,7 @@ class Spreading:
 
     async def close(self) -> None:
         """Idempotent. Before ``Cells.close``."""
-        tasks, self._tasks = self._tasks, []
-        await cancel_and_wait(*tasks)
+        await cancel_and_wait(*self._tasks)
 
     async def _follow(self, cell: Cell) -> None:
         now_s, served = asyncio.get_running_loop().time, cell.usable

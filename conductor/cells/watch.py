@@ -118,8 +118,7 @@ class Cells:
 
     async def close(self) -> None:
         """Idempotent."""
-        tasks, self._tasks = self._tasks, []
-        await cancel_and_wait(*tasks)
+        await cancel_and_wait(*self._tasks)
 
     def nearest(self, home: str) -> list[RegionCells]:
         """All regions: ``home``, then by the round trip from there (``conductor.region_links``), by name."""

@@ -20,6 +20,7 @@ from moonpool.kvstore.errors import EntryCorrupt, EntryRefused, IndexUnavailable
 from moonpool.kvstore.index.metrics import skipped_entries
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.lua_scripts import Script
+from moonpool.kvstore.index.redis.redis_calls import pairs
 from moonpool.runtime.observing import audit
 from moonpool.runtime.service.vital import cancel_and_wait, restarted
 
@@ -109,7 +110,7 @@ class OtherConductors:
         )
         args: list[object] = [self._conductor_id, sealed, lease_ms]
         flat = await self._index.run("announce", _ANNOUNCE, self._keys, args)
-        found = {flat[i].decode(errors="replace"): flat[i + 1] for i in range(0, len(flat), 2)}
+        found = {name.decode(errors="replace"): data for name, data in pairs(flat)}
         found.pop(self._conductor_id, None)
         self._newest = {name: last for name, last in self._newest.items() if not self._index.expired(last)}
         return {name: facts for name, data in found.items() if (facts := self._facts(name, data)) is not None}
@@ -142,9 +143,7 @@ class OtherConductors:
 # KEYS conductors facts | ARGV id json lease_ms
 _ANNOUNCE = Script(
     """
-redis.replicate_commands()
-local t = redis.call('TIME')
-local now = t[1] * 1000 + math.floor(t[2] / 1000)
+local now = now_ms()
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
 redis.call('ZADD', KEYS[1], now + ARGV[3], ARGV[1])
 redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])

@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 
 MAX_NODES = 1024
 """Most nodes of a role that one call may ask for."""
-SWITCHABLE = ("prefill", "decode", "both")
 
 
 class FleetAdmin:
@@ -136,8 +135,8 @@ class FleetAdmin:
             FleetUnchanged: there is no such role, or the node cannot have it.
             ProviderFailed: the call failed; some replicas of the node may have the new role.
         """
-        if role not in SWITCHABLE:
-            raise FleetUnchanged(f"no node becomes {role[:32]!r}; roles are {', '.join(SWITCHABLE)}")
+        if role not in ROLES:
+            raise FleetUnchanged(f"no node becomes {role[:32]!r}; roles are {', '.join(ROLES)}")
         self._refuse_if_planned(role)
         async with self._turn:
             members = self._members_of(node_id)
@@ -202,27 +201,22 @@ class FleetAdmin:
 
     # ------------------------------------------------------------------ steps, for operators and the planner
 
-    async def start(self, role: str, why: str, *, fence: int = 0) -> str:
-        """``fence``: the epoch of the planner's lease; 0: an operator's. Raises ``ProviderFailed``."""
-        assert self.provider is not None
-        node_id = await self.provider.start(role, self.model, fence)
-        log.info("%s starts: %s", node_id, why)
-        self._on_change("started", node_id, why)
-        return node_id
-
-    async def start_with(
-        self, provider: VersionedProvider, role: str, settings: Sequence[str], why: str, rollout: int
+    async def start(
+        self, role: str, why: str, *, fence: int = 0, settings: Sequence[str] = (), rollout: int = 0
     ) -> str:
-        """As ``start``, with settings for this node alone. ``rollout``: its epoch. Raises
-        ``ProviderFailed``."""
-        node_id = await provider.start(role, self.model, settings=settings, rollout=rollout)
-        log.info("%s starts with %s: %s", node_id, ", ".join(settings) or "the former settings", why)
+        """``fence``: the epoch of the planner's lease; 0: an operator's. ``rollout``: that of the rollout
+        which asks, with ``settings`` for this node alone. Raises ``ProviderFailed``."""
+        assert self.provider is not None
+        if rollout and isinstance(self.provider, VersionedProvider):
+            node_id = await self.provider.start(role, self.model, settings=settings, rollout=rollout)
+        else:
+            node_id = await self.provider.start(role, self.model, fence)
+        log.info("%s starts%s: %s", node_id, f" with {', '.join(settings)}" if settings else "", why)
         self._on_change("started", node_id, why)
         return node_id
 
     async def stop(self, node_id: str, why: str, *, fence: int = 0, rollout: int = 0) -> None:
-        """``fence``: as in ``start``; ``rollout``: the epoch of the rollout that asks. Raises
-        ``ProviderFailed``."""
+        """``fence`` and ``rollout``: as in ``start``. Raises ``ProviderFailed``."""
         assert self.provider is not None
         await self.before_stop(node_id)
         if rollout and isinstance(self.provider, VersionedProvider):

@@ -44,10 +44,6 @@ class CircuitBreaker:
     def closes_in_s(self, now_s: float) -> float:
         return max(self._open_until_s - now_s, 0.0)
 
-    def has_room(self, num_requests: int) -> bool:
-        """Whether a node that works on ``num_requests`` may get another one."""
-        return self._successes >= _WARM or num_requests <= self._successes
-
     def room(self, num_requests: int) -> float:
         """How many requests more a node that works on ``num_requests`` may get."""
         return math.inf if self._successes >= _WARM else max(self._successes + 1 - num_requests, 0)

@@ -165,7 +165,7 @@ class Member:
     @property
     def has_room(self) -> bool:
         """False while it warms up and has as many requests as it may."""
-        return self.breaker.has_room(self.load.num_requests)
+        return self.breaker.room(self.load.num_requests) > 0
 
     @property
     def state(self) -> str:

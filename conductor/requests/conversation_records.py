@@ -105,9 +105,7 @@ class ConversationRecords:
 # KEYS conversations order | ARGV id data ttl_ms max_kept max_nbytes
 _PUT = Script(
     """
-redis.replicate_commands()
-local t = redis.call('TIME')
-local now = t[1] * 1000 + math.floor(t[2] / 1000)
+local now = now_ms()
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 redis.call('ZADD', KEYS[2], now, #ARGV[2] .. ':' .. ARGV[1])
 local kept, nbytes = 0, 0

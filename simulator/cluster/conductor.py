@@ -64,7 +64,7 @@ class Member:
     @property
     def has_room(self) -> bool:
         """False while it warms up and has as many requests as it may."""
-        return self.breaker.has_room(self.load.num_requests)
+        return self.breaker.room(self.load.num_requests) > 0
 
     def available(self, now_s: float) -> bool:
         """Whether new requests may go there."""

@@ -41,10 +41,10 @@ def test_a_breaker_opens_longer_each_time_and_one_success_closes_it(
 
 def test_a_new_node_gets_one_more_request_with_each_success(breaker: CircuitBreaker) -> None:
     for num_successes in range(8):
-        assert breaker.has_room(num_successes)
-        assert not breaker.has_room(num_successes + 1)
+        assert breaker.room(num_successes) > 0
+        assert breaker.room(num_successes + 1) == 0
         breaker.succeeded()
-    assert breaker.has_room(10_000)
+    assert breaker.room(10_000) > 0
 
 
 def test_after_a_failure_it_is_probed_with_one(breaker: CircuitBreaker) -> None:
@@ -52,9 +52,9 @@ def test_after_a_failure_it_is_probed_with_one(breaker: CircuitBreaker) -> None:
         breaker.succeeded()
     breaker.lost()
     assert breaker.closed(0.25)
-    assert breaker.has_room(0) and not breaker.has_room(1)
+    assert breaker.room(0) > 0 and breaker.room(1) == 0
     breaker.succeeded()
-    assert breaker.has_room(1) and not breaker.has_room(2)
+    assert breaker.room(1) > 0 and breaker.room(2) == 0
 
 
 def test_errors_open_it_only_three_in_a_row(breaker: CircuitBreaker) -> None:

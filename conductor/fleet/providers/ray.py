@@ -18,6 +18,7 @@ import grpc.aio
 
 from moonpool.conductor.fleet.errors import ProviderFailed
 from moonpool.conductor.fleet.providers.provider import FAILED, STOPPING, SuppliedNode
+from moonpool.kvstore.index.redis.node_record import ROLES
 from moonpool.runtime.config.loading import to_toml
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.errors import ConfigError
@@ -31,7 +32,6 @@ _TIMEOUT_S = 30.0
 _LOOK_S = 1.0
 _FAILED_KEPT = 16
 _ENDED = "ended"  # ray_node.ENDED
-_ROLES = ("prefill", "decode", "both")
 ANSWER_S = 4.0
 _AUTO = "auto"
 _SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
@@ -68,8 +68,8 @@ class RayProvider:
         self._reapers: set[asyncio.Task[None]] = set()
 
     async def start(self, role: str, model: str, fence: int = 0) -> str:
-        if role not in _ROLES:
-            raise ProviderFailed(f"Ray starts nodes of {', '.join(_ROLES)}, not {role[:32]!r}")
+        if role not in ROLES:
+            raise ProviderFailed(f"Ray starts nodes of {', '.join(ROLES)}, not {role[:32]!r}")
         node_id = f"{role}-{secrets.token_hex(4)}"
 
         def asked(cluster: RayCluster) -> None:

@@ -108,7 +108,7 @@ class RolloutSteps:
         """Start a node, unless the conductor before this one did, and ended before it told."""
         if self.status.num_conductors > 1 and (node_id := await self._unnamed(move)):
             return node_id
-        return await self.fleet.start_with(self.provider, move.role, settings, why, self.epoch)
+        return await self.fleet.start(move.role, why, settings=settings, rollout=self.epoch)
 
     async def _unnamed(self, move: Replacement) -> str:
         """A node of its role that came since ``known``; empty: there is none."""
