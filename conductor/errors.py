@@ -100,8 +100,7 @@ class DeadlineExceeded(ConductorError):
 
 
 class RequestFailed(ConductorError):
-    """The request was placed ``attempts`` times without another token; ``cause`` is the last failure, and
-    ``failure`` its class."""
+    """The request was placed ``attempts`` times without another token; ``failure``: the last one's class."""
 
     failure = FailureClass.NODE
 
@@ -111,10 +110,8 @@ class RequestFailed(ConductorError):
         super().__init__(
             f"gave up at token {num_tokens} after {attempts} placements; the last failed with: {cause}"
         )
-        self.cause = cause
         self.failure = failure
         self.attempts = attempts
-        self.num_tokens = num_tokens
 
 
 class RequestEndsLives(ConductorError):

@@ -165,9 +165,9 @@ def name_of(error: Exception) -> str:
     return (isinstance(error, ApiError) and error.error_code) or type(error).__name__
 
 
-def unavailable(message: str, code: str, retry_after_s: float = 1.0) -> ApiError:
+def unavailable(message: str, code: str) -> ApiError:
     """503: the same request may succeed later, or elsewhere."""
-    return ApiError(503, message, code=code, headers=_retry_after(retry_after_s))
+    return ApiError(503, message, code=code, headers=_retry_after(1.0))
 
 
 def _retry_after(seconds: float) -> dict[str, str]:

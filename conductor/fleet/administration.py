@@ -244,7 +244,7 @@ class FleetAdmin:
         left = 0
         for one in members:
             try:
-                left += (await one.client.switch(role, 0.0)).num_left
+                left += (await one.client.switch(role)).num_left
             except MoonpoolError as error:
                 raise ProviderFailed(f"{node_id} did not become a {role} node: {error}") from error
         log.info("%s becomes a %s node: %s", node_id, role, why)

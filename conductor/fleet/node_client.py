@@ -19,7 +19,7 @@ from moonpool.runtime.service.vital import cancel_and_wait, restarted
 log = logging.getLogger(__name__)
 
 _CANCEL_TIMEOUT_S = 5.0
-_SWITCH_MARGIN_S = 5.0
+_SWITCH_TIMEOUT_S = 5.0
 # The files of an adapter are read meanwhile.
 _ADAPTER_TIMEOUT_S = 60.0
 # Of one node, whatever it says.
@@ -128,10 +128,9 @@ class NodeClient:
         reply: node_pb2.HintReply = await self._ask(self._node.Hint, request, timeout_s)
         return reply.num_blocks
 
-    async def switch(self, role: str, limit_s: float) -> node_pb2.SwitchReply:
-        """Have the node change its role, and wait up to ``limit_s`` for requests of the former one."""
-        request = node_pb2.SwitchRequest(role=role, limit_s=limit_s)
-        return await self._ask(self._roles.Switch, request, limit_s + _SWITCH_MARGIN_S)
+    async def switch(self, role: str) -> node_pb2.SwitchReply:
+        """Have the node change its role, without waiting for requests of the former one."""
+        return await self._ask(self._roles.Switch, node_pb2.SwitchRequest(role=role), _SWITCH_TIMEOUT_S)
 
     async def load_adapter(self, request: node_pb2.LoadAdapterRequest) -> node_pb2.Adapter:
         """Have the node read and check a LoRA adapter, and know it by its name."""

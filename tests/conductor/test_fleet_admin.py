@@ -66,7 +66,7 @@ class Drained:
         self.roles: list[str] = []
         self.error: MoonpoolError | None = None
 
-    async def switch(self, role: str, limit_s: float) -> node_pb2.SwitchReply:
+    async def switch(self, role: str) -> node_pb2.SwitchReply:
         if self.error is not None:
             raise self.error
         self.roles.append(role)

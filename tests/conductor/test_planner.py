@@ -110,7 +110,7 @@ class Fleet:
         )
         self._tables[role].add(view)
 
-    async def _switch(self, name: str, role: str, limit_s: float) -> node_pb2.SwitchReply:
+    async def _switch(self, name: str, role: str) -> node_pb2.SwitchReply:
         self._called(0)
         member = self.members[name]
         self._tables[member.record.role].remove(member.view)
