@@ -42,7 +42,15 @@ class CacheHints:
         if len(self._sending) >= _MOST:
             core_metrics.cache_hints.labels("refused").inc()
             return
-        task = asyncio.create_task(self._send(hint, client, chain, prefill, decode), name="hint")
+        request = node_pb2.HintRequest(
+            keys=b"".join(chain),
+            keep_s=hint.pin_s,
+            drop=hint.drop_after,
+            tenant=client.name,
+            tenant_cached_nbytes=client.cached_nbytes,
+        )
+        members = [prefill] if decode is None or decode is prefill else [prefill, decode]
+        task = asyncio.create_task(self._send(hint, request, chain, members), name="hint")
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
 
@@ -53,21 +61,10 @@ class CacheHints:
         await asyncio.gather(*self._sending, return_exceptions=True)
 
     async def _send(
-        self,
-        hint: CacheHint,
-        client: Tenant,
-        chain: Sequence[BlockKey],
-        prefill: Member,
-        decode: Member | None,
+        self, hint: CacheHint, request: node_pb2.HintRequest, chain: Sequence[BlockKey], members: list[Member]
     ) -> None:
-        members = [prefill] if decode is None or decode is prefill else [prefill, decode]
-        request = node_pb2.HintRequest(
-            keys=b"".join(chain),
-            keep_s=hint.pin_s,
-            drop=hint.drop_after,
-            tenant=client.name,
-            tenant_cached_nbytes=client.cached_nbytes,
-        )
+        """``members``: the prefill node, and the decode node if it is another one."""
+        prefill = members[0]
         has_hint = prefill.engine is not None
         outcome = "sent" if has_hint else "done"
         try:

@@ -13,7 +13,7 @@ async function* events(response) {
   }
 }
 
-async function send(form, output, answered) {
+async function send(output, answered) {
   const text = element("pre");
   output.replaceChildren(text);
   const headers = { "Content-Type": "application/json" };
@@ -37,7 +37,7 @@ export function mount(root, page) {
     button.disabled = true;
     link.hidden = true;
     try {
-      await send(form, output, (id) => {
+      await send(output, (id) => {
         link.href = page.timelineHref(id);
         link.hidden = false;
       });
