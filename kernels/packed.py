@@ -26,34 +26,22 @@ class PackedWeights:
 
     def __init__(self, library: Library, weights: Tensor, operation: str) -> None:
         """weights: [num_matrices, out, in], contiguous; operation: ``linear`` or ``grouped_linear``."""
-        self.dtype = weights.dtype
-        self._num_matrices, self._out_features, self._in_features = weights.shape
-        self._library = library
-        size = library.gil_held["packed_size"][self.dtype](self._in_features, self._out_features)
-        memory = weight_memory(self._num_matrices * size * self.dtype.itemsize)
-        self._data = memory.view(self.dtype).view(self._num_matrices, size)
+        dtype, (num_matrices, outs, ins) = weights.dtype, weights.shape
+        size = library.gil_held["packed_size"][dtype](ins, outs)
+        memory = weight_memory(num_matrices * size * dtype.itemsize)
+        self._data = memory.view(dtype).view(num_matrices, size)
         self.address = self._data.data_ptr()
         self.nbytes = self._data.nbytes
         for weight, packed in zip(weights, self._data, strict=True):
-            library.gil_released["pack"][self.dtype](
-                weight.data_ptr(), packed.data_ptr(), self._in_features, self._out_features
-            )
-        pairs = [pair for pair in LINEAR_PAIRS if pair[1] is self.dtype]
+            library.gil_released["pack"][dtype](weight.data_ptr(), packed.data_ptr(), ins, outs)
+        pairs = [pair for pair in LINEAR_PAIRS if pair[1] is dtype]
         self._gil_held = {pair[0]: library.gil_held[operation][pair] for pair in pairs}
         self._gil_released = {pair[0]: library.gil_released[operation][pair] for pair in pairs}
-        self._max_gil_held_rows = MAX_GIL_HELD_PRODUCTS // max(1, self._in_features * self._out_features)
+        self._max_gil_held_rows = MAX_GIL_HELD_PRODUCTS // max(1, ins * outs)
 
-    def function(self, num_rows: int, dtype: torch.dtype) -> Function | None:
-        """The function for so many rows of activations of ``dtype``; None if the library has none."""
-        return (self._gil_held if num_rows <= self._max_gil_held_rows else self._gil_released).get(dtype)
-
-    def unpack(self) -> Tensor:
-        """The first matrix, [out, in]."""
-        plain = torch.empty((self._out_features, self._in_features), dtype=self.dtype)
-        self._library.gil_released["unpack"][self.dtype](
-            self.address, plain.data_ptr(), self._in_features, self._out_features
-        )
-        return plain
+    def function(self, num_rows: int, dtype: torch.dtype) -> Function:
+        """The function for so many rows of activations of ``dtype``, the one that was packed for."""
+        return (self._gil_held if num_rows <= self._max_gil_held_rows else self._gil_released)[dtype]
 
 
 class PackedLinear:
@@ -68,57 +56,39 @@ class PackedLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> None:
         """dtype: the dtype to compute with, default the weight's; the weight need not be converted to it."""
         self.out_features, self.in_features = weight.shape
-        self.dtype = dtype or weight.dtype
-        self._weight: Tensor | None = None
+        dtype = dtype or weight.dtype
+        self.weight: Tensor | None = None  # [out, in]; None: it is packed
         self._bias = bias
         self._packed: PackedWeights | None = None
         library = load() if weight.device.type == "cpu" else None
-        if library is not None and prefers_packed(self.dtype):
-            self._packed = PackedWeights(library, storage(weight, self.dtype)[None], "linear")
+        if library is not None and prefers_packed(dtype):
+            self._packed = PackedWeights(library, storage(weight, dtype)[None], "linear")
+            self.nbytes = self._packed.nbytes
             self._float_bias = None if bias is None else bias.float().contiguous()
             self._bias_address = None if self._float_bias is None else self._float_bias.data_ptr()
         else:
-            self._weight = weight.to(self.dtype)
-
-    @property
-    def weight(self) -> Tensor:
-        """The plain weight, [out, in], in the dtype it was given; unpacked at every access if packed."""
-        if self._packed is not None:
-            return self._packed.unpack().to(self.dtype)
-        assert self._weight is not None
-        return self._weight
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weight as stored, which is also what one call reads."""
-        return self.weight.nbytes if self._packed is None else self._packed.nbytes
-
-    @property
-    def form(self) -> str:
-        """The form in use, for reports: ``torch``, or ``packed`` with the dtype of the packed weight."""
-        return "torch" if self._packed is None else f"packed {str(self._packed.dtype).removeprefix('torch.')}"
+            self.weight = weight.to(dtype)
+            self.nbytes = self.weight.nbytes
 
     def struct(self, dtype: torch.dtype) -> LinearStruct | None:
         """The layer for activations of ``dtype`` as the library has it; None: torch multiplies. Its addresses
         are valid while this object exists."""
         packed = self._packed
-        function = None if packed is None else packed.function(sys.maxsize, dtype)
-        if function is None or packed is None:
+        if packed is None:
             return None
-        return linear_struct(
-            function, packed.address, None, None, self._bias_address, self.in_features, self.out_features
-        )
+        function, sizes = packed.function(sys.maxsize, dtype), (self.in_features, self.out_features)
+        return linear_struct(function, packed.address, None, None, self._bias_address, *sizes)
 
     def __call__(self, x: Tensor) -> Tensor:
         packed, n = self._packed, x.shape[0]
-        function = None if packed is None else packed.function(n, x.dtype)
-        if function is None or packed is None:
+        if packed is None:
+            assert self.weight is not None
             bias = None if self._bias is None else self._bias.to(x.dtype)
             return F.linear(x, self.weight.to(x.dtype), bias)
         if not x.is_contiguous():
             x = x.contiguous()
         y = x.new_empty((n, self.out_features))
-        function(
+        packed.function(n, x.dtype)(
             x.data_ptr(), packed.address, self._bias_address, y.data_ptr(),
             n, self.in_features, self.out_features,
         )  # fmt: skip
@@ -158,13 +128,12 @@ class PackedExperts:
 
     def __call__(self, x: Tensor, offsets: Tensor) -> Tensor:
         packed, m = self._packed, x.shape[0]
-        function = None if packed is None else packed.function(m, x.dtype)
-        if function is None or packed is None:
+        if packed is None:
             return self._plain(x, offsets)
         if not x.is_contiguous():
             x = x.contiguous()
         y = x.new_empty((m, self.out_features))
-        function(
+        packed.function(m, x.dtype)(
             x.data_ptr(), packed.address, offsets.data_ptr(), y.data_ptr(),
             m, self.num_experts, self.in_features, self.out_features,
         )  # fmt: skip

@@ -84,14 +84,9 @@ class QuantisedLinear:
         """Bytes of codes, scales and zeros, which one call reads."""
         return self._codes.nbytes + self._scales.nbytes + (0 if self._zeros is None else self._zeros.nbytes)
 
-    @property
-    def form(self) -> str:
-        """The form in use, for reports."""
-        return f"{self.kind}, {'torch or Triton' if self._library is None else 'packed'}"
-
     def struct(self, dtype: torch.dtype) -> LinearStruct | None:
         """As ``PackedLinear.struct``."""
-        if self._library is None or self._order is not None or dtype not in self._gil_released:
+        if self._library is None or self._order is not None:
             return None
         function = self._gil_released[dtype]
         return linear_struct(function, *self._addresses, self.in_features, self.out_features, self._group)

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from moonpool.kernels.cpu import library
-from moonpool.kernels.cpu.cpu_features import features, has_amx
-from moonpool.runtime.machine.compiled_library import find_compiler
 from moonpool.runtime.machine.processor import cpuinfo
 
 
 def backend_report() -> dict[str, Any]:
     """Facts about the forms in use on this machine. Compiles the library if necessary."""
-    loaded = library.load()
-    cpu: dict[str, Any] = {
-        "processor": cpuinfo().get("model name", ""),
-        "features": list(features()),
-        "form": "torch" if loaded is None else "compiled",
-        "reason": library.why_not() if loaded is None else "compiled for this processor",
-        "library": None if loaded is None else str(loaded.path),
-        "bfloat16_linear": "torch (oneDNN uses the matrix unit)" if has_amx() and loaded else None,
-        "compiler": find_compiler(),
-    }
+    compiled = library.load() is not None
     return {
-        "cpu": cpu,
+        "cpu": {
+            "processor": cpuinfo().get("model name", ""),
+            "form": "compiled" if compiled else "torch",
+            "reason": "compiled for this processor" if compiled else library.why_not(),
+        },
         "torch": torch.__version__,
-        "triton": find_spec("triton") is not None,
         "cuda": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }

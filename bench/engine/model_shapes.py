@@ -141,7 +141,8 @@ def randomize(model: Model) -> None:
         if isinstance(layer.mlp, Mlp):
             parts += [layer.mlp.gate_up, layer.mlp.down]
         norms += [layer.attention_in, layer.mlp_in]
-    matrices += [part.weight for part in parts if isinstance(part, PackedLinear)]
+    linears = [part for part in parts if isinstance(part, PackedLinear)]
+    matrices += [linear.weight for linear in linears if linear.weight is not None]
     for norm in norms:
         assert norm is not None
         norm.fill_(1)

@@ -29,7 +29,6 @@ DTYPE_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16
 LINEAR_PAIRS = {
     (torch.float32, torch.float32): "f32_f32",
     (torch.float32, torch.bfloat16): "f32_bf16",
-    (torch.float32, torch.float16): "f32_f16",
     (torch.bfloat16, torch.bfloat16): "bf16_bf16",
     (torch.float16, torch.float16): "f16_f16",
 }
@@ -53,7 +52,6 @@ _FUNCTIONS: dict[str, tuple[dict[Any, str], list[Any]]] = {
     "forbid_tokens": (_UNTYPED, [_P, _P, _I, _I]),
     "merge": (DTYPE_NAMES, [_P, _P, _P, _P, _I, _I, _I]),
     "pack": ({**DTYPE_NAMES, **KINDS}, [_P, _P, _I, _I]),
-    "unpack": (DTYPE_NAMES, [_P, _P, _I, _I]),
     "packed_size": ({**DTYPE_NAMES, **KINDS}, [_I, _I]),
     "route_experts": (DTYPE_NAMES, [_P, _P, _P, _I, _I, _I, _I]),
     "combine_experts": (DTYPE_NAMES, [_P, _P, _P, _P, _I, _I, _I]),
@@ -126,7 +124,6 @@ class Library:
     """The functions, by name and dtypes: ``gil_held["rms_norm"][torch.float32](...)``."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         self.gil_held = _bind(ctypes.PyDLL(str(path)))
         self.gil_released = _bind(ctypes.CDLL(str(path)))
 

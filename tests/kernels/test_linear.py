@@ -27,11 +27,10 @@ def test_linear(dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> Non
     assert_near(PackedLinear(weight, bias)(x), expected(x, weight, bias), dtype)
 
 
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 8, 60])
-def test_float32_activations_with_a_narrow_weight(stored: torch.dtype, rows: int) -> None:
-    x, weight = torch.randn(rows, 333), (torch.randn(90, 333) * 0.05).to(stored)
-    y = PackedLinear(weight)(x)
+def test_float32_activations_with_a_narrow_weight(rows: int) -> None:
+    x, weight = torch.randn(rows, 333), (torch.randn(90, 333) * 0.05).bfloat16()
+    y = PackedLinear(weight, dtype=torch.float32)(x)
     assert y.dtype == torch.float32
     assert_near(y, expected(x, weight, None), torch.float32)
 
@@ -41,9 +40,6 @@ def test_float32_weight_with_bfloat16_values_is_packed_as_bfloat16() -> None:
     linear, wide = PackedLinear(weight), PackedLinear(torch.randn(64, 64))
     if load() is not None:
         assert linear.nbytes == wide.nbytes // 2
-        assert linear.form == "packed bfloat16"
-    assert linear.weight.dtype == torch.float32
-    assert torch.equal(linear.weight, weight)
     x = torch.randn(3, 64)
     assert_near(linear(x), expected(x, weight, None), torch.float32)
 
@@ -51,9 +47,9 @@ def test_float32_weight_with_bfloat16_values_is_packed_as_bfloat16() -> None:
 @given(
     st.integers(1, 150), st.integers(1, 70), st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 )
-def test_unpacked_weight_equals_the_original(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+def test_every_weight_is_multiplied_by_its_own_input(outputs: int, inputs: int, dtype: torch.dtype) -> None:
     weight = torch.randn(outputs, inputs).to(dtype)
-    assert torch.equal(PackedLinear(weight).weight, weight)
+    assert torch.equal(PackedLinear(weight)(torch.eye(inputs, dtype=dtype)).T, weight)
 
 
 def test_a_weight_that_is_a_view() -> None:
@@ -66,12 +62,6 @@ def test_a_weight_that_is_a_view() -> None:
 def test_rows_that_are_a_view() -> None:
     x, weight = torch.randn(6, 80), torch.randn(30, 40)
     assert_near(PackedLinear(weight)(x[::2, 40:]), expected(x[::2, 40:], weight, None), torch.float32)
-
-
-def test_another_activation_dtype_still_works() -> None:
-    x, weight = torch.randn(3, 40).half(), torch.randn(30, 40)
-    y = PackedLinear(weight, torch.randn(30))(x)
-    assert y.dtype == torch.float16
 
 
 def test_no_rows() -> None:

@@ -249,31 +249,19 @@ void grouped_linear(const X* x, const T* w, const int32_t* offsets, X* y, int64_
 
 // ---------------------------------------------------------------- packing
 
-// Calls f(index in the packed weight, output, input) for every weight and the padding.
-template <class T, class F>
-void for_indices(int64_t inputs, int64_t outputs, F f) {
+template <class T>
+void pack(const T* weight, T* packed, int64_t inputs, int64_t outputs) {
     constexpr int pair = std::is_same_v<T, bf16> ? 2 : 1;
     const int64_t stored = round_up(inputs, pair);
     for (int64_t first = 0; first < outputs; first += PANEL) {
         const int64_t lanes = round_up(std::min<int64_t>(PANEL, outputs - first), W);
         for (int64_t lane = 0; lane < lanes; lane++)
-            for (int64_t k = 0; k < stored; k++)
-                f(first * stored + (k / pair * lanes + lane) * pair + k % pair, first + lane, k);
+            for (int64_t k = 0; k < stored; k++) {
+                const bool there = first + lane < outputs && k < inputs;
+                packed[first * stored + (k / pair * lanes + lane) * pair + k % pair] =
+                    there ? weight[(first + lane) * inputs + k] : T{};
+            }
     }
-}
-
-template <class T>
-void pack(const T* weight, T* packed, int64_t inputs, int64_t outputs) {
-    for_indices<T>(inputs, outputs, [=](int64_t index, int64_t output, int64_t input) {
-        packed[index] = output < outputs && input < inputs ? weight[output * inputs + input] : T{};
-    });
-}
-
-template <class T>
-void unpack(const T* packed, T* weight, int64_t inputs, int64_t outputs) {
-    for_indices<T>(inputs, outputs, [=](int64_t index, int64_t output, int64_t input) {
-        if (output < outputs && input < inputs) weight[output * inputs + input] = packed[index];
-    });
 }
 
 }  // namespace
@@ -284,9 +272,6 @@ void unpack(const T* packed, T* weight, int64_t inputs, int64_t outputs) {
     }                                                                                                       \
     MP_EXPORT void pack_##NAME(const T* weight, T* packed, int64_t inputs, int64_t outputs) {               \
         pack(weight, packed, inputs, outputs);                                                              \
-    }                                                                                                       \
-    MP_EXPORT void unpack_##NAME(const T* packed, T* weight, int64_t inputs, int64_t outputs) {             \
-        unpack(packed, weight, inputs, outputs);                                                            \
     }
 
 #define MP_LINEAR(X, XNAME, T, TNAME)                                                                       \
@@ -303,6 +288,5 @@ void unpack(const T* packed, T* weight, int64_t inputs, int64_t outputs) {
 MP_FOR_DTYPES(MP_PACK)
 MP_LINEAR(float, f32, float, f32)
 MP_LINEAR(float, f32, bf16, bf16)
-MP_LINEAR(float, f32, fp16, f16)
 MP_LINEAR(bf16, bf16, bf16, bf16)
 MP_LINEAR(fp16, f16, fp16, f16)
