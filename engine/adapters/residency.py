@@ -82,10 +82,6 @@ class AdapterCounts:
     def loads(self) -> int:
         return self.loads_from.total()
 
-    @property
-    def load_s(self) -> float:
-        return sum(self.load_s_from.values())
-
 
 class AdapterPin:
     """An adapter that stays in memory for a request. Its load may still run."""

@@ -107,7 +107,6 @@ class Sequence:
         self.sampling = sampling
         self.root_key = root_key
         self.keys: list[BlockKey] = list(keys or ())
-        self.priority = priority
         self.arrived_s = arrived_s
         self.tbt_s = tbt_s
         self.order: tuple[Any, ...] = (arrived_s + patience_s, request_id, attempt)

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -145,10 +143,6 @@ class CudaDevice:
             event = torch.cuda.Event(blocking=True)
             event.record(self._to_host)
         return _Launched(result, event, self.torch)
-
-    def staging(self, *shape: int) -> npt.NDArray[np.uint8]:
-        array: npt.NDArray[np.uint8] = self._pinned(*shape, dtype=torch.uint8).numpy()
-        return array
 
     def memory(self) -> DeviceMemory | None:
         with torch.cuda.device(self.torch):

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -67,9 +65,6 @@ class Device(Protocol):
         """Launch ``work``, which only reads finished memory, beside the steps, in order with copies to the
         host. From any thread."""
 
-    def staging(self, *shape: int) -> npt.NDArray[np.uint8]:
-        """Allocate host memory for asynchronous copies."""
-
     def memory(self) -> DeviceMemory | None:
         """Return the device's memory; None for host memory."""
 
@@ -118,9 +113,6 @@ class CpuDevice:
 
     def read(self, work: Callable[[], Result]) -> Launched[Result]:
         return _Done(work())
-
-    def staging(self, *shape: int) -> npt.NDArray[np.uint8]:
-        return np.empty(shape, np.uint8)
 
     def memory(self) -> DeviceMemory | None:
         return None

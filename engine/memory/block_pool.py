@@ -36,18 +36,12 @@ class BlockPool:
     """
 
     def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        *,
-        on_sealed: BlockCallback | None = None,
-        on_evicted: BlockCallback | None = None,
-        on_release: Callable[[], None] | None = None,
+        self, num_blocks: int, block_size: int, *, on_release: Callable[[], None] | None = None
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.on_sealed = on_sealed
-        self.on_evicted = on_evicted
+        self.on_sealed: BlockCallback | None = None
+        self.on_evicted: BlockCallback | None = None
         self.on_release = on_release
         self.surplus: SurplusCopies[BlockKey] = SurplusCopies()
         self.kept: KeptBlocks[BlockKey] = KeptBlocks()

@@ -96,9 +96,9 @@ class EngineNode(ABC):
     stages: tuple[str, ...]
     """The stages of requests that it can serve, whatever its role is now."""
 
-    def __init__(self, config: Config, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, config: Config) -> None:
         self.config = config
-        self.clock = clock
+        self.clock: Callable[[], float] = time.time
         self.replica = Replica.ours()
         own_id = config.node.id or f"{self.role}-{config.node.host}-{os.getpid()}"
         self.node_id = self.replica.replica_id if self.replica is not None else own_id

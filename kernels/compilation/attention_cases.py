@@ -43,7 +43,7 @@ class AttentionCase:
         return f"{kind} D{self.head_dim} G{self.group} B{self.block_size}{several}"
 
 
-def attention_cases(arch: int) -> Iterator[AttentionCase]:
+def attention_cases() -> Iterator[AttentionCase]:
     """Every dtype and head_dim of the launch table, then other parameters that change the code."""
     for head_dim in (64, 128, 256):
         for dtype in (torch.bfloat16, torch.float16):

@@ -196,7 +196,7 @@ def other_cases(arch: int) -> Iterator[Case]:
 
 
 def all_cases(arch: int) -> Iterator[Case]:
-    for case in attention_cases(arch):
+    for case in attention_cases():
         yield decode_case(case, arch)
         if case.queries == 1:
             yield prefill_case(case, arch)

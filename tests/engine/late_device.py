@@ -9,8 +9,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -112,9 +110,6 @@ class LateDevice:
 
     def read(self, work: Callable[[], Any]) -> LateEvent:
         return self.copies.give(work)
-
-    def staging(self, *shape: int) -> npt.NDArray[np.uint8]:
-        return np.empty(shape, np.uint8)
 
     def memory(self) -> DeviceMemory:
         return self.free

@@ -33,7 +33,8 @@ class Users(RuleBasedStateMachine):
         self.pieces: dict[int, list[int]] = {}  # that were not evicted
         self.piece_users: list[int] = []
         self.reads: list[list[int]] = []  # of pieces with keys
-        self.pool = BlockPool(num_blocks, 4, on_sealed=self.sealed, on_evicted=self.evicted)
+        self.pool = BlockPool(num_blocks, 4)
+        self.pool.on_sealed, self.pool.on_evicted = self.sealed, self.evicted
 
     def sealed(self, block: int, key: BlockKey) -> None:
         assert key not in self.found
@@ -165,12 +166,9 @@ class WindowedUsers(RuleBasedStateMachine):
     def start(self, num_blocks: int) -> None:
         self.found: dict[BlockKey, int] = {}
         self.users: list[tuple[str, list[int], int, int]] = []  # path, table, sealed and passed blocks
-        self.pool = BlockPool(
-            num_blocks,
-            4,
-            on_sealed=lambda block, key: self.found.update({key: block}),
-            on_evicted=lambda block, key: self.found.pop(key),
-        )
+        self.pool = BlockPool(num_blocks, 4)
+        self.pool.on_sealed = lambda block, key: self.found.update({key: block})
+        self.pool.on_evicted = lambda block, key: self.found.pop(key)
 
     @rule(path=st.text("ab", min_size=1, max_size=6))
     def come(self, path: str) -> None:
@@ -235,7 +233,8 @@ def fill(pool: BlockPool, path: str) -> None:
 
 def test_eviction_takes_the_least_recently_used_chain_leaf_first() -> None:
     evicted: list[bytes] = []
-    pool = BlockPool(6, 4, on_evicted=lambda _, key: evicted.append(key))
+    pool = BlockPool(6, 4)
+    pool.on_evicted = lambda _, key: evicted.append(key)
     fill(pool, "abc")
     fill(pool, "xyz")
     fill(pool, "ab")  # used again: now "xyz" is the older one, and "abc"'s last block older still
@@ -299,7 +298,8 @@ def test_out_of_blocks_says_how_many_and_changes_nothing() -> None:
 def test_cold_copies_for_busy_times_go_before_what_is_older() -> None:
     now_s = 0.0
     gone: list[BlockKey] = []
-    pool = BlockPool(6, 4, on_evicted=lambda block, key: gone.append(key))
+    pool = BlockPool(6, 4)
+    pool.on_evicted = lambda block, key: gone.append(key)
     pool.surplus = SurplusCopies(clock=lambda: now_s)
 
     def come(path: str) -> None:
@@ -402,7 +402,8 @@ def test_pieces_and_chains_go_by_last_use() -> None:
 
 def test_a_piece_with_keys_is_evicted_whole_and_stays_findable_where_it_is_read() -> None:
     evicted, gone = list[bytes](), list[str]()
-    pool = BlockPool(8, 4, on_evicted=lambda _, key: evicted.append(key))
+    pool = BlockPool(8, 4)
+    pool.on_evicted = lambda _, key: evicted.append(key)
     piece, keys = pool.allocate(3), chain("xyz")
     for i, key in enumerate(keys):
         pool.seal(piece[i], key, keys[i - 1] if i else None)

@@ -17,7 +17,6 @@ USES: dict[str, Callable[[Any], object]] = {
     "copy": lambda device: device.copy([torch.zeros(3)], [torch.ones(3)]).wait(),
     "capture": lambda device: device.capture(lambda: 1)(),
     "read": lambda device: device.read(lambda: 1).wait(),
-    "staging": lambda device: device.staging(2, 3),
     "download": lambda device: device.download(torch.zeros(3)),
     "memory": lambda device: device.memory(),
     "peak": lambda device: device.peak_nbytes(lambda: 1),
