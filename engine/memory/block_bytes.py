@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,61 +16,48 @@ from moonpool.transfer import Checksums, checksum
 from moonpool.transfer.native.arrays import U64
 
 
-class BlockBytes(Protocol):
+class BlockBytes(ABC):
     """Access to blocks from any thread. Read a block after its step has ended; write it while no step, copy
     or peer uses it. Calls are synchronous.
 
-    needs_loop: the event loop moves the bytes, so calls are forbidden on its thread and may raise
-    TransferError or RankLost. The destination is undefined then, and nothing writes to it any more.
+    in_main_memory: False: blocks are elsewhere, or in parts. needs_loop: the event loop moves the bytes, so
+    calls are forbidden on its thread and may raise TransferError or RankLost. The destination is undefined
+    then, and nothing writes to it any more.
     """
 
-    in_main_memory: bool
-    needs_loop: bool
+    in_main_memory = False
+    needs_loop = False
+    block_nbytes: int
 
     def view(self, block_id: int) -> Bytes:
         """Return uint8 [block_nbytes]: the bytes themselves in main memory, otherwise a copy."""
+        whole: Bytes = np.empty(self.block_nbytes, np.uint8)
+        self.copy_out([block_id], [whole])
+        return whole
 
+    @abstractmethod
     def copy_out(self, block_ids: Sequence[int], destinations: Sequence[Bytes]) -> list[int]:
         """Copy blocks to main memory. Return the checksums of the copies."""
 
+    @abstractmethod
     def copy_in(
         self, sources: Sequence[Bytes], block_ids: Sequence[int], checksums: Sequence[int]
     ) -> int | None:
         """Copy blocks from main memory. Return None, or the index of the first source with a wrong checksum;
         blocks from there on are undefined."""
 
+    @abstractmethod
     def checksums(self, block_ids: Sequence[int]) -> list[int]:
         """Return xxh3-64 of the current bytes."""
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # noqa: B027 (most calls are short: there is nothing to end)
         """End running calls with an error and reject others. Idempotent."""
 
 
-class CopiedBytes(ABC):
-    """Base of blocks outside main memory or in parts: a view is a copy."""
-
-    in_main_memory = False
-    needs_loop = False
-    block_nbytes: int
-
-    @abstractmethod
-    def copy_out(self, block_ids: Sequence[int], destinations: Sequence[Bytes]) -> list[int]:
-        """See ``BlockBytes``."""
-
-    def view(self, block_id: int) -> Bytes:
-        whole: Bytes = np.empty(self.block_nbytes, np.uint8)
-        self.copy_out([block_id], [whole])
-        return whole
-
-    async def close(self) -> None:  # noqa: B027 (no hook: there is nothing to end, all calls are short)
-        """See ``BlockBytes``."""
-
-
-class HostBytes:
+class HostBytes(BlockBytes):
     """``array``: uint8 [num_blocks, block_nbytes]."""
 
     in_main_memory = True
-    needs_loop = False
 
     def __init__(self, array: Bytes) -> None:
         self._array = array
@@ -97,9 +83,6 @@ class HostBytes:
     def checksums(self, block_ids: Sequence[int]) -> list[int]:
         return [checksum(self._array[block].data) for block in block_ids]
 
-    async def close(self) -> None:
-        """Nothing to end: all calls are short."""
-
 
 def device_checksums(pool: Tensor, device: Device) -> Checksums:
     """Return a function that computes xxh3-64 on the device, from any thread: of ``nbytes[i]`` bytes from
@@ -115,7 +98,7 @@ def device_checksums(pool: Tensor, device: Device) -> Checksums:
     return checksums
 
 
-class DeviceBytes(CopiedBytes):
+class DeviceBytes(BlockBytes):
     """``tensor``: uint8 [num_blocks, block_nbytes]."""
 
     def __init__(self, tensor: Tensor, device: Device) -> None:

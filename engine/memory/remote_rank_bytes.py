@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from moonpool.engine.errors import RankLost
-from moonpool.engine.memory.block_bytes import CopiedBytes
+from moonpool.engine.memory.block_bytes import BlockBytes
 from moonpool.kvstore.blocks.layout import KVLayout
 from moonpool.kvstore.blocks.shards import BlockShard, Run, canonical_runs, overlaps
 from moonpool.kvstore.remote.rank_reader import RankRead
@@ -52,7 +52,7 @@ class _BlockSpans:
     begins: list[int]
 
 
-class RemoteRankBytes(CopiedBytes):
+class RemoteRankBytes(BlockBytes):
     """See ``BlockBytes``. Outside the pool a block is whole, which suits any plan.
 
     The leader's agent moves parts directly between the ranks' pools and memory registered with it, such as

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from moonpool.engine.memory.block_bytes import CopiedBytes
+from moonpool.engine.memory.block_bytes import BlockBytes
 from moonpool.kvstore.blocks.layout import KVLayout
 from moonpool.kvstore.blocks.shards import BlockShard, Run, canonical_runs, overlaps
 from moonpool.kvstore.store import Bytes
 from moonpool.transfer import move_runs
+from moonpool.transfer.native.arrays import U64
 
-U64 = npt.NDArray[np.uint64]
 
-
-class SharedRankBytes(CopiedBytes):
+class SharedRankBytes(BlockBytes):
     """See ``BlockBytes``. Outside the pool a block is whole, which suits any plan."""
 
     def __init__(
