@@ -43,6 +43,8 @@ class PrefillFailed(MoonpoolError):
 
 def _failure(event: StepEvent) -> MoonpoolError:
     """Return the error of a sequence that ended without its first token."""
+    if event.ended_life:
+        return LifeEnded(event.error, event.lost)
     automaton = event.sequence.automaton
     if automaton is not None and automaton.error:
         return StructureInvalid(automaton.error)
@@ -255,9 +257,8 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         """A step has advanced these ``prefill_only`` sequences."""
         for event in events:
             sequence = event.sequence
-            if event.ended_life:
-                self._end_life(sequence.key, LifeEnded(event.error, event.lost))
-            elif event.token_id >= 0 or event.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED):
+            failed = event.ended_life or event.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED)
+            if event.token_id >= 0 or failed:
                 first_token = self._first_tokens.get(sequence.key)
                 if first_token is None or first_token.done():
                     continue  # its call was cancelled, and so was the sequence
@@ -267,11 +268,6 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
                     first_token.set_exception(_failure(event))
             elif (handover := self._handovers.get(sequence.key)) is not None and not event.preempted:
                 handover.progress(sequence, event.num_computed_tokens)
-
-    def _end_life(self, key: Key, error: LifeEnded) -> None:
-        first_token = self._first_tokens.get(key)
-        if first_token is not None and not first_token.done():
-            first_token.set_exception(error)
 
     def _abort(self, sequence: Sequence, error: BaseException) -> None:
         self.engine.cancel(*sequence.key)

@@ -192,12 +192,12 @@ class ModelRunner:
         if self._graphs is not None and not plan.runs and not plan.has_adapters:
             return self._sample_decodes(plan, self._graphs.run(plan, sampled), masks)
         inputs = self._inputs[plan.micro_batch].prepare(plan, sampled)
-        return self._sample(plan, inputs, self._forward(plan, inputs), masks)
+        return self._sample(plan, inputs, self.model.forward(inputs, self.pool), masks)
 
     def _sample(
         self, plan: StepPlan, inputs: StepInputs, hidden: Tensor, masks: Callable[[], object]
     ) -> Step:
-        """Sample the step's tokens. ``hidden``: of ``_forward``. ``masks``: of ``MaskThread.begin``."""
+        """Sample the step's tokens. ``hidden``: of ``Model.forward``. ``masks``: of ``MaskThread.begin``."""
         if not plan.runs:
             return self._sample_decodes(plan, self._logits(hidden, None), masks)
         masks()
@@ -207,10 +207,6 @@ class ModelRunner:
         masks()
         token_ids, logprobs = sample(logits, self._decode_sampling(plan))
         return Step(token_ids, self.device.download(token_ids), logprobs, {})
-
-    def _forward(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
-        """Return the last hidden states of the step's tokens: [num_tokens, hidden]."""
-        return self.model.forward(inputs, self.pool)
 
     def _logits(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
         """Return logits [n, vocab] of all rows of ``hidden``, or of ``rows``."""

@@ -157,7 +157,10 @@ class StepLoop:
             if self.runner.device.runs_ahead and self.runner.is_single_rank:
                 events = await self._run_ahead(plan, events)
             elif predicted_s > INLINE_STEP_S or not self.runner.is_single_rank:
-                result = await self._run_in_worker(plan, events)
+                try:
+                    result = await self._in_worker(partial(self._execute, plan), events)
+                finally:
+                    self._in_flight = []
                 # Reported while the next step runs.
                 events = self._postprocess(plan, begun_s, predicted_s, result)
             else:
@@ -324,13 +327,6 @@ class StepLoop:
             # Also after an error: the engine's end frees the pool's memory.
             await asyncio.wait((step,))
         return step.result
-
-    async def _run_in_worker(self, plan: StepPlan, events: list[StepEvent]) -> Callable[[], StepOutput]:
-        """Run the plan, and meanwhile report the events of the step before."""
-        try:
-            return await self._in_worker(partial(self._execute, plan), events)
-        finally:
-            self._in_flight = []
 
     def _postprocess(
         self, plan: StepPlan, begun_s: float, predicted_s: float, result: Callable[[], StepOutput]

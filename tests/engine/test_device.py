@@ -211,7 +211,7 @@ async def test_blocks_of_a_failed_step_serve_nobody_until_what_it_launched_has_e
             device.steps.give(lambda: None)
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-        monkeypatch.setattr(runner, "_forward", fails)
+        monkeypatch.setattr(runner.model, "forward", fails)
         sequence = driver.sequence(prompt(5), max_tokens=4)
         device.steps.hold()
         kernel_and_end = device.steps.num_given + 2

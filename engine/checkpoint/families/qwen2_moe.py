@@ -9,6 +9,7 @@ from typing import Any
 
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.checkpoint.config_words import ConfigWords
+from moonpool.engine.checkpoint.families.qwen2 import windows
 
 
 def read(path: Path, raw: Mapping[str, Any]) -> ModelConfig:
@@ -24,14 +25,8 @@ def read(path: Path, raw: Mapping[str, Any]) -> ModelConfig:
     )
     moe = words.mixture(60, shared_inter=words.size("shared_expert_intermediate_size"))
     return replace(
-        words.decoder(), qkv_bias=words.flag("qkv_bias", default=True), windows=_windows(words), moe=moe
+        words.decoder(),
+        qkv_bias=words.flag("qkv_bias", default=True),
+        windows=windows(words, every_other=True),
+        moe=moe,
     )
-
-
-def _windows(words: ConfigWords) -> tuple[int, ...]:
-    """Return the windows: by layer_types, or of every other layer before max_window_layers."""
-    num_layers = words.size("num_hidden_layers")
-    if not words.flag("use_sliding_window"):
-        return (0,) * num_layers
-    border = int(words.raw.get("max_window_layers", 28))
-    return words.windows({i: i % 2 == 0 and i < border for i in range(num_layers)})
