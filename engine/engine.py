@@ -111,7 +111,6 @@ class Engine:
         self._separate_pools = separate_pools
         self.model_fingerprint = setup.fingerprint()
         self.on_step: Callable[[list[StepEvent]], None] | None = None
-        self._on_full: Callable[[Sequence, int], None] | None = None
         self._pool_memory = pool_memory
         self._clock = clock
         self._num_blocks = setup.num_blocks(pool_memory)
@@ -145,16 +144,11 @@ class Engine:
             packing=self.setup.packing,
             num_micro_batches=self.setup.steps_in_flight,
         )
-        self._scheduler.on_full = self._on_full
 
-    @property
-    def on_full(self) -> Callable[[Sequence, int], None] | None:
-        """Called before full blocks are sealed, with the sequence and the index of the first of them."""
-        return self._on_full
-
-    @on_full.setter
-    def on_full(self, callback: Callable[[Sequence, int], None] | None) -> None:
-        self._on_full = self._scheduler.on_full = callback
+    def observe_full_blocks(self, observe: Callable[[Sequence, int], None]) -> None:
+        """Call ``observe`` before full blocks are sealed, with the sequence and the index of the first of
+        them. Started."""
+        self._scheduler.on_full = observe
 
     @property
     def pool_tensor(self) -> Tensor:

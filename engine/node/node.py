@@ -425,8 +425,8 @@ class EngineNode(ABC):
         await events.start()
         self.events = events
         self.publisher.listeners.append(events)
-        self.engine.on_full = lambda sequence, first: events.describe(
-            sequence.keys, sequence.token_ids, first
+        self.engine.observe_full_blocks(
+            lambda sequence, first: events.describe(sequence.keys, sequence.token_ids, first)
         )
         log.info("KV events at %s, replay at %s", events.endpoint, events.replay_endpoint or "none")
 

@@ -45,7 +45,6 @@ class NodeStore:
     ) -> None:
         self.tiers = tiers
         self.loader = TierLoader(memory, tiers, engine.profile)
-        self._engine = engine
         self._memory = memory
         self._region = region
         self._on_change = on_change
