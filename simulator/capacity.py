@@ -31,42 +31,28 @@ MIN_GAIN = 1.05
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """One cluster: either ``num_both`` replicas, or prefill and decode nodes."""
-
-    parallel: int  # GPUs a node
-    num_prefill: int
-    num_decode: int
-    num_both: int
-    hardware: Hardware
-
-    @property
-    def num_gpus(self) -> int:
-        return self.parallel * (self.num_prefill + self.num_decode + self.num_both)
-
-    @property
-    def name(self) -> str:
-        nodes = f"{self.num_prefill} prefill + {self.num_decode} decode"
-        if self.num_both:
-            nodes = f"{self.num_both} replicas"
-        return f"{nodes}, chunks of {self.hardware.chunk_tokens}"
-
-
-@dataclass(frozen=True, slots=True)
 class Verdict:
-    """The highest ``speed`` (× the trace's) that a candidate serves, and the outcome there.
+    """The highest ``speed`` (× the trace's) that a cluster serves, and the outcome there.
 
     ``speed`` 0: it misses the SLOs at any load; ``outcome`` is that of the slowest run.
     """
 
-    candidate: Candidate
+    cluster: Scenario
     speed: float
     outcome: Outcome
 
     @property
     def goodput_per_gpu(self) -> float:
         """Requests within the SLOs, a second and GPU; 0 if it does not serve."""
-        return self.outcome.goodput / self.candidate.num_gpus if self.speed else 0.0
+        return self.outcome.goodput / self.cluster.num_gpus if self.speed else 0.0
+
+
+def name_of(cluster: Scenario) -> str:
+    """The nodes of a candidate, without their GPUs."""
+    nodes = f"{cluster.num_prefill} prefill + {cluster.num_decode} decode"
+    if cluster.num_both:
+        nodes = f"{cluster.num_both} replicas"
+    return f"{nodes}, chunks of {cluster.hardware.chunk_tokens}"
 
 
 def check_slo(
@@ -101,21 +87,22 @@ def candidates(
     num_gpus: int,
     parallel: Sequence[int],
     requests: Sequence[TraceRequest],
-) -> list[Candidate]:
-    """Return clusters of ``num_gpus`` GPUs to simulate, of each kind of node that holds the weights.
+    slo: Slo,
+) -> list[Scenario]:
+    """Return clusters of ``num_gpus`` GPUs to simulate, of each kind of node that holds the weights: prefill
+    and decode nodes, or replicas.
 
     Raises:
         ConfigError: there is none.
     """
-    found: list[Candidate] = []
+    found: list[Scenario] = []
     for hardware in _kinds(gpu, model, parallel):
-        size = hardware.num_gpus
-        num_nodes = num_gpus // size
+        num_nodes = num_gpus // hardware.num_gpus
         for chunk in _CHUNKS if num_nodes else ():
             chunked = replace(hardware, chunk_tokens=chunk)
-            found.append(Candidate(size, 0, 0, num_nodes, chunked))
+            found.append(Scenario(chunked, 0, 0, num_nodes, slo=slo))
             found += [
-                Candidate(size, prefill, num_nodes - prefill, 0, chunked)
+                Scenario(chunked, prefill, num_nodes - prefill, slo=slo)
                 for prefill in _balanced(hardware, num_nodes, requests)
             ]
     if not found:
@@ -157,23 +144,17 @@ def _balanced(hardware: Hardware, num_nodes: int, requests: Sequence[TraceReques
     return counts or ([num_nodes - 1] if num_nodes > 1 else [])
 
 
-def judge(
-    candidate: Candidate, requests: Sequence[TraceRequest], slo: Slo, say: Callable[[str], None]
-) -> Verdict:
-    """Find the highest speed that the candidate serves, by simulating."""
-
-    def run(speed: float) -> Outcome:
-        say(f"{candidate.name} of {candidate.parallel} GPUs at {speed:.2f}× the speed")
-        return Simulation(_scenario(candidate, slo), at_speed(requests, speed)).run()
-
+def judge(cluster: Scenario, requests: Sequence[TraceRequest], say: Callable[[str], None]) -> Verdict:
+    """Find the highest speed that the cluster serves, by simulating."""
     outcomes: dict[float, Outcome] = {}
 
     def serves(speed: float) -> bool:
-        outcomes[speed] = run(speed)
+        say(f"{name_of(cluster)} of {cluster.hardware.num_gpus} GPUs at {speed:.2f}× the speed")
+        outcomes[speed] = Simulation(cluster, at_speed(requests, speed)).run()
         return outcomes[speed].effective_ratio >= EFFECTIVE
 
     speed = highest_speed(serves)
-    return Verdict(candidate, speed, outcomes[speed or min(outcomes)])
+    return Verdict(cluster, speed, outcomes[speed or min(outcomes)])
 
 
 def highest_speed(serves: Callable[[float], bool]) -> float:
@@ -199,14 +180,3 @@ def highest_speed(serves: Callable[[float], bool]) -> float:
         else:
             bad_speed = middle
     return best
-
-
-def _scenario(candidate: Candidate, slo: Slo) -> Scenario:
-    return Scenario(
-        hardware=candidate.hardware,
-        num_prefill=candidate.num_prefill,
-        num_decode=candidate.num_decode,
-        num_both=candidate.num_both,
-        policy="goodput",
-        slo=slo,
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,7 +46,7 @@ class Outcome:
     slo: Slo
     window_s: float  # from the first arrival to the last
     span_s: float  # from the first arrival to the last token
-    hit_tokens: Mapping[str, int]  # prompt tokens by source: pool, host, ssd, peer, computed
+    hit_tokens: Counter[str]  # prompt tokens by source: pool, host, ssd, peer, computed
     block_tokens: int
     moved_nbytes: float
     egress: float  # money for those of them that crossed regions
@@ -85,11 +85,6 @@ class Outcome:
     @property
     def mean_ttft_s(self) -> float:
         return float(np.mean([each.ttft_s for each in self.completed])) if self.completed else 0.0
-
-    @property
-    def mean_tpot_s(self) -> float:
-        times = [each.tpot_s for each in self.completed if each.output_tokens > 1]
-        return float(np.mean(times)) if times else 0.0
 
     @property
     def busy_ratio(self) -> float:

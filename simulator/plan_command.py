@@ -18,7 +18,7 @@ from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.reports import report
 from moonpool.runtime.reports.conditions import COLD, CacheState, Conditions, ModelFacts, load_average
 from moonpool.runtime.reports.output import ResultFile
-from moonpool.simulator.capacity import EFFECTIVE, MIN_GAIN, Verdict, candidates, check_slo, judge
+from moonpool.simulator.capacity import EFFECTIVE, MIN_GAIN, Verdict, candidates, check_slo, judge, name_of
 from moonpool.simulator.inputs.hardware import A800, H200, LLAMA3_8B, LLAMA3_70B, Accelerator, ModelShape
 from moonpool.simulator.inputs.trace import at_speed, load_trace
 from moonpool.simulator.sizing import answer, diagram, page, vary
@@ -192,10 +192,10 @@ def _rank(
     slo = Slo(slo_ttft, slo_tbt)
     requests = at_speed(load_trace(trace), 1.0, limit)
     check_slo(accelerator, shape, sizes, requests, slo)
-    found = candidates(accelerator, shape, num_gpus, sizes, requests)
+    found = candidates(accelerator, shape, num_gpus, sizes, requests, slo)
     console = Console(stderr=True, highlight=False)
     with console.status(f"{len(found)} clusters") as status:
-        verdicts = [judge(candidate, requests, slo, status.update) for candidate in found]
+        verdicts = [judge(cluster, requests, status.update) for cluster in found]
     verdicts.sort(key=lambda verdict: -verdict.goodput_per_gpu)
     if not verdicts[0].speed:
         best = max(100 * verdict.outcome.effective_ratio for verdict in verdicts)
@@ -230,7 +230,7 @@ def _table(verdicts: Sequence[Verdict]) -> Table:
     ):  # fmt: skip
         table.add_column(heading, justify="right")
     for i, verdict in enumerate(verdicts):
-        outcome, candidate = verdict.outcome, verdict.candidate
+        outcome, cluster = verdict.outcome, verdict.cluster
         cells = ["misses the SLOs", "at any load"]
         if verdict.speed:
             served = outcome.completed
@@ -243,15 +243,16 @@ def _table(verdicts: Sequence[Verdict]) -> Table:
                 f"{100 * outcome.hit_ratio:.0f} %",
                 f"{100 * outcome.busy_ratio:.0f} %",
             ]
-        table.add_row(candidate.name, str(candidate.parallel), *cells, style="bold" if i == 0 else None)
+        nodes, size = name_of(cluster), str(cluster.hardware.num_gpus)
+        table.add_row(nodes, size, *cells, style="bold" if i == 0 else None)
     return table
 
 
 def _advice(verdicts: Sequence[Verdict]) -> str:
     """Compare the best disaggregated cluster with the best replicas, in a sentence."""
     serving = [verdict for verdict in verdicts if verdict.speed]
-    split = next((verdict for verdict in serving if not verdict.candidate.num_both), None)
-    replicas = next((verdict for verdict in serving if verdict.candidate.num_both), None)
+    split = next((verdict for verdict in serving if not verdict.cluster.num_both), None)
+    replicas = next((verdict for verdict in serving if verdict.cluster.num_both), None)
     if replicas is None:
         return "Replicas that prefill and decode keep the SLOs at no load: disaggregate."
     if split is None:
@@ -264,13 +265,13 @@ def _advice(verdicts: Sequence[Verdict]) -> str:
 
 
 def _name(verdict: Verdict) -> str:
-    return f"{verdict.candidate.name} of {verdict.candidate.parallel} GPUs each"
+    return f"{name_of(verdict.cluster)} of {verdict.cluster.hardware.num_gpus} GPUs each"
 
 
 def _rows(verdicts: Sequence[Verdict]) -> list[report.Row]:
     rows: list[report.Row] = []
     for verdict in verdicts:
-        case = f"{verdict.candidate.name}, {verdict.candidate.parallel} GPUs a node"
+        case = f"{name_of(verdict.cluster)}, {verdict.cluster.hardware.num_gpus} GPUs a node"
         goodput = verdict.outcome.goodput if verdict.speed else 0.0
         rows.append(report.Row(case, "goodput", goodput, "requests/s"))
         rows.append(report.Row(case, "goodput a GPU", verdict.goodput_per_gpu, "requests/s"))

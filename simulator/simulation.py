@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from moonpool.simulator.cluster.conductor import Conductor
 from moonpool.simulator.cluster.coordination import Coordination
 from moonpool.simulator.cluster.elastic_fleet import ElasticFleet
 from moonpool.simulator.cluster.hot_prefixes import HotPrefixCopies
-from moonpool.simulator.cluster.job import CacheUse, Job
+from moonpool.simulator.cluster.job import Job
 from moonpool.simulator.cluster.membership import Cluster
 from moonpool.simulator.cluster.memory import PinnedBlocks
 from moonpool.simulator.cluster.moves import Moves
@@ -451,14 +452,15 @@ class Simulation:
         first_s, last_s = min(job.request.arrival_s for job in jobs), max(job.done_s for job in jobs)
         paid_s = self.cluster.paid_s(last_s, since_s=first_s)
         nodes = [*self.nodes.values(), *self.cluster.former]
+        hit_tokens = Counter[str]()
+        for job in jobs:
+            hit_tokens.update(job.use)
         return Outcome(
             served=[served(job) for job in jobs],
             slo=self.scenario.slo,
             window_s=max(job.request.arrival_s for job in jobs) - first_s,
             span_s=last_s - first_s,
-            hit_tokens={
-                field.name: sum(getattr(job.use, field.name) for job in jobs) for field in fields(CacheUse)
-            },
+            hit_tokens=hit_tokens,
             block_tokens=self.scenario.block_tokens,
             moved_nbytes=self.cluster.network.moved_nbytes,
             egress=self.cluster.network.egress,

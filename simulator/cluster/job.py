@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,17 +18,6 @@ from moonpool.simulator.inputs.trace import TraceRequest
 _MAX_ATTEMPTS = ConductorOptions().max_attempts
 
 
-@dataclass(slots=True)
-class CacheUse:
-    """Prompt tokens of a request by the source of their KV."""
-
-    pool: int = 0
-    host: int = 0
-    ssd: int = 0
-    peer: int = 0
-    computed: int = 0
-
-
 @dataclass(slots=True, eq=False)
 class Job:
     """``keys``: of the prompt's full blocks. Events of an earlier ``attempt`` are void."""
@@ -41,7 +31,8 @@ class Job:
     absent_s: float = -1.0  # since when it has found no node; negative: it has one
     turn: Turn | None = None  # None: not admitted
     decodes_in_place: bool = False  # on the node of its prefill
-    use: CacheUse = field(default_factory=CacheUse)
+    # Prompt tokens by the source of their KV: pool, host, ssd, peer, computed.
+    use: Counter[str] = field(default_factory=Counter)
     slow: tuple[int, int] = (0, 0)  # blocks to load from host and SSD
     fetched_blocks: int = 0
     hold: PinnedBlocks = field(default_factory=PinnedBlocks)  # at the prefill node

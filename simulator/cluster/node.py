@@ -168,15 +168,15 @@ class Node:
 
     def _count(self, job: Job, hits: int) -> None:
         """Count the prompt's tokens by source, in the first attempt that computes."""
-        if job.use.computed:
+        if job.use["computed"]:
             return
         size = self._scenario.block_tokens
         peer = min(job.fetched_blocks, hits)
         ssd = min(job.slow[1], hits - peer)
         host = min(job.slow[0], hits - peer - ssd)
-        job.use.peer, job.use.ssd, job.use.host = peer * size, ssd * size, host * size
-        job.use.pool = (hits - peer - ssd - host) * size
-        job.use.computed = job.num_tokens - hits * size
+        pool = hits - peer - ssd - host
+        job.use.update(pool=pool * size, host=host * size, ssd=ssd * size, peer=peer * size)
+        job.use["computed"] = job.num_tokens - hits * size
 
     def prefilled(self, prefill: Prefill) -> None:
         job, now_s = prefill.job, self._clock.now_s

@@ -31,7 +31,6 @@ class Accelerator:
     host_nbytes_per_s: float = 25e9  # to host memory
     host_nbytes: float = 128e9  # of host memory for KV
     ssd_nbytes_per_s: float = 3e9
-    ssd_nbytes: float = 0.0
     all_reduce_s: float = 12e-6  # latency of a tensor-parallel all-reduce
 
 
@@ -129,7 +128,6 @@ def tensor_parallel(gpu: Accelerator, model: ModelShape, num_gpus: int, stages: 
         pool_tokens=int(room / model.kv_token_nbytes),
         num_gpus=num_gpus,
         host_tokens=int(num_gpus * gpu.host_nbytes / model.kv_token_nbytes),
-        ssd_tokens=int(num_gpus * gpu.ssd_nbytes / model.kv_token_nbytes),
         host_load_nbytes_per_s=num_gpus * gpu.host_nbytes_per_s,
         ssd_load_nbytes_per_s=num_gpus * gpu.ssd_nbytes_per_s,
         network_nbytes_per_s=num_gpus * gpu.network_nbytes_per_s,

@@ -11,8 +11,6 @@ from moonpool.simulator.inputs.workload import Workload
 
 # A prompt has about this many blocks, of a power of two of tokens within these bounds.
 _BLOCKS, _LEAST_BLOCK, _MOST_BLOCK = 8, 16, 512
-# The fraction of the requests that must keep every limit.
-ATTAINED = 0.99
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +87,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits in seconds that ``ATTAINED`` of the requests keep; infinite: none."""
+    """Limits in seconds that 99 of 100 requests keep; infinite: none."""
 
     ttft_s: float = math.inf
     tbt_s: float = math.inf
@@ -99,10 +97,6 @@ class Limits:
         for name, value in (("slo-ttft", self.ttft_s), ("slo-tbt", self.tbt_s), ("e2e-p99", self.e2e_s)):
             if not value > 0:
                 raise ConfigError(f"--{name} must be above 0 s, got {value:g}", key=name.replace("-", "_"))
-
-    @property
-    def any(self) -> bool:
-        return min(self.ttft_s, self.tbt_s, self.e2e_s) < math.inf
 
     def answer_s(self, gaps: int) -> float:
         """The longest answer that they allow."""

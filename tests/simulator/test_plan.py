@@ -43,16 +43,16 @@ def run(trace: Path, *options: str) -> Result:
 
 
 def test_every_cluster_uses_the_gpus_there_are_and_fits_the_weights() -> None:
-    found = candidates(A800, LLAMA3_70B, 16, [1, 2, 4, 8], WORK.requests())
+    found = candidates(A800, LLAMA3_70B, 16, [1, 2, 4, 8], WORK.requests(), Slo())
     # Two A800 have 160 GB for 141 GB of weights, of which a tenth is not to be had.
-    assert {candidate.parallel for candidate in found} == {2, 4, 8}
-    assert all(candidate.num_gpus == 16 for candidate in found)
-    assert {bool(candidate.num_both) for candidate in found} == {True, False}
+    assert {cluster.hardware.num_gpus for cluster in found} == {2, 4, 8}
+    assert all(cluster.num_gpus == 16 for cluster in found)
+    assert {bool(cluster.num_both) for cluster in found} == {True, False}
 
 
 def test_a_verdict_serves_at_its_speed() -> None:
-    (candidate, *_) = candidates(H200, LLAMA3_8B, 2, [1], WORK.requests())
-    verdict = judge(candidate, WORK.requests(), Slo(5.0, 0.05), lambda line: None)
+    (cluster, *_) = candidates(H200, LLAMA3_8B, 2, [1], WORK.requests(), Slo(5.0, 0.05))
+    verdict = judge(cluster, WORK.requests(), lambda line: None)
     assert verdict.speed > 0
     assert verdict.outcome.effective_ratio >= EFFECTIVE
 

@@ -70,7 +70,7 @@ def _answer(job: Job) -> Answer:
     request = job.request
     gaps_s = np.concatenate(job.gaps_s) if job.gaps_s else np.empty(0)
     token_s = job.first_token_s - request.arrival_s + np.concatenate(([0.0], np.cumsum(gaps_s)))
-    cached = request.input_tokens - job.use.computed
+    cached = request.input_tokens - job.use["computed"]
     return Answer(
         0.0, float(token_s[-1]), tuple(token_s), request.output_tokens, request.input_tokens, cached
     )
