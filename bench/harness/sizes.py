@@ -6,6 +6,8 @@ from typing import Any
 
 import click
 
+from moonpool.runtime.config.conversion import to_size
+
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 _UNITS = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
 
@@ -17,20 +19,12 @@ def size_name(nbytes: int) -> str:
     return f"{nbytes}B"
 
 
-def size_of(name: str) -> int:
-    """Bytes of ``64KiB`` and the like. Raises ValueError."""
-    for unit, suffix in _UNITS:
-        if name.endswith(suffix):
-            return int(name.removesuffix(suffix)) * unit
-    return int(name.removesuffix("B"))
-
-
 class _Size(click.ParamType[int]):
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         try:
-            nbytes = value if isinstance(value, int) else size_of(value)
+            nbytes = value if isinstance(value, int) else to_size(value)
         except ValueError:
             self.fail(f"sizes look like 64KiB, not {value!r}", param, ctx)
         if nbytes < 1:

@@ -11,12 +11,13 @@ import pytest
 from click.testing import CliRunner
 
 from moonpool.bench.harness.peers import PeerAbsent, PeerFailed, peers_dir
-from moonpool.bench.harness.sizes import size_name, size_of
+from moonpool.bench.harness.sizes import size_name
 from moonpool.bench.transfer import session
 from moonpool.bench.transfer import shapes as shape
 from moonpool.bench.transfer.command import transfer
 from moonpool.bench.transfer.peers.perftest import bandwidth_of
 from moonpool.bench.transfer.target_child import Target
+from moonpool.runtime.config.conversion import to_size
 from moonpool.runtime.config.options import TransferOptions
 from moonpool.runtime.reports import report
 from moonpool.transfer import TransferAgent, TransferError
@@ -108,7 +109,7 @@ def test_without_a_device_its_memory_is_not_measured(monkeypatch: pytest.MonkeyP
 def test_sizes_have_names() -> None:
     for nbytes, name in ((4096, "4KiB"), (1 << 20, "1MiB"), (3 << 30, "3GiB"), (1000, "1000B")):
         assert size_name(nbytes) == name
-        assert size_of(name) == nbytes
+        assert to_size(name) == nbytes
     result = CliRunner().invoke(transfer, ["--block", "lots"])
     assert result.exit_code != 0
     assert "64KiB" in result.output
