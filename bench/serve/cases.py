@@ -21,7 +21,7 @@ from moonpool.bench.serve.client.cluster import MetricsPages, cluster_server
 from moonpool.bench.serve.client.server import RequestFailed, Server, new_request_id
 from moonpool.bench.serve.client.workload import Prompts
 from moonpool.bench.serve.figures import load_rows, prediction_rows
-from moonpool.bench.serve.occupancy import Watch, occupancy_rows
+from moonpool.bench.serve.occupancy import occupancy_rows, watched_load
 from moonpool.bench.serve.path_cost import PathCost, model_time, path_cost, to_launch_s
 from moonpool.bench.serve.peers.contestants import Contestant
 from moonpool.bench.serve.settings import FAMILY_GOALS, Settings
@@ -257,10 +257,7 @@ async def workload_rows(run: Run, settings: Settings) -> list[Row]:
     # Another seed: the warm-up must not leave the workload's prompts in the cache.
     warm = min(work.concurrency, work.requests)
     await load.run(server, replace(work, requests=warm, turns=1, seed=work.seed + 1))
-    watch = await Watch.of(server)
-    async with AsyncExitStack() as stack:
-        occupancy = None if watch is None else await stack.enter_async_context(watch.running())
-        outcome = await load.run(server, work)
+    outcome, occupancy = await watched_load(server, await MetricsPages.of(server), work)
     for error, count in load.failures(outcome.answers).items():
         run.say(f"{count} failed: {error}")
     if all(answer.error for answer in outcome.answers):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from statistics import median
@@ -15,10 +14,11 @@ from moonpool.bench.harness.command import Run
 from moonpool.bench.harness.turns import percentiles, quantile
 from moonpool.bench.serve.client import load
 from moonpool.bench.serve.client.answer import Answer
+from moonpool.bench.serve.client.cluster import MetricsPages
 from moonpool.bench.serve.client.server import Outcome, RequestFailed, Server
 from moonpool.bench.serve.client.workload import Prompts, Workload
 from moonpool.bench.serve.figures import Slo, output_rate
-from moonpool.bench.serve.occupancy import FIGURES, Occupancy, Watch, figures_of
+from moonpool.bench.serve.occupancy import FIGURES, Occupancy, figures_of, watched_load
 from moonpool.bench.serve.settings import Settings
 from moonpool.runtime.reports.report import Curve, Row, number
 
@@ -111,8 +111,8 @@ async def sweep_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
         RequestFailed: every request of a load failed.
     """
     server, work, slo = await settings.server(run), settings.workload, settings.slo
-    watch = await Watch.of(server)
-    if watch is None:
+    pages = await MetricsPages.of(server)
+    if pages is None:
         run.say("the server does not publish its cores, batches and queues: they are left out")
     alone_s = await _alone_s(server, work)
     steps: list[Step] = []
@@ -121,7 +121,7 @@ async def sweep_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
         step_s, fewest = (_QUICK_STEP_S, _QUICK_REQUESTS) if run.quick else (_STEP_S, _STEP_REQUESTS)
         seed = work.seed + 1000 * (round_number + 1) + at
         return await _turn(
-            server, watch, replace(work, rate=rate, requests=max(fewest, round(rate * step_s)), seed=seed)
+            server, pages, replace(work, rate=rate, requests=max(fewest, round(rate * step_s)), seed=seed)
         )
 
     await turn(_FIRST / alone_s, -1, 0)
@@ -158,10 +158,8 @@ async def _alone_s(server: Server, work: Workload) -> float:
     return answer.e2e_s
 
 
-async def _turn(server: Server, watch: Watch | None, work: Workload) -> Turn:
-    async with AsyncExitStack() as stack:
-        occupancy = None if watch is None else await stack.enter_async_context(watch.running())
-        outcome = await load.run(server, work)
+async def _turn(server: Server, pages: MetricsPages | None, work: Workload) -> Turn:
+    outcome, occupancy = await watched_load(server, pages, work)
     if all(answer.error for answer in outcome.answers):
         errors = ", ".join(load.failures(outcome.answers))
         raise RequestFailed(f"every request of a load of {work.rate:g} requests/s failed: {errors}")

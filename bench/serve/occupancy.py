@@ -6,13 +6,15 @@ import asyncio
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import fmean
 
+from moonpool.bench.serve.client import load
 from moonpool.bench.serve.client.cluster import CPU_S, MetricsPages
-from moonpool.bench.serve.client.server import Server
+from moonpool.bench.serve.client.server import Outcome, Server
+from moonpool.bench.serve.client.workload import Workload
 from moonpool.runtime.machine.processor import usable_cores
 from moonpool.runtime.reports.report import Row
 
@@ -73,54 +75,51 @@ class Occupancy:
         return fmean(self.waiting or [0.0])
 
 
-class Watch:
-    """Reads the metrics of every process of a cluster."""
+async def watched_load(
+    server: Server, pages: MetricsPages | None, work: Workload
+) -> tuple[Outcome, Occupancy | None]:
+    """Run the load, and read the metrics of every process of its cluster meanwhile. ``pages`` None: of none.
 
-    def __init__(self, pages: MetricsPages) -> None:
-        self._pages = pages
+    Raises as ``MetricsPages.read``.
+    """
+    if pages is None:
+        return await load.run(server, work), None
+    found = Occupancy()
+    began_s, client_s = time.perf_counter(), time.process_time()
+    before = await _read(pages)
+    reading = asyncio.create_task(_keep_reading(pages, found))
+    try:
+        outcome = await load.run(server, work)
+    finally:
+        reading.cancel()
+        with suppress(asyncio.CancelledError):
+            await reading
+    after = await _read(pages)
+    found.cpu_s = after.cpu_s - before.cpu_s
+    found.step_tokens = after.step_tokens - before.step_tokens
+    found.seconds = time.perf_counter() - began_s
+    found.client_cpu_s = time.process_time() - client_s
+    return outcome, found
 
-    @classmethod
-    async def of(cls, server: Server) -> Watch | None:
-        """None: see ``MetricsPages.of``."""
-        pages = await MetricsPages.of(server)
-        return None if pages is None else cls(pages)
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[Occupancy]:
-        """What is yielded is complete after the block. Raises as ``MetricsPages.read``."""
-        found = Occupancy()
-        began_s, client_s = time.perf_counter(), time.process_time()
-        before = await self._read()
-        reading = asyncio.create_task(self._keep_reading(found))
-        try:
-            yield found
-        finally:
-            reading.cancel()
-            with suppress(asyncio.CancelledError):
-                await reading
-        after = await self._read()
-        found.cpu_s = after.cpu_s - before.cpu_s
-        found.step_tokens = after.step_tokens - before.step_tokens
-        found.seconds = time.perf_counter() - began_s
-        found.client_cpu_s = time.process_time() - client_s
+async def _keep_reading(pages: MetricsPages, found: Occupancy) -> None:
+    while True:
+        await asyncio.sleep(_PERIOD_S)
+        now = await _read(pages)
+        found.running.append(now.sequences["running"])
+        found.waiting.append(now.sequences["waiting"])
+        if now.gpus:
+            found.gpus.append(fmean(now.gpus))
 
-    async def _keep_reading(self, found: Occupancy) -> None:
-        while True:
-            await asyncio.sleep(_PERIOD_S)
-            now = await self._read()
-            found.running.append(now.sequences["running"])
-            found.waiting.append(now.sequences["waiting"])
-            if now.gpus:
-                found.gpus.append(fmean(now.gpus))
 
-    async def _read(self) -> _Reading:
-        found = _Reading()
-        for text in await self._pages.read():
-            found.cpu_s += sum(map(float, CPU_S.findall(text)))
-            for counts, pattern in ((found.step_tokens, _STEP_TOKENS), (found.sequences, _SEQUENCES)):
-                counts.update({name: float(value) for name, value in pattern.findall(text)})
-            found.gpus += map(float, _GPUS.findall(text))
-        return found
+async def _read(pages: MetricsPages) -> _Reading:
+    found = _Reading()
+    for text in await pages.read():
+        found.cpu_s += sum(map(float, CPU_S.findall(text)))
+        for counts, pattern in ((found.step_tokens, _STEP_TOKENS), (found.sequences, _SEQUENCES)):
+            counts.update({name: float(value) for name, value in pattern.findall(text)})
+        found.gpus += map(float, _GPUS.findall(text))
+    return found
 
 
 # Metric, unit and figure.

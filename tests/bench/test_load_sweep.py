@@ -14,6 +14,7 @@ from moonpool.bench.cli import bench
 from moonpool.bench.serve import load_sweep, occupancy
 from moonpool.bench.serve.client import load
 from moonpool.bench.serve.client.answer import Answer
+from moonpool.bench.serve.client.cluster import MetricsPages
 from moonpool.bench.serve.client.http_client import HttpClient
 from moonpool.bench.serve.client.server import Outcome, Server
 from moonpool.bench.serve.client.workload import Workload
@@ -88,12 +89,11 @@ async def test_batches_and_queues_are_read_of_every_process(
     fake: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(occupancy, "_PERIOD_S", 0.01)
+    work = Workload(requests=20, rate=40.0, prompt_tokens=2, output_tokens=1)
     async with HttpClient(fake.url) as http:
-        watch = await occupancy.Watch.of(await Server.find("fake", http))
-        assert watch is not None
-        async with watch.running() as found:
-            while len(found.waiting) < 2:  # noqa: ASYNC110 - nothing tells
-                await asyncio.sleep(0.01)
+        server = await Server.find("fake", http)
+        _, found = await occupancy.watched_load(server, await MetricsPages.of(server), work)
+    assert found is not None
     # The fake is the API and a node at the same time.
     assert (found.batch_size, found.queue_length, found.cpu_s) == (6.0, 4.0, 0.0)
     assert found.seconds > 0.02
