@@ -14,7 +14,7 @@ from moonpool.bench.conductor.decisions import Settings
 from moonpool.bench.harness.child import Child, cpu_s_of, cpu_s_of_children, served
 from moonpool.bench.harness.command import Run
 from moonpool.bench.harness.services import daemon, redis
-from moonpool.bench.harness.turns import spread, turns
+from moonpool.bench.harness.turns import each, spread, turns
 from moonpool.bench.serve.client.answer import read_answer, read_json, status_of
 from moonpool.bench.serve.client.http_client import HttpClient
 from moonpool.bench.serve.client.server import COMPLETIONS, RequestFailed, new_request_id
@@ -164,22 +164,18 @@ def _all_cpu_s() -> float:
 
 async def ask(client: HttpClient, count: int, max_tokens: int, at_once: int = CONCURRENCY) -> list[float]:
     """``count`` streamed completions, ``at_once`` at a time: seconds of each."""
-    numbers = iter(range(count))
     seconds: list[float] = []
 
-    async def worker() -> None:
-        for number in numbers:
-            # Prompts of their own, which no cache has.
-            prompt = [3 + (number + i) % 2000 for i in range(_PROMPT_TOKENS)]
-            body = json.dumps({"prompt": prompt, "max_tokens": max_tokens, "stream": True}).encode()
-            exchange = await client.post(COMPLETIONS, body)
-            if max_tokens < 100 and (error := read_answer(exchange).error):
-                raise RequestFailed(f"the conductor answered {error}")
-            seconds.append(exchange.done_s - exchange.sent_s)
+    async def one(number: int) -> None:
+        # Prompts of their own, which no cache has.
+        prompt = [3 + (number + i) % 2000 for i in range(_PROMPT_TOKENS)]
+        body = json.dumps({"prompt": prompt, "max_tokens": max_tokens, "stream": True}).encode()
+        exchange = await client.post(COMPLETIONS, body)
+        if max_tokens < 100 and (error := read_answer(exchange).error):
+            raise RequestFailed(f"the conductor answered {error}")
+        seconds.append(exchange.done_s - exchange.sent_s)
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(min(at_once, count)):
-            group.create_task(worker())
+    await each(range(count), at_once, one)
     return seconds
 
 
@@ -224,5 +220,4 @@ async def conductors(
 
 async def _is_ready(client: HttpClient) -> bool:
     exchanges = await asyncio.gather(*(client.get("/readyz") for _ in range(CONCURRENCY)))
-    answers = (b"".join(data for _, data in one.packets) for one in exchanges)
-    return all(answer.startswith(b"HTTP/1.1 200") for answer in answers)
+    return all(status_of(one) == 200 for one in exchanges)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import TypedDict, TypeVar
@@ -14,6 +15,7 @@ import numpy as np
 from moonpool.runtime.reports.report import Row, versus
 
 K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
 Sample = float | Sequence[float] | None
 Call = Callable[[], Sample | Awaitable[Sample]]
 _MAX_SAMPLES = 64
@@ -68,6 +70,19 @@ async def repeat(call: Callable[[], object], seconds: float) -> list[float]:
         else:
             taken.append(took_s)
     return taken
+
+
+async def each(items: Iterable[T], at_once: int, work: Callable[[T], Awaitable[object]]) -> None:
+    """Call ``work`` with each item, ``at_once`` at a time; the first error ends the others."""
+    waiting = iter(items)
+
+    async def worker() -> None:
+        for item in waiting:
+            await work(item)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(at_once):
+            group.create_task(worker())
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 from moonpool.bench.harness.command import Run
 from moonpool.bench.harness.services import local_cluster
 from moonpool.bench.harness.turns import gaps, quantile, spread
-from moonpool.bench.serve.client.answer import Answer, read_answer
+from moonpool.bench.serve.client.answer import Answer
 from moonpool.bench.serve.client.http_client import HttpClient
 from moonpool.bench.serve.client.server import COMPLETIONS, RequestFailed, Server, new_request_id
 from moonpool.bench.serve.client.workload import Prompts
@@ -92,9 +92,7 @@ async def _move(server: Server, client: Client, prompt: Sequence[int]) -> Moved 
             raise
         stayed = True
     ended_s = time.perf_counter()
-    answer = read_answer(await stream)
-    if answer.error:
-        raise RequestFailed(answer.error)
+    answer = server.answered(await stream)
     if stayed:
         return None
     events = (await client.timeline(name))["events"]

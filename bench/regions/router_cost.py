@@ -18,7 +18,7 @@ from aiohttp import web
 
 from moonpool.bench.harness.command import Run
 from moonpool.bench.harness.services import daemon
-from moonpool.bench.harness.turns import percentiles
+from moonpool.bench.harness.turns import each, percentiles
 from moonpool.bench.regions.cells import CellSettings
 from moonpool.conductor.cells.choice import Cell, RegionCells
 from moonpool.conductor.cells.prefixes import HotPrefixes, prefix_digests
@@ -133,15 +133,12 @@ async def _ready(session: aiohttp.ClientSession) -> None:
 
 
 async def _send(session: aiohttp.ClientSession, body: dict[str, Any], number: int) -> None:
-    left = iter(range(number))
+    async def one(_: int) -> None:
+        async with session.post("/v1/chat/completions", json=body) as answer:
+            answer.raise_for_status()
+            await answer.read()
 
-    async def worker() -> None:
-        for _ in left:
-            async with session.post("/v1/chat/completions", json=body) as answer:
-                answer.raise_for_status()
-                await answer.read()
-
-    await asyncio.gather(*(worker() for _ in range(_AT_ONCE)))
+    await each(range(number), _AT_ONCE, one)
 
 
 @asynccontextmanager

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from moonpool.bench.harness.command import Run
 from moonpool.bench.harness.peers import PeerFailed
-from moonpool.bench.harness.turns import spread, turns
+from moonpool.bench.harness.turns import each, spread, turns
 from moonpool.bench.serve.client.answer import read_json
 from moonpool.bench.serve.client.cluster import MetricsPages, cluster_server
 from moonpool.bench.serve.client.server import Server
@@ -127,18 +127,13 @@ class Load:
     async def run(self, names: Sequence[str]) -> float:
         """Output tokens a second. Empty names: the model itself. Raises RequestFailed."""
         server, http = self._server, self._server.http
-        drawn = [self._prompts.draw(PROMPT_TOKENS) for _ in range(self._num_requests)]
-        waiting = iter(zip(drawn, names or [server.dialect.model] * self._num_requests, strict=True))
-
-        async def work() -> None:
-            for prompt, name in waiting:
-                await Server(server.name, http, Dialect(name)).ask(prompt, OUTPUT_TOKENS)
-
+        drawn = [
+            (Server(server.name, http, Dialect(name)), self._prompts.draw(PROMPT_TOKENS))
+            for name in names or [server.dialect.model] * self._num_requests
+        ]
         await http.warm(STREAMS)
         began_s = time.perf_counter()
-        async with asyncio.TaskGroup() as group:
-            for _ in range(STREAMS):
-                group.create_task(work())
+        await each(drawn, STREAMS, lambda one: one[0].ask(one[1], OUTPUT_TOKENS))
         return self._num_requests * OUTPUT_TOKENS / (time.perf_counter() - began_s)
 
 

@@ -16,7 +16,7 @@ import orjson
 
 from moonpool.bench.harness.command import Run
 from moonpool.bench.harness.turns import spread, turns
-from moonpool.bench.serve.client.answer import Answer, read_answer, read_json
+from moonpool.bench.serve.client.answer import Answer, read_json
 from moonpool.bench.serve.client.cluster import cluster_server, learn
 from moonpool.bench.serve.client.server import RequestFailed, Server
 from moonpool.bench.serve.client.workload import Prompts, as_text
@@ -85,10 +85,7 @@ class Talk:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        answer = read_answer(await self.server.http.post(_CHAT, orjson.dumps(body)))
-        if answer.error:
-            raise RequestFailed(f"{self.server.name}: {answer.error}")
-        return answer
+        return self.server.answered(await self.server.http.post(_CHAT, orjson.dumps(body)))
 
     async def _prefetch(self, messages: Sequence[Mapping[str, str]]) -> None:
         body = self._body(messages, {"pin_s": PIN_S})

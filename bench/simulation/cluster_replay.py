@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from moonpool.bench.serve.client.answer import Answer, read_answer, read_json
+from moonpool.bench.serve.client.answer import Answer, read_json
 from moonpool.bench.serve.client.http_client import Exchange
 from moonpool.bench.serve.client.server import RequestFailed, Server
 from moonpool.bench.serve.client.workload import FIRST_ID, LAST_ID
@@ -56,10 +56,7 @@ async def replay(
         return await server.send(prompts[i], requests[i].output_tokens)
 
     exchanges = await asyncio.gather(*(send(i) for i in range(len(requests))))
-    answers = [read_answer(exchange) for exchange in exchanges]
-    for answer in answers:
-        if answer.error:
-            raise RequestFailed(f"{server.name}: {answer.error}")
+    answers = [server.answered(exchange) for exchange in exchanges]
     first_s = min(answer.sent_s for answer in answers)
     sent = [
         TraceRequest(answer.sent_s - first_s, request.input_tokens, request.output_tokens, request.block_ids)

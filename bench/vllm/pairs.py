@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from itertools import cycle, pairwise
+from itertools import cycle
 from statistics import median
 
 import orjson
 
 from moonpool.bench.harness.command import Run
-from moonpool.bench.harness.turns import quantile, spread
-from moonpool.bench.serve.client.answer import Answer, read_answer, read_json
+from moonpool.bench.harness.turns import gaps, quantile, spread
+from moonpool.bench.serve.client.answer import Answer, read_json
 from moonpool.bench.serve.client.server import COMPLETIONS, RequestFailed, Server
 from moonpool.bench.serve.client.workload import Prompts
 from moonpool.bench.vllm.engines import Settings, running
@@ -83,10 +83,7 @@ def handing_over(prefill: Server, decode: Server) -> Ask:
         body = orjson.loads(decode.dialect.body(prompt, output_tokens)) | {"kv_transfer_params": given}
         exchange = await decode.http.post(COMPLETIONS, orjson.dumps(body))
         exchange.sent_s = asked.sent_s  # the first token is waited for since then
-        answer = read_answer(exchange)
-        if answer.error:
-            raise RequestFailed(f"{decode.name}: {answer.error}")
-        return answer
+        return decode.answered(exchange)
 
     return ask
 
@@ -103,9 +100,9 @@ async def _load(ask: Ask, prompts: Prompts) -> dict[str, float]:
     finally:
         for stream in streams:
             stream.cancel()
-    gaps = [b - a for answer in answers for a, b in pairwise(answer.token_s)]
+    waits = [gap for answer in answers for gap in gaps(answer.token_s)]
     return {
         "TTFT of a long prompt": median(answer.ttft_s for answer in long),
-        **{f"ITL of the streams, p{share}": quantile(gaps, share / 100) for share in (50, 90, 95, 99)},
-        "longest gap of the streams": max(gaps),
+        **{f"ITL of the streams, p{share}": quantile(waits, share / 100) for share in (50, 90, 95, 99)},
+        "longest gap of the streams": max(waits),
     }

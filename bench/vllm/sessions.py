@@ -13,8 +13,8 @@ from statistics import median
 
 from moonpool.bench.harness.command import Run
 from moonpool.bench.harness.turns import quantile
-from moonpool.bench.serve.client.answer import Answer, read_answer
-from moonpool.bench.serve.client.server import Outcome, RequestFailed, Server
+from moonpool.bench.serve.client.answer import Answer
+from moonpool.bench.serve.client.server import Outcome, Server
 from moonpool.bench.serve.client.workload import Conversation, Workload
 from moonpool.bench.serve.figures import output_rate
 from moonpool.bench.serve.peers.vllm import VllmCpu
@@ -82,15 +82,12 @@ async def converse(
             conversation, prompt, later = waiting.popleft()
             server = router.choose()
             try:
-                answer = read_answer(await server.send(prompt, conversation.output_tokens))
+                answer = await server.ask(prompt, conversation.output_tokens)
             finally:
                 router.done(server)
-            if answer.error:
-                raise RequestFailed(f"{server.name}: {answer.error}")
             answers.append(answer)
             if later:
-                further = conversation.next_prompt(prompt, answer.token_ids, later[0])
-                waiting.append((conversation, further, later[1:]))
+                waiting.append((conversation, [*prompt, *answer.token_ids, *later[0]], later[1:]))
 
     began_s = time.perf_counter()
     async with asyncio.TaskGroup() as group:

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Sequence
 
+from moonpool.bench.harness.turns import each
 from moonpool.bench.serve.client.answer import Answer, AnswerInvalid, read_answer
 from moonpool.bench.serve.client.http_client import Exchange, ServerUnreachable
 from moonpool.bench.serve.client.server import Outcome, Server
@@ -32,15 +33,7 @@ async def run(server: Server, workload: Workload) -> Outcome:
     else:
         await server.http.warm(min(workload.concurrency, workload.requests))
         started = time.perf_counter()
-        waiting = iter(conversations)
-
-        async def work() -> None:
-            for conversation in waiting:
-                await _converse(server, conversation, results)
-
-        async with asyncio.TaskGroup() as group:
-            for _ in range(workload.concurrency):
-                group.create_task(work())
+        await each(conversations, workload.concurrency, lambda one: _converse(server, one, results))
     return Outcome([_read(item) for item in results], time.perf_counter() - started)
 
 
@@ -60,7 +53,8 @@ async def _converse(server: Server, conversation: Conversation, results: list[_R
         answer = _read(exchange)
         if answer.error:
             return
-        prompt = conversation.next_prompt(prompt, answer.token_ids, turn)
+        # A server that sends no token ids gets the conversation without its answers.
+        prompt = [*prompt, *answer.token_ids, *turn]
 
 
 def _read(result: _Result) -> Answer:

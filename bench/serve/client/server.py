@@ -56,7 +56,11 @@ class Server:
 
     async def ask(self, prompt: Sequence[int], output_tokens: int, request_id: str = "") -> Answer:
         """One streamed completion, parsed. Raises ``RequestFailed``."""
-        answer = read_answer(await self.send(prompt, output_tokens, request_id))
+        return self.answered(await self.send(prompt, output_tokens, request_id))
+
+    def answered(self, exchange: Exchange) -> Answer:
+        """What it answered. Raises ``RequestFailed``: an error."""
+        answer = read_answer(exchange)
         if answer.error:
             raise RequestFailed(f"{self.name}: {answer.error}")
         return answer
@@ -67,11 +71,7 @@ class Server:
         started = time.perf_counter()
         exchanges = await asyncio.gather(*(self.send(prompt, output_tokens) for prompt in prompts))
         seconds = time.perf_counter() - started
-        answers = [read_answer(exchange) for exchange in exchanges]
-        for answer in answers:
-            if answer.error:
-                raise RequestFailed(f"{self.name}: {answer.error}")
-        return Outcome(answers, seconds)
+        return Outcome([self.answered(exchange) for exchange in exchanges], seconds)
 
 
 def new_request_id() -> str:

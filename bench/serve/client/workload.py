@@ -42,10 +42,6 @@ class Conversation:
     later: tuple[list[int], ...]
     output_tokens: int
 
-    def next_prompt(self, prompt: list[int], output: Sequence[int], turn: list[int]) -> list[int]:
-        """``output``: the answer's token ids, empty if the server did not send them."""
-        return [*prompt, *output, *turn]
-
 
 @dataclass(frozen=True, slots=True)
 class Workload:
