@@ -22,6 +22,7 @@ class Replay:
     num_hits: int
     num_blocks: int  # of all requests
     seconds: float  # of CPU
+    num_writes: int = 0  # of blocks to SSD
 
     @property
     def hit_rate(self) -> float:
@@ -146,17 +147,6 @@ GENERATED = {
 RULES = ("write-through", "write-back", "selective", "write-back of what was used again")
 
 
-@dataclass(frozen=True, slots=True)
-class Writes:
-    num_hits: int  # in either tier
-    num_writes: int  # of blocks to SSD
-    num_blocks: int  # of all requests
-
-    @property
-    def hit_rate(self) -> float:
-        return self.num_hits / self.num_blocks
-
-
 class Tiers:
     """Host memory over an SSD. Together they hold a prefix of each chain."""
 
@@ -171,7 +161,9 @@ class Tiers:
             host_blocks, CONTENDERS["prefix"](host_blocks), on_evicted=self._evicted
         )
         self._ssd: ChainCache[int] = ChainCache(
-            ssd_blocks, CONTENDERS[policy](ssd_blocks), on_evicted=self._dropped
+            ssd_blocks,
+            CONTENDERS[policy](ssd_blocks),
+            on_evicted=lambda block, slot: self._lost.append(block),
         )
 
     def use(self, blocks: Request) -> int:
@@ -202,9 +194,6 @@ class Tiers:
         if self._rule == "write-back" or (self._rule == RULES[-1] and self._uses[block] > 1):
             self._write(block)
 
-    def _dropped(self, block: int, slot: int) -> None:
-        self._lost.append(block)
-
     def _write(self, block: int) -> None:
         """Write a block after its predecessors, as far as the SSD takes them."""
         missing: list[int] = []
@@ -226,7 +215,8 @@ class Tiers:
 
 def replay_writes(
     requests: Sequence[Request], rule: str, policy: str, host_blocks: int, ssd_blocks: int
-) -> Writes:
-    tiers = Tiers(rule, policy, host_blocks, ssd_blocks)
+) -> Replay:
+    """Hits are in either tier."""
+    tiers, started_s = Tiers(rule, policy, host_blocks, ssd_blocks), process_time()
     num_hits = sum(tiers.use(blocks) for blocks in requests)
-    return Writes(num_hits, tiers.num_writes, sum(map(len, requests)))
+    return Replay(num_hits, sum(map(len, requests)), process_time() - started_s, tiers.num_writes)

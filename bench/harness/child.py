@@ -115,11 +115,11 @@ def cpu_s_of(pid: int) -> float:
     return float(times.user + times.system)
 
 
-def cpu_s_of_children() -> float:
-    """Processor seconds of all processes that this one has started, and of theirs."""
+def cpu_s_of_children(pid: int | None = None) -> float:
+    """Processor seconds of all processes that this one, or ``pid``, has started, and of theirs."""
     import psutil
 
-    return sum(cpu_s_of(child.pid) for child in psutil.Process().children(recursive=True))
+    return sum(cpu_s_of(child.pid) for child in psutil.Process(pid).children(recursive=True))
 
 
 @asynccontextmanager

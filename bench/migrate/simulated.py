@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from moonpool.bench.harness.command import Run
-from moonpool.bench.harness.turns import spread
-from moonpool.bench.migrate.tail_latency import MOVES, STAYS
+from moonpool.bench.migrate.tail_latency import MOVES, STAYS, beside_rows
 from moonpool.conductor.observing.slo import Slo
-from moonpool.runtime.reports.report import Row, versus
+from moonpool.runtime.reports.report import Row
 from moonpool.simulator.inputs.hardware import A800, LLAMA3_70B, tensor_parallel
 from moonpool.simulator.inputs.scenario import Scenario
 from moonpool.simulator.inputs.trace import TraceRequest
@@ -38,13 +35,7 @@ def simulated_rows(run: Run) -> Iterator[Row]:
         f"simulated, {_PREFILL} + {_DECODE} nodes, decode pools of {_POOL_TOKENS:,} tokens, "
         f"{work.sessions:,} requests in bursts of {work.prompt_tokens:,} + {work.output_tokens} tokens (mean)"
     )
-    values = {name: _figures(outcome) for name, outcome in outcomes.items()}
-    for metric, ours in values[MOVES].items():
-        theirs = values[STAYS][metric]
-        yield _tail(f"{STAYS}: {case}", metric, theirs)
-        yield versus(_tail(f"{MOVES}: {case}", metric, ours), STAYS, 1e3 * float(np.median(theirs)))
-        tail = Row(f"{MOVES}: {case}", f"{metric}, p99", 1e3 * float(np.quantile(ours, 0.99)), "ms")
-        yield versus(tail, STAYS, 1e3 * float(np.quantile(theirs, 0.99)))
+    yield from beside_rows(case, {name: _figures(outcome) for name, outcome in outcomes.items()})
     for name, outcome in outcomes.items():
         yield Row(f"{name}: {case}", "requests within both SLOs", 100 * outcome.effective_ratio, "%")
     yield Row(f"{MOVES}: {case}", "moves of running requests", float(simulation.moves.num_moved), "moves")
@@ -78,7 +69,3 @@ def _figures(outcome: Outcome) -> dict[str, list[float]]:
         "TBT, longest tenth of a request": [each.tbt_s for each in done if each.output_tokens > 1],
         "whole answer": [each.e2e_s for each in done],
     }
-
-
-def _tail(case: str, metric: str, seconds: list[float]) -> Row:
-    return spread(case, metric, seconds, "ms", 1e3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -89,15 +89,21 @@ async def tail_rows(run: Run, sets: Sequence[str], tbt_s: float) -> AsyncIterato
         await turns({name: partial(one, name) for name in _FORMS}, run.rounds, rotate=1)
         metrics = {name: read_text(await server.http.get("/metrics")) for name, server in servers.items()}
     values = {name: _figures(loads[name][1:]) for name in _FORMS}
-    for metric, ours in values[MOVES].items():
-        theirs = values[STAYS][metric]
-        yield spread(f"{STAYS}: {shape.case}", metric, theirs, "ms", 1e3)
-        yield versus(spread(f"{MOVES}: {shape.case}", metric, ours, "ms", 1e3), STAYS, 1e3 * median(theirs))
-        tail = Row(f"{MOVES}: {shape.case}", f"{metric}, p99", 1e3 * quantile(ours, 0.99), "ms")
-        yield versus(tail, STAYS, 1e3 * quantile(theirs, 0.99))
+    for row in beside_rows(shape.case, values):
+        yield row
     found = {cause: float(count) for cause, count in _MOVED.findall(metrics[MOVES])}
     for cause in _CAUSES.split(","):
         yield Row(f"{MOVES}: {shape.case}", f"moves: {cause}", found.get(cause, 0.0), "moves")
+
+
+def beside_rows(case: str, values: Mapping[str, Mapping[str, Sequence[float]]]) -> Iterator[Row]:
+    """The seconds of each metric in both forms, and the tail where requests move. ``values``: by form."""
+    for metric, ours in values[MOVES].items():
+        theirs = values[STAYS][metric]
+        yield spread(f"{STAYS}: {case}", metric, theirs, "ms", 1e3)
+        yield versus(spread(f"{MOVES}: {case}", metric, ours, "ms", 1e3), STAYS, 1e3 * median(theirs))
+        tail = Row(f"{MOVES}: {case}", f"{metric}, p99", 1e3 * quantile(ours, 0.99), "ms")
+        yield versus(tail, STAYS, 1e3 * quantile(theirs, 0.99))
 
 
 def _figures(loads: Sequence[Load]) -> dict[str, list[float]]:

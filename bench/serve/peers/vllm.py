@@ -11,9 +11,8 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 import moonpool
+from moonpool.bench.harness.child import cpu_s_of_children
 from moonpool.bench.harness.peers import peers_dir, python_of
 from moonpool.bench.serve.peers.contestants import PausedServer, running_server
 from moonpool.local.vllm_command import vllm_command, vllm_environment
@@ -35,9 +34,7 @@ class VllmCpu(PausedServer):
 
     def cpu_s(self) -> float:
         """Processor seconds of all its processes since their start."""
-        own = psutil.Process(self._child.pid)
-        times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
-        return float(sum(one.user + one.system for one in times))
+        return self._child.cpu_s() + cpu_s_of_children(self._child.pid)
 
 
 @asynccontextmanager
