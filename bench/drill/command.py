@@ -19,7 +19,7 @@ from moonpool.bench.chaos.disk import DiskUnavailable, LoopDisk
 from moonpool.bench.chaos.faults import ClusterFaults
 from moonpool.bench.chaos.load import Counts, KnownLoad
 from moonpool.bench.drill.beside import Link, gpu_node, second_conductor
-from moonpool.bench.drill.course import CapacityWatch, Course, FailureWatch
+from moonpool.bench.drill.course import CapacityWatch, Course, FailureWatch, reading
 from moonpool.bench.drill.drills import DRILLS, Drill, Scene
 from moonpool.bench.harness.command import Rows, Run, benchmark
 from moonpool.bench.harness.shapes import models_of
@@ -87,10 +87,8 @@ async def _run(drill: Drill, sets: tuple[str, ...], restarts: bool, seed: int) -
         await load.learn()
         _, state = read_json(await https[0].get("/v1/cluster"))
         pages = [*(f"{url}/metrics" for url in urls), *(one["metrics_url"] for one in state["nodes"])]
-        watches = (
-            await stack.enter_async_context(FailureWatch.running(pages)),
-            await stack.enter_async_context(CapacityWatch.running(https[0])),
-        )
+        watches = FailureWatch(pages), CapacityWatch(https[0])
+        await stack.enter_async_context(reading(*watches))
         counts, rng = Counts(), random.Random(seed)
 
         async def more(streams: int, seconds: float) -> None:

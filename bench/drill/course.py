@@ -58,30 +58,6 @@ class CapacityWatch:
         """What was missing so far is not of the fault."""
         self.missing_s = 0.0
 
-    @classmethod
-    @asynccontextmanager
-    async def running(cls, http: HttpClient) -> AsyncIterator[CapacityWatch]:
-        watch = cls(http)
-        await watch.read()
-        async with _again(watch.read):
-            yield watch
-
-
-@asynccontextmanager
-async def _again(*reads: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
-    """Each of them every ``READ_EVERY_S``."""
-
-    async def run(read: Callable[[], Awaitable[None]]) -> None:
-        while True:
-            await asyncio.sleep(READ_EVERY_S)
-            await read()
-
-    tasks = [asyncio.create_task(run(read)) for read in reads]
-    try:
-        yield
-    finally:
-        await cancel_and_wait(*tasks)
-
 
 class FailureWatch:
     """Reads ``moonpool_failures_total`` of every process. ``first_s``: when (class, cause) first grew, by
@@ -89,6 +65,7 @@ class FailureWatch:
 
     def __init__(self, urls: Sequence[str]) -> None:
         self._pages = {url: HttpClient(url, api_key=own_metrics_key()) for url in urls}
+        self.reads = [partial(self._read, url) for url in urls]
         self._seen: dict[tuple[str, str, str], float] = {}
         self.first_s: dict[tuple[str, str], float] = {}
         self._has_index: dict[tuple[str, str], bool] = {}  # those that had it once: others never will
@@ -101,7 +78,7 @@ class FailureWatch:
 
     async def read(self) -> None:
         """A process that does not answer, or that restarted, has nothing new."""
-        await asyncio.gather(*map(self._read, self._pages))
+        await asyncio.gather(*(read() for read in self.reads))
 
     def forget(self) -> None:
         """What was counted so far is not of the fault."""
@@ -124,13 +101,23 @@ class FailureWatch:
                 if not float(text):
                     self.without_index_s = time.time()
 
-    @classmethod
-    @asynccontextmanager
-    async def running(cls, urls: Sequence[str]) -> AsyncIterator[FailureWatch]:
-        watch = cls(urls)
-        await watch.read()
-        async with _again(*(partial(watch._read, url) for url in urls)):
-            yield watch
+
+@asynccontextmanager
+async def reading(failures: FailureWatch, capacity: CapacityWatch) -> AsyncIterator[None]:
+    """Both read once, then every ``READ_EVERY_S`` during the block, each page for itself."""
+
+    async def again(read: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            await asyncio.sleep(READ_EVERY_S)
+            await read()
+
+    reads: list[Callable[[], Awaitable[None]]] = [capacity.read, *failures.reads]
+    await asyncio.gather(*(read() for read in reads))
+    tasks = [asyncio.create_task(again(read)) for read in reads]
+    try:
+        yield
+    finally:
+        await cancel_and_wait(*tasks)
 
 
 @dataclass(slots=True)

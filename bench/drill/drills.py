@@ -82,14 +82,6 @@ class Drill:
         ]
 
 
-async def _kill_decode(scene: Scene) -> None:
-    await scene.faults.kill("decode-0", 0.0)
-
-
-async def _stop_prefill(scene: Scene) -> None:
-    await scene.faults.stop("prefill-0", _STOPPED_S)
-
-
 async def _kill_redis(scene: Scene) -> None:
     """Its supervisor starts it again, or nothing does."""
     child = scene.cluster.children["redis"]
@@ -114,14 +106,6 @@ async def _stop_rank(scene: Scene) -> None:
 async def _stall_disk(scene: Scene) -> None:
     assert scene.disk is not None
     await scene.disk.stall(_STALLED_S)
-
-
-async def _overload(scene: Scene) -> None:
-    await scene.more(_OVERLOAD, _BURST_S)
-
-
-async def _fill_pools(scene: Scene) -> None:
-    await scene.more(_SEQUENCES, _BURST_S)
 
 
 async def _pause_prefill(scene: Scene) -> None:
@@ -189,13 +173,13 @@ _SMALL_TIERS = (
 DRILLS = (
     Drill(
         "killed decode node",
-        _kill_decode,
+        lambda scene: scene.faults.kill("decode-0", 0.0),
         "placed again from lineage (conductor.max_attempts)",
         off=_ONCE,
     ),
     Drill(
         "stopped prefill node",
-        _stop_prefill,
+        lambda scene: scene.faults.stop("prefill-0", _STOPPED_S),
         "placed again from lineage (conductor.max_attempts)",
         off=_ONCE,
     ),
@@ -223,14 +207,14 @@ DRILLS = (
     ),
     Drill(
         "KV out of memory",
-        _fill_pools,
+        lambda scene: scene.more(_SEQUENCES, _BURST_S),
         "no more sequences run than fit (engine.max_batch_size)",
         on=(f"cluster.decode_options={_SMALL_POOL},engine.max_batch_size=4",),
         off=(f"cluster.decode_options={_SMALL_POOL}",),
     ),
     Drill(
         "overload",
-        _overload,
+        lambda scene: scene.more(_OVERLOAD, _BURST_S),
         "no more requests than are served in time; others are answered 429 (conductor.max_requests)",
         sets=("conductor.request_timeout_s=2",),
         on=("conductor.max_requests=16",),
