@@ -9,8 +9,6 @@ from collections import Counter
 from copy import copy
 from dataclasses import dataclass, field, replace
 
-import orjson
-
 from moonpool.bench.serve.client.answer import Answer, AnswerInvalid, read_answer
 from moonpool.bench.serve.client.http_client import ServerUnreachable
 from moonpool.bench.serve.client.server import COMPLETIONS, RequestFailed, Server, new_request_id
@@ -58,17 +56,10 @@ class KnownLoad:
         for group in range(_GROUPS):
             prompts = Prompts(seed, f"chaos {group}", _PREFIX_TOKENS)
             for number in range(group_prompts):
-                fields = {
-                    "model": server.dialect.model,
-                    "prompt": prompts.draw(_PROMPT_TOKENS),
-                    "max_tokens": rng.randint(*_OUTPUT_TOKENS),
-                    "ignore_eos": True,
-                    "stream": True,
-                    "stream_options": {"include_usage": True},
-                    "return_token_ids": True,
-                }
+                prompt, length = prompts.draw(_PROMPT_TOKENS), rng.randint(*_OUTPUT_TOKENS)
                 sampled = {"temperature": 0.9, "seed": rng.randrange(1 << 31)}
-                self._bodies.append(orjson.dumps(fields | (sampled if number % 2 else {"temperature": 0})))
+                more = sampled if number % 2 else {}
+                self._bodies.append(server.dialect.body(prompt, length, **more))
         self._expected: list[tuple[int, ...]] = []
 
     def at(self, server: Server) -> KnownLoad:

@@ -80,8 +80,8 @@ def handing_over(prefill: Server, decode: Server) -> Ask:
         given = content.get("kv_transfer_params") if status == 200 else None
         if not given:
             raise RequestFailed(f"{prefill.name} handed nothing over: {content}")
-        body = orjson.loads(decode.dialect.body(prompt, output_tokens)) | {"kv_transfer_params": given}
-        exchange = await decode.http.post(COMPLETIONS, orjson.dumps(body))
+        body = decode.dialect.body(prompt, output_tokens, kv_transfer_params=given)
+        exchange = await decode.http.post(COMPLETIONS, body)
         exchange.sent_s = asked.sent_s  # the first token is waited for since then
         return decode.answered(exchange)
 

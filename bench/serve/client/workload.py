@@ -93,8 +93,11 @@ class Dialect:
     plain: bool = False
     more: Mapping[str, object] = field(default_factory=dict)
 
-    def body(self, prompt: Sequence[int], output_tokens: int) -> bytes:
-        """A greedy streamed completion of exactly ``output_tokens`` tokens (at most, when plain)."""
+    def body(self, prompt: Sequence[int], output_tokens: int, **more: object) -> bytes:
+        """A greedy streamed completion of exactly ``output_tokens`` tokens (at most, when plain).
+
+        more: fields of this request.
+        """
         fields: dict[str, object] = {
             "model": self.model,
             "prompt": as_text(prompt) if self.plain else list(prompt),
@@ -105,7 +108,7 @@ class Dialect:
         }
         if not self.plain:
             fields |= {"ignore_eos": True, "return_token_ids": True, **self.more}
-        return orjson.dumps(fields)
+        return orjson.dumps(fields | more)
 
 
 def as_text(prompt: Sequence[int]) -> str:
