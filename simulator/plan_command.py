@@ -82,13 +82,12 @@ def plan(**given: Any) -> None:
         gpu = replace(gpu, network_nbytes_per_s=_positive("link", given["link"]) * 1e9)
     shape, sizes = MODELS[given["model"]], _sizes(given["parallel"])
     if source == "trace":
-        _rank(gpu, shape, sizes, **{name: given[name] for name in _RANKING})
+        _rank(gpu, shape, sizes, given)
     else:
         _size(gpu, shape, sizes, given)
 
 
-# The options of a trace, and those of a workload, besides the ones of both.
-_RANKING = ("trace", "slo_ttft", "slo_tbt", "num_gpus", "limit", "json_path")
+# The options of a workload alone.
 _WORKLOAD = ("prompt", "output", "hit", "e2e_p99", "think", "price", "vary", "svg")
 
 
@@ -176,23 +175,12 @@ def _write(rows: Sequence[report.Row], path: Path, seeds: Mapping[str, int]) -> 
     report.write(report.Report(environment, rows), path)
 
 
-def _rank(
-    accelerator: Accelerator,
-    shape: ModelShape,
-    sizes: Sequence[int],
-    *,
-    trace: Path,
-    slo_ttft: float,
-    slo_tbt: float,
-    num_gpus: int,
-    limit: int,
-    json_path: Path | None,
-) -> None:
+def _rank(gpu: Accelerator, shape: ModelShape, sizes: Sequence[int], given: Mapping[str, Any]) -> None:
     """Simulate clusters of so many GPUs on a trace."""
-    slo = Slo(slo_ttft, slo_tbt)
-    requests = at_speed(load_trace(trace), 1.0, limit)
-    check_slo(accelerator, shape, sizes, requests, slo)
-    found = candidates(accelerator, shape, num_gpus, sizes, requests, slo)
+    slo = Slo(given["slo_ttft"], given["slo_tbt"])
+    requests = at_speed(load_trace(given["trace"]), 1.0, given["limit"])
+    check_slo(gpu, shape, sizes, requests, slo)
+    found = candidates(gpu, shape, given["num_gpus"], sizes, requests, slo)
     console = Console(stderr=True, highlight=False)
     with console.status(f"{len(found)} clusters") as status:
         verdicts = [judge(cluster, requests, status.update) for cluster in found]
@@ -200,16 +188,16 @@ def _rank(
     if not verdicts[0].speed:
         best = max(100 * verdict.outcome.effective_ratio for verdict in verdicts)
         raise ConfigError(
-            f"no cluster of {num_gpus} × {accelerator.name} keeps --slo-ttft {slo_ttft:g} and --slo-tbt "
-            f"{slo_tbt:g} for {100 * EFFECTIVE:.0f} % of these requests at any load; the best kept them for "
-            f"{best:.0f} %",
+            f"no cluster of {given['num_gpus']} × {gpu.name} keeps --slo-ttft {slo.ttft_s:g} and --slo-tbt "
+            f"{slo.tbt_s:g} for {100 * EFFECTIVE:.0f} % of these requests at any load; the best kept them "
+            f"for {best:.0f} %",
             key="slo_ttft",
         )
     out = Console(highlight=False, width=None if console.is_terminal else 160)
     out.print(_table(verdicts))
     out.print(_advice(verdicts))
-    if json_path is not None:
-        _write(_rows(verdicts), json_path, {})
+    if given["json_path"] is not None:
+        _write(_rows(verdicts), given["json_path"], {})
 
 
 def _sizes(text: str) -> list[int]:

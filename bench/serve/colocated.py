@@ -96,7 +96,8 @@ async def colocated_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
     for name in forms:
         for row in _rows(name, loads[name][1:], loads["split"][1:]):
             yield row
-    split, both = (_Prediction.of(nodes[name], block_size, tbt_s) for name in ("split", "colocated"))
+    slo = Slo(tbt_s=tbt_s or math.inf)
+    split, both = (_Prediction(nodes[name], block_size, slo) for name in ("split", "colocated"))
     measured_s = median(load.total_s for load in loads["colocated"][1:])
     predicted = break_even(split.total_s, both.total_s(_FASTEST))
     rates: list[tuple[float, float]] = []
@@ -147,10 +148,6 @@ class _Prediction:
     nodes: Sequence[dict[str, Any]]
     block_size: int
     slo: Slo
-
-    @classmethod
-    def of(cls, nodes: Sequence[dict[str, Any]], block_size: int, tbt_s: float) -> _Prediction:
-        return cls(nodes, block_size, Slo(tbt_s=tbt_s or math.inf))
 
     def total_s(self, nbytes_per_s: float) -> float:
         """What all requests wait, over links of this rate: the streams run when the long prompts come."""

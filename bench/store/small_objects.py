@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
 from moonpool.bench.harness.command import Run
 from moonpool.bench.harness.sizes import KIB, MIB, size_name
 from moonpool.bench.harness.turns import Call, compared, repeat, spread, turns
-from moonpool.bench.store.blocks import Settings
+from moonpool.bench.store.blocks import Bytes, Settings
 from moonpool.bench.store.remote_objects import session
 from moonpool.kvstore.client import StoreClient
 from moonpool.protos import store_pb2
@@ -26,8 +25,6 @@ _IN_FLIGHT = 8
 _BATCH = 64
 _NAMES = 512
 _BARE = "bare call"
-
-Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)

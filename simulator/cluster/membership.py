@@ -37,12 +37,8 @@ class Cluster:
             Conductor(number, scenario, clock, nbytes_per_s=rate) for number in range(scenario.num_conductors)
         ]
         first = self.conductors[0]
-        self.costs, self.links, self.prefill, self.decode = (
-            first.costs,
-            first.links,
-            first.prefill,
-            first.decode,
-        )
+        self.costs, self.links = first.costs, first.links
+        self.prefill, self.decode = first.prefill, first.decode
         num_nodes = {
             "prefill": scenario.num_prefill + scenario.num_both,
             "decode": scenario.num_decode + scenario.num_both,
