@@ -181,6 +181,10 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         least(0.6, r"2,000 adapters of .*", "output throughput", "one merged model"),
         most(1.25, r"1 concurrent, .*", "TPOT", r"limit of \d+ cores .*"),
         most(1.11, r"prompt of .*", "TTFT", r"limit of \d+ cores .*"),
+        least(1.5, r"(repetitive|code): 1 concurrent, .*", r".*, (ngram|suffix|draft)", "plain decoding"),
+        least(0.97, r"(repetitive|code|prose): .*", r".*, (ngram|suffix|draft)", "plain decoding"),
+        least(2.0, r"repetitive: .*", r"tokens a step, (ngram|suffix)"),
+        least(1.3, r"prose: .*", "tokens a step, draft"),
     ),
     "vllm": (
         least(0.97, r".*, nothing hits, .*", "output throughput", "vLLM alone"),

