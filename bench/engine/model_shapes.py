@@ -15,15 +15,6 @@ from moonpool.engine.model.weight_loader import Mlp
 from moonpool.engine.sharding.tensor_slices import expected_tensors
 from moonpool.kernels.packed import PackedLinear
 
-_LLAMA_8B: dict[str, object] = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "rope_theta": 500000.0,
-}
 _SMALL: dict[str, object] = {
     "hidden_size": 256,
     "intermediate_size": 704,
@@ -33,31 +24,37 @@ _SMALL: dict[str, object] = {
     "vocab_size": 2048,
     "rope_theta": 10000.0,
 }
-_SMALL_MOE = {
-    **_SMALL,
-    "model_type": "qwen3_moe",
-    "head_dim": 32,
-    "num_experts": 16,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 128,
-    "norm_topk_prob": True,
-}
-# Weights of 0.76 GB, so that a CPU reads those of a stage for some milliseconds, and they outweigh a stage's
-# pool and buffers.
-_PIPELINE: dict[str, object] = {
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "vocab_size": 8192,
-    "rope_theta": 10000.0,
-}
 SHAPES: dict[str, dict[str, object]] = {
-    "llama-3-8b": _LLAMA_8B,
+    "llama-3-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "rope_theta": 500000.0,
+    },
     "small": _SMALL,
-    "small-moe": _SMALL_MOE,
-    "pipeline": _PIPELINE,
+    "small-moe": {
+        **_SMALL,
+        "model_type": "qwen3_moe",
+        "head_dim": 32,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 128,
+        "norm_topk_prob": True,
+    },
+    # Weights of 0.76 GB, so that a CPU reads those of a stage for some milliseconds, and they outweigh a
+    # stage's pool and buffers.
+    "pipeline": {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "vocab_size": 8192,
+        "rope_theta": 10000.0,
+    },
 }
 # A small mixture of experts, some of which are hot.
 MIXTURE: dict[str, object] = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -171,26 +171,20 @@ class _Bubble:
 
     def curves(self) -> list[Curve]:
         found: list[Curve] = []
+        alone = {(rows, count): self.alone[rows * count] for rows, count in self.rates}
         for rows in self._every_rows:
-            counts = [count for of, count in self.rates if of == rows]
             panel, name = f"decode, {rows} sequences a micro-batch", f"pp {NUM_STAGES}, {rows} sequences"
-            rates, alone, bubbles = (
-                [
-                    (float(count), statistics.median(samples))
-                    for count, samples in zip(counts, of, strict=True)
-                ]
-                for of in (
-                    [self.rates[rows, count] for count in counts],
-                    [self.alone[rows * count] for count in counts],
-                    [self.bubbles[rows, count] for count in counts],
-                )
-            )
             found += [
-                Curve("bubble", name, _X, "of the stages' time", bubbles),
-                Curve(panel, f"pp {NUM_STAGES}", _X, "tokens/s", rates),
-                Curve(panel, "one process, as many sequences", _X, "tokens/s", alone),
+                Curve("bubble", name, _X, "of the stages' time", _points(self.bubbles, rows)),
+                Curve(panel, f"pp {NUM_STAGES}", _X, "tokens/s", _points(self.rates, rows)),
+                Curve(panel, "one process, as many sequences", _X, "tokens/s", _points(alone, rows)),
             ]
         return found
+
+
+def _points(samples: Mapping[tuple[int, int], Sequence[float]], rows: int) -> list[tuple[float, float]]:
+    """Medians by micro-batches, of so many sequences each."""
+    return [(float(count), statistics.median(of)) for (each, count), of in samples.items() if each == rows]
 
 
 def _case(name: str, sequences: int) -> str:

