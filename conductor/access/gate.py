@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -14,6 +16,7 @@ from moonpool.conductor.api.errors import ApiError, forbidden, sign_in_first, un
 from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.security import process
 from moonpool.runtime.security.roles import OPERATOR, Unauthenticated
+from moonpool.runtime.security.tls import Reread
 
 COOKIE = "moonpool_session"
 PRINCIPAL = web.RequestKey("principal", Principal)
@@ -24,18 +27,24 @@ _CHANGES_NOTHING = ("GET", "HEAD", "OPTIONS")
 class Gate:
     """Admits requests by API key, by session or, for the cluster's own commands, by an operator's token."""
 
-    def __init__(self, keys: ApiKeys, sessions: Sessions) -> None:
-        self.keys = keys
+    def __init__(self, keys: Callable[[], ApiKeys], sessions: Sessions) -> None:
+        """``keys``: those to use now; asked for each request, and for each event of a stream."""
+        self._keys = keys
         self.sessions = sessions
+
+    @property
+    def keys(self) -> ApiKeys:
+        return self._keys()
 
     @classmethod
     def open(cls) -> Gate:
         """Everybody may do everything."""
-        return cls(ApiKeys(), Sessions(b""))
+        keys = ApiKeys()
+        return cls(lambda: keys, Sessions(b""))
 
     @classmethod
     def load(cls, path: str) -> Gate:
-        """By the file of keys at ``path``; empty: none. Raises ``ConfigError``."""
+        """By the file of keys at ``path``, reread when it changes; empty: none. Raises ``ConfigError``."""
         if not path:
             return cls.open()
         me = process.current()
@@ -45,8 +54,10 @@ class Gate:
                 "conductors derive the roots of tenants and the sessions of browsers",
                 "security.cluster_key",
             )
-        derived_key = me.derived_key
-        return cls(ApiKeys.load(path, derived_key("API keys")), Sessions(derived_key("sessions")))
+        # One secret for all that is read: sessions name their keys by it.
+        secret = me.derived_key("API keys")
+        keys = Reread((Path(path),), lambda: ApiKeys.load(path, secret))
+        return cls(keys.now, Sessions(me.derived_key("sessions")))
 
     def admit(self, http: web.Request) -> None:
         """Set ``http[PRINCIPAL]``. Raises ``ApiError``: why the request is refused."""

@@ -81,7 +81,10 @@ class ConductorOptions(Section, name="conductor"):
         choices=("none", "baseline", "early", "predicted"),
     )
     tenants_path: str = option(
-        "", "path", "TOML file of API keys and tenants with their limits; empty: no key is needed"
+        "",
+        "path",
+        "TOML file of API keys and tenants with their limits, read again when it changes; empty: no key is "
+        "needed",
     )
     results_path: str = option(
         "",

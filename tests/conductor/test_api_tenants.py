@@ -19,7 +19,7 @@ from moonpool.conductor.server import create_app
 from moonpool.runtime.config.options import AuditOptions
 from moonpool.runtime.config.security_options import SecurityOptions
 from moonpool.runtime.observing import audit
-from moonpool.runtime.security import process
+from moonpool.runtime.security import process, tls
 from moonpool.runtime.security.process import Security
 from moonpool.runtime.security.roles import Caller
 from tests.conductor.conftest import Api
@@ -41,7 +41,8 @@ OPTIONS = SecurityOptions(cluster_key="0123456789abcdef")
 
 
 @pytest.fixture
-def keyed(api: Api, tmp_path: Path) -> Api:
+def keyed(api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Api:
+    monkeypatch.setattr(tls, "LOOK_AGAIN_S", 0.0)
     process.use(Security(OPTIONS, Caller("conductor", "c")))
     file = tmp_path / "tenants.toml"
     file.write_text(FILE)
@@ -241,6 +242,29 @@ async def test_a_tenants_snapshot_has_nothing_of_others(keyed: Api) -> None:
     assert "cluster" not in event and "metrics" not in event
 
 
+async def test_keys_are_read_again_when_their_file_changes(
+    keyed: Api, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def status(key: str) -> int:
+        return (await get(keyed, "/v1/models", headers=bearer(key)))[0]
+
+    file = tmp_path / "tenants.toml"
+    assert (await status("sk-1"), await status("sk-new")) == (200, 401)
+    file.write_text(FILE.replace("sk-1", "sk-new"))
+    assert (await status("sk-1"), await status("sk-new")) == (401, 200)
+    for wrong, why in (
+        (FILE + "wieght = 2", "nightly.wieght: unknown"),
+        ("[acme", "at end of document"),
+        ("", "no tenant has a key"),
+    ):
+        file.write_text(wrong)
+        assert (await status("sk-1"), await status("sk-new")) == (401, 200), "the former keys stay"
+        assert f"the former content of {file} stays in use" in caplog.messages[-1]
+        assert why in caplog.messages[-1]
+    file.write_text(FILE)
+    assert (await status("sk-1"), await status("sk-new")) == (200, 401)
+
+
 async def test_a_stream_of_snapshots_ends_with_its_session_and_key(keyed: Api, tmp_path: Path) -> None:
     keyed.core.tenant_activity = lambda tenant: {}  # type: ignore[attr-defined]
     url, cookie = f"{keyed.url}/v1/live", await sign_in(keyed, "sk-page")
@@ -254,7 +278,6 @@ async def test_a_stream_of_snapshots_ends_with_its_session_and_key(keyed: Api, t
         await of_page.content.read()
         await of_key.content.readuntil(b"\n\n")
         (tmp_path / "tenants.toml").write_text(FILE.replace("sk-page", "sk-other"))
-        keyed.context.gate = Gate.load(str(tmp_path / "tenants.toml"))
         await of_key.content.read()
 
 
@@ -294,7 +317,6 @@ async def test_a_session_reads_what_its_key_may(keyed: Api) -> None:
 async def test_a_session_is_over_once_its_key_is_no_more(keyed: Api, tmp_path: Path) -> None:
     session = await sign_in(keyed, "sk-watch")
     (tmp_path / "tenants.toml").write_text(FILE.replace('"sk-watch"', '"sk-other"'))
-    keyed.context.gate = Gate.load(str(tmp_path / "tenants.toml"))
     assert (await get(keyed, "/v1/cluster", headers=session))[0] == 401
     assert (await get(keyed, "/v1/cluster", headers=await sign_in(keyed, "sk-other")))[0] == 200
 
