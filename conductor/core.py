@@ -158,6 +158,7 @@ class Conductor:
         self._on_demand = OnDemand(
             registry,
             self.fleet,
+            PlannerLease(kv_index, conductor_id, ttl_s=index.lease_ttl_s, clock=clock, name="first_nodes"),
             roles=first_roles,
             min_warm=planner.min_warm,
             idle_s=planner.hold_s,

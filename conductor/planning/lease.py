@@ -1,9 +1,10 @@
-"""The lease of the planner: one conductor of a namespace plans at a time.
+"""The leases of the planner and of the first nodes: one conductor of a namespace plans or wakes at a time.
 
-    {ns}:planner   hash   holder, epoch (grows with each holder), until (millisecond, on Redis's clock)
+    {ns}:planner, {ns}:first_nodes   hash   holder, epoch (grows with each holder), until (millisecond, on
+                                            Redis's clock)
 
-It keeps conductors that work together apart. Its epoch travels with each change, and providers refuse one
-older than they have seen. Whoever can write to Redis can stop the planning, and nothing else.
+It keeps conductors that work together apart. The planner's epoch travels with each change, and providers
+refuse one older than they have seen. Whoever can write to Redis can stop the planning, and nothing else.
 """
 
 from __future__ import annotations
@@ -28,13 +29,19 @@ class PlannerLease:
     """Taken and renewed by ``take``, given back by ``leave``."""
 
     def __init__(
-        self, index: KVIndex, conductor_id: str, *, ttl_s: float, clock: Callable[[], float]
+        self,
+        index: KVIndex,
+        conductor_id: str,
+        *,
+        ttl_s: float,
+        clock: Callable[[], float],
+        name: str = "planner",
     ) -> None:
         self._index = index
         self._conductor_id = conductor_id
         self._ttl_s = ttl_s
         self._clock = clock
-        self._key = f"{{{index.namespace}}}:planner"
+        self._key = f"{{{index.namespace}}}:{name}"
         self._held = Held("")
         self._latest = 0  # epoch that is known here, of whichever holder
 

@@ -13,8 +13,10 @@ from moonpool.conductor.fleet.errors import ProviderFailed
 from moonpool.conductor.fleet.providers.provider import SuppliedNode
 from moonpool.conductor.fleet.registry import NodeRegistry
 from moonpool.conductor.observing import planner_metrics as metrics
+from moonpool.conductor.planning.lease import PlannerLease
 from moonpool.conductor.planning.observation import UNKNOWN_JOIN_S
 from moonpool.conductor.planning.supply import Supply
+from moonpool.kvstore.errors import IndexUnavailable
 from moonpool.kvstore.index.redis.node_record import STAGES, stages_of
 from moonpool.runtime.service.vital import cancel_and_wait, restarted
 
@@ -44,6 +46,7 @@ class OnDemand:
         self,
         registry: NodeRegistry,
         admin: FleetAdmin,
+        lease: PlannerLease,
         *,
         roles: Sequence[str],
         min_warm: int,
@@ -51,10 +54,11 @@ class OnDemand:
         activity: Callable[[], tuple[int, int]],
         clock: Callable[[], float],
     ) -> None:
-        """``roles``: one node of each is started. ``activity``: requests placed so far by all conductors, and
-        those in flight in this one."""
+        """``lease``: of the conductor that starts nodes. ``roles``: one node of each is started.
+        ``activity``: requests placed so far by all conductors, and those in flight in this one."""
         self._registry = registry
         self._admin = admin
+        self._lease = lease
         self._roles = roles
         self._idle_s = idle_s
         self._activity = activity
@@ -135,11 +139,16 @@ class OnDemand:
             if self._is_wanted:
                 self._supply.failed(str(error), now_s)
                 self._began_s = None
+        except IndexUnavailable as error:
+            log.warning("nodes on demand: none starts without Redis, which they join by: %s", error)
 
     def _serves(self) -> bool:
         return all(self._registry.available(stage) for stage in STAGES)
 
     async def _start_missing(self, now_s: float) -> None:
+        # Before the nodes are listed: those that another conductor started under it are in the list then.
+        # One that may start none does not keep it, so that another one tries.
+        epoch = 0 if self._supply.held(now_s) else (await self._lease.take()).epoch
         supplied = await self._admin.supplied()
         members = self._registry.members.values()
         refused = {
@@ -163,6 +172,8 @@ class OnDemand:
         for role in self._roles:
             if role in starting or all(self._registry.available(stage) for stage in stages_of(role)):
                 continue
+            if not self._lease.holds(epoch):
+                return  # another conductor starts them, or dies, and this one goes on
             node_id = await self._admin.start(role, "a request asked for a model without a node")
             self._starting = (*self._starting, node_id)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,8 +18,10 @@ from moonpool.conductor.errors import NoNodes
 from moonpool.conductor.fleet.errors import ProviderFailed
 from moonpool.conductor.fleet.providers.provider import FAILED, RUNNING, STARTING, STOPPING, SuppliedNode
 from moonpool.conductor.planning import on_demand
+from moonpool.conductor.planning.lease import PlannerLease
 from moonpool.runtime.config.options import PlannerOptions
 from tests.conductor.core_nodes import (
+    LEASE_TTL_S,
     PROMPT,
     Cluster,
     Script,
@@ -47,6 +50,8 @@ class Machines:
         self.is_reachable = asyncio.Event()
         self.is_reachable.set()
         self.num_listed = 0  # calls
+        self.at_once = 1  # so many lists are made before the first is answered
+        self.may_list = asyncio.Event()
         self.on_stop: Callable[[], Awaitable[None]] | None = None
         self.started: list[str] = []
         self.stopped: list[str] = []
@@ -89,7 +94,11 @@ class Machines:
 
     async def list(self) -> Sequence[SuppliedNode]:
         self.num_listed += 1
-        return list(self.states.values())
+        known = list(self.states.values())
+        if self.num_listed >= self.at_once:
+            self.may_list.set()
+        await self.may_list.wait()
+        return known
 
     async def close(self) -> None:
         for task in self._joins:
@@ -110,6 +119,35 @@ async def test_the_first_request_starts_the_nodes_and_waits_for_them(url: str) -
         assert "waits_for_node" in cluster.names("a")
         assert await cluster.generate(request("d")) == continuation(PROMPT, 8)
         assert len(machines.started) == 2
+
+
+async def test_two_conductors_start_one_node_of_each_role(url: str) -> None:
+    machines, namespace = Machines(), uuid4().hex
+    machines.at_once = 2
+    async with (
+        running(url, namespace=namespace, provider=machines, planner=ON_DEMAND) as one,
+        running(url, namespace=namespace, provider=machines, planner=ON_DEMAND) as two,
+    ):
+        machines.cluster = one
+        both = await asyncio.gather(one.generate(request("a")), two.generate(request("b")))
+        assert list(both) == [continuation(PROMPT, 8)] * 2
+        assert sorted(name[0] for name in machines.started) == ["d", "p"]
+
+
+async def test_another_conductor_goes_on_where_the_one_that_starts_nodes_dies(url: str) -> None:
+    machines, namespace = Machines(), uuid4().hex
+    async with running(url, namespace=namespace, provider=machines, planner=ON_DEMAND) as cluster:
+        machines.cluster = cluster
+        dies = PlannerLease(
+            cluster.index, "dies", ttl_s=LEASE_TTL_S, clock=time.monotonic, name="first_nodes"
+        )
+        held = await dies.take()
+        await machines.start("prefill", "tiny")
+        asked = asyncio.create_task(cluster.generate(request()))
+        await cluster.until(lambda: len(machines.started) == 2)
+        assert time.monotonic() >= held.until_s, "it waited for the other one"
+        assert await asked == continuation(PROMPT, 8)
+        assert machines.started == ["p0", "d1"]
 
 
 async def test_a_request_whose_deadline_is_shorter_is_told_when_to_come_back(url: str) -> None:
@@ -287,6 +325,7 @@ async def test_a_node_that_comes_from_another_model_has_its_time() -> None:
     nodes = on_demand.OnDemand(
         cast(Any, SimpleNamespace(members=members, available=lambda stage: len(members))),
         cast(Any, admin),
+        cast(Any, None),
         roles=("both",),
         min_warm=0,
         idle_s=10.0,
