@@ -31,6 +31,7 @@ from moonpool.runtime.config.models_file import served_models
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.machine.description import own_version
 from moonpool.runtime.network.http_listening import reachable
+from moonpool.runtime.network.sockets import host_port
 from moonpool.runtime.replicas.identity import Replica
 from moonpool.runtime.reports.conditions import load_average
 from moonpool.runtime.reports.report import measure_environment
@@ -74,7 +75,7 @@ async def main(config: Config, service: ServiceContext) -> None:
     # Listen first: a port in use is a common error, and nothing needs undoing then.
     await server.start()
     try:
-        url = f"{server.scheme}://{reachable(config.conductor.host)}:{server.port}"
+        url = f"{server.scheme}://{host_port(reachable(config.conductor.host), server.port)}"
         metrics_url = f"{url}/metrics"
         if worker is not None:
             first.workers_page = worker.metrics_url

@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.errors import PortInUse
+from moonpool.runtime.network.sockets import host_port
 from moonpool.runtime.observing.metrics_server import serve_metrics
 from moonpool.runtime.replicas.group import ReplicaGroup, worker_configs
 from moonpool.runtime.replicas.identity import Replica
@@ -95,7 +96,7 @@ def serve_worker_metrics(config: Config, registry: CollectorRegistry, refresh: C
     own.register(_Fresh(registry, refresh))
     host = config.node.host
     port = serve_metrics(host, 0, own, keyed=bool(config.conductor.tenants_path)).port
-    return f"http://{host}:{port}/metrics"
+    return f"http://{host_port(host, port)}/metrics"
 
 
 class _Fresh(Collector):

@@ -24,6 +24,7 @@ from moonpool.conductor.observing.timelines.chrome import chrome_trace
 from moonpool.conductor.observing.timelines.parts import explanation_of, parts_of, with_api
 from moonpool.conductor.observing.timelines.spans import spans_of
 from moonpool.protos import node_pb2
+from moonpool.runtime.network.sockets import host_port
 from moonpool.runtime.replicas.metrics_page import GROUP_TIMEOUT_S, read_page
 
 MAX_LISTED = 512  # as many as are remembered: see ``RecentRequests``
@@ -128,7 +129,7 @@ async def prometheus_targets(http: web.Request) -> web.Response:
         if node["metrics_url"]:
             url = URL(node["metrics_url"])
             labels = {"node": node["node_id"], "role": node["role"], "__metrics_path__": url.path}
-            targets.append({"targets": [f"{url.host}:{url.port}"], "labels": labels})
+            targets.append({"targets": [host_port(url.host or "", url.port or 80)], "labels": labels})
     return reply(targets)
 
 

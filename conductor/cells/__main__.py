@@ -17,6 +17,7 @@ from moonpool.conductor.costs.regions import RegionLinks
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.network.http_connections import BoundedRunner
 from moonpool.runtime.network.http_listening import listen, reachable
+from moonpool.runtime.network.sockets import host_port
 from moonpool.runtime.security.https import client_context
 from moonpool.runtime.service.lifecycle import ServiceContext, run_service
 
@@ -53,7 +54,7 @@ async def main(config: Config, service: ServiceContext) -> None:
         try:
             cells.start(session)
             spreading.start()
-            url = f"{scheme}://{reachable(options.host)}:{runner.addresses[0][1]}"
+            url = f"{scheme}://{host_port(reachable(options.host), runner.addresses[0][1])}"
             service.ready(url=url, metrics_url=f"{url}/metrics")
             await service.draining.wait()
             router.leaving = True

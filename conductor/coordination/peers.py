@@ -27,6 +27,7 @@ from moonpool.protos import conductor_pb2, conductor_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.errors import MoonpoolError
 from moonpool.runtime.failures import FailureClass
+from moonpool.runtime.network.sockets import host_port
 from moonpool.runtime.observing import failures
 from moonpool.runtime.service.vital import cancel_and_wait, restarted
 
@@ -102,7 +103,7 @@ class Peers(conductor_pb2_grpc.ConductorPeerServicer):
         """Listen. Raises ``PortInUse``; nothing runs then."""
         add = conductor_pb2_grpc.add_ConductorPeerServicer_to_server
         self._server, port = await rpc.serve([(add, self)], self._host, self._port, direct=True)
-        self.address = f"{self._host}:{port}"
+        self.address = host_port(self._host, port)
 
     async def close(self) -> None:
         """Tell the others that our load is gone. Idempotent."""

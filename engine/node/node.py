@@ -63,6 +63,7 @@ from moonpool.runtime.config.agreement import agreement_of
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.health.monitor import HealthMonitor, NodeUnfit
 from moonpool.runtime.machine.description import own_version, versions_of
+from moonpool.runtime.network.sockets import host_port
 from moonpool.runtime.observing import failures
 from moonpool.runtime.observing.metrics_server import serve_metrics
 from moonpool.runtime.replicas.identity import Replica
@@ -355,7 +356,7 @@ class EngineNode(ABC):
         server, port = await rpc.serve(self.servicers(), config.node.host, config.node.port, direct=True)
         stack.push_async_callback(server.stop, 0.5)
         stack.push_async_callback(self.stop)
-        self.rpc_address = f"{config.node.host}:{port}"
+        self.rpc_address = host_port(config.node.host, port)
         self.kv_address = node_pb2.KvAddress(
             node_id=self.node_id,
             epoch=self.epoch,
@@ -370,7 +371,7 @@ class EngineNode(ABC):
             page = serve_metrics(
                 config.node.host, config.node.metrics_port, keyed=bool(config.conductor.tenants_path)
             )
-            self.metrics_url = f"http://{config.node.host}:{page.port}/metrics"
+            self.metrics_url = f"http://{host_port(config.node.host, page.port)}/metrics"
         self._identity = NodeRecord(
             node_id=self.node_id,
             epoch=self.epoch,

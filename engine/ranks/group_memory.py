@@ -15,6 +15,7 @@ from moonpool.engine.memory.packing import Packing
 from moonpool.engine.ranks.assignment import Assignment
 from moonpool.engine.ranks.link_factory import exchange_shape, open_store
 from moonpool.engine.ranks.step_message import payload_nbytes
+from moonpool.runtime.network.sockets import host_port
 
 
 class GroupMemory:
@@ -38,7 +39,7 @@ class GroupMemory:
         self._store: TCPStore | None = None
         if leader.link != "shm":
             self._store = open_store(leader.address)
-            leader = replace(leader, store=f"{self._store.host}:{self._store.port}")
+            leader = replace(leader, store=host_port(self._store.host, self._store.port))
         max_blocks = -(-leader.max_len // options.block_size)
         payload = payload_nbytes(
             max_tokens=options.max_batch_tokens,

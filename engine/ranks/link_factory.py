@@ -109,7 +109,7 @@ def _torch_link(
     start_timeout_s = assignment.options.parallel.start_timeout_s
     device, dtype = assignment.torch_device(), TORCH_DTYPES[assignment.dtype]
     with raising_rank_lost(0, f"; the rendezvous is at {assignment.store}"):
-        store = TCPStore(host, int(port), timeout=timedelta(seconds=start_timeout_s))
+        store = TCPStore(host.strip("[]"), int(port), timeout=timedelta(seconds=start_timeout_s))
     ranks = ProcessGroup(
         "nccl" if assignment.link == "nccl" else "gloo",
         store,

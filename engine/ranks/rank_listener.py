@@ -60,7 +60,8 @@ class RankListener(node_pb2_grpc.RanksServicer):
         """Listen. Raises PortInUse, or ConfigError for an address of another machine, for one that others
         reach without a key or certificates, and for a network that is not trusted."""
         host, _, port = self.options.listen.rpartition(":")
-        if not loopback_only(host.strip("[]")):
+        host = host.strip("[]")
+        if not loopback_only(host):
             if not self.options.trusted_network:
                 raise ConfigError(
                     "ranks on several machines exchange tensors over the network of engine.parallel.listen="

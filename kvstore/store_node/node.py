@@ -40,6 +40,7 @@ from moonpool.runtime.config.agreement import agreement_of
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.health.monitor import HealthMonitor
 from moonpool.runtime.machine.description import describe_machine, own_version
+from moonpool.runtime.network.sockets import host_port
 from moonpool.runtime.observing.metrics_server import serve_metrics
 from moonpool.runtime.security import process
 from moonpool.runtime.security.roles import CONDUCTOR, OPERATOR
@@ -136,7 +137,7 @@ class StoreNode(node_pb2_grpc.NodeServicer):
             direct=True,
         )
         stack.push_async_callback(server.stop, 0.5)
-        self._rpc_address = f"{config.node.host}:{port}"
+        self._rpc_address = host_port(config.node.host, port)
         metrics = serve_metrics(
             config.node.host,
             config.node.metrics_port,
@@ -144,7 +145,7 @@ class StoreNode(node_pb2_grpc.NodeServicer):
             pages=self.pages(),
         )
         stack.callback(metrics.close)
-        self._metrics_url = f"http://{config.node.host}:{metrics.port}/metrics"
+        self._metrics_url = f"http://{host_port(config.node.host, metrics.port)}/metrics"
         observed = observe_stores(lambda: [(shelf.name, shelf.store) for shelf in self._shelves()])
         stack.callback(REGISTRY.unregister, observed)
         if self._reconciler is not None:

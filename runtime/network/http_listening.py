@@ -55,6 +55,4 @@ def _https_of(options: ConductorOptions, security: process.Security) -> HttpsSer
 
 def reachable(host: str) -> str:
     """The address to connect to for a listening address ``host``."""
-    if host in ("0.0.0.0", "::", ""):
-        return "127.0.0.1"
-    return f"[{host}]" if ":" in host else host
+    return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)

@@ -31,6 +31,11 @@ def free_port(host: str = "127.0.0.1") -> int:
         return int(listener.getsockname()[1])
 
 
+def host_port(host: str, port: int) -> str:
+    """``host:port``, as URLs and gRPC take it: with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def prepare(sock: socket.socket) -> None:
     """Make ``sock`` non-blocking; over TCP also disable Nagle's algorithm and enable keep-alive."""
     sock.setblocking(False)

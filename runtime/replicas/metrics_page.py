@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from moonpool.runtime.network.sockets import host_port
 from moonpool.runtime.observing.metrics_server import metrics_headers, serve_metrics
 from moonpool.runtime.replicas.supervisor import ReplicaProcess
 from moonpool.runtime.security import process
@@ -31,7 +32,7 @@ class ReplicaMetrics(Collector):
         self.replicas: Sequence[ReplicaProcess] = ()
         registry = CollectorRegistry()
         registry.register(self)
-        self.url = f"http://{host}:{serve_metrics(host, port, registry, keyed=keyed).port}/metrics"
+        self.url = f"http://{host_port(host, serve_metrics(host, port, registry, keyed=keyed).port)}/metrics"
 
     def collect(self) -> Iterator[Metric]:
         """Each replica's samples with its number as the label ``replica``, family by family."""

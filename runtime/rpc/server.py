@@ -17,6 +17,7 @@ from prometheus_client import Counter
 from moonpool.runtime.errors import MoonpoolError, PortInUse, failure_of
 from moonpool.runtime.failures import FailureClass
 from moonpool.runtime.message_checks import check_message
+from moonpool.runtime.network.sockets import host_port
 from moonpool.runtime.observing import audit, tracing
 from moonpool.runtime.observing.log import request_id
 from moonpool.runtime.redaction import redacted
@@ -90,7 +91,7 @@ async def serve(
     await server.start()
     # Where certificates are demanded: a Unix socket shows none.
     direct = direct and security.tls is None
-    beside = _direct(servicers, f"{host}:{bound_port}", boundary) if direct else None
+    beside = _direct(servicers, host_port(host, bound_port), boundary) if direct else None
     return Server(server, beside), bound_port
 
 
@@ -104,8 +105,8 @@ def bind(
     """Let a server listen there; return its port (0: any). Raises PortInUse, naming ``option``."""
     try:
         if (tls := security.tls) is None:
-            return int(server.add_insecure_port(f"{host}:{port}"))
-        return int(server.add_secure_port(f"{host}:{port}", security.server_credentials(tls)))
+            return int(server.add_insecure_port(host_port(host, port)))
+        return int(server.add_secure_port(host_port(host, port), security.server_credentials(tls)))
     except RuntimeError as error:
         raise PortInUse(host, port, option) from error
 

@@ -20,7 +20,7 @@ from ray.util import get_node_ip_address
 
 from moonpool.conductor.fleet.providers.provider import FAILED, RUNNING, STARTING, STOPPING
 from moonpool.runtime.errors import ChildFailed
-from moonpool.runtime.network.sockets import free_port
+from moonpool.runtime.network.sockets import free_port, host_port
 from moonpool.runtime.service.child import Child
 
 ENDED: Final = "ended"
@@ -94,7 +94,7 @@ class RayNode:
             *("node.port=0", "node.metrics_port=0"),
         )
         command = [sys.executable, "-m", "moonpool.node", "--role", self._role, "--config", str(file)]
-        listen = f"{host}:{free_port(host)}" if self._hosts > 1 else ""
+        listen = host_port(host, free_port(host)) if self._hosts > 1 else ""
         for option in (*self._options, *own, f"engine.parallel.listen={listen}"):
             command += ["--set", option]
         # Its log is Ray's of this actor: `ray logs`.
