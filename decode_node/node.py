@@ -17,6 +17,7 @@ from moonpool.decode_node.outbox import DIRECT_INTERVAL_S, INTERVAL_S, MAX_UNREA
 from moonpool.decode_node.takeover import HandoverBroken, Source, Taken, take_over
 from moonpool.engine.batching.sequence import Sequence
 from moonpool.engine.batching.step_plan import StepEvent
+from moonpool.engine.errors import DuplicateSequence
 from moonpool.engine.node.handover import HandoverFailed
 from moonpool.engine.node.messages import sequence_of, time_left_s
 from moonpool.engine.node.metrics import DECODE_TOKENS, RECEIVED_BLOCKS, RECEIVED_BYTES
@@ -134,6 +135,8 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
         work = request.work
         received_s = time.monotonic()
         sequence = sequence_of(work, arrived_s=received_s)
+        if sequence.key in self._requests:
+            raise DuplicateSequence(*sequence.key)
         self.tenants.charge(work, sequence.keys, self.store.tiers)
         num_local = len(self.engine.pool.match(block_keys.unpack(work.block_keys)))
         takeover = asyncio.create_task(self._take_over(request, sequence))
@@ -218,9 +221,9 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
             if taken.stream is not None:
                 taken.stream.cancel()
             engine.release(sequence)
-            self._requests.pop(key, None)
             if not isinstance(error, Exception):
-                raise
+                raise  # cancelled, and forgotten then: a later request may have the key
+            self._requests.pop(key, None)
             if isinstance(error, MoonpoolError | TimeoutError):
                 reason = str(error) or "the request's deadline passed"
                 log.warning("%s was not taken over: %s", sequence.request_id, reason)
