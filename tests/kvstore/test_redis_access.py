@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import subprocess
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +16,9 @@ from click.testing import CliRunner
 from redis.exceptions import RedisError
 
 from moonpool.commands.index import acl_command
+from moonpool.conductor.canary.record import CanaryRecords, new_sides
+from moonpool.conductor.fleet.rollout.record import RolloutRecord, RolloutStatus
+from moonpool.conductor.planning.lease import PlannerLease
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.errors import IndexUnavailable
 from moonpool.kvstore.index.redis.client import connect
@@ -94,6 +98,20 @@ async def test_a_client_finds_nodes_that_an_operator_registered(urls: dict[str, 
         await KVIndex(client, NAMESPACE).deregister("a", 1)
     for redis in (operator, client):
         await redis.aclose()
+
+
+async def test_a_conductor_writes_the_records_that_conductors_share(urls: dict[str, str]) -> None:
+    redis = connect(urls["conductor"])
+    index = KVIndex(redis, NAMESPACE)
+    for name in ("planner", "first_nodes"):
+        lease = PlannerLease(index, "c", ttl_s=1.0, clock=time.monotonic, name=name)
+        assert (await lease.take()).epoch == 1
+    assert await RolloutRecord(index, ttl_s=1.0).begin(RolloutStatus()) == 1
+    canaries = CanaryRecords(index)
+    await canaries.read()
+    assert not canaries.known
+    assert await canaries.count("1", "c", new_sides()) == new_sides()
+    await redis.aclose()
 
 
 # ---------------------------------------------------------------------- TLS

@@ -33,7 +33,7 @@ _KEYS = {
     CONDUCTOR: (
         *_INDEX,
         *("{%s}:conductors", "{%s}:facts", "{%s}:planner", "{%s}:stream:*", "{%s}:responses:*"),
-        *("{%s}:usage:*", "{%s}:first_nodes"),
+        *("{%s}:usage:*", "{%s}:first_nodes", "{%s}:rollout", "{%s}:canaries", "{%s}:canary:*"),
     ),
     OPERATOR: _INDEX,
     CLIENT: ("{%s}:meta", "{%s}:leases", "{%s}:node:*", "{%s}:log:*"),
