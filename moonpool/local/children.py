@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from moonpool.local.node_configs import (
     free_gpus,
     gpu_options,
     gpu_spans,
-    node_configs,
     num_gpus_of,
     options_on,
 )
@@ -57,10 +56,11 @@ class Children:
         label: str = "",
         host: PlayedHost | None = None,
         node_module: str = NODE_MODULE,
+        spans: dict[str, range] | None = None,
     ) -> None:
         """``loaded``: gets a child's name, bytes loaded and all bytes while weights are loaded. ``label``:
         in the names of its nodes, where a cluster has several models. ``host``: has half of the ranks.
-        ``node_module``: that the processes of its nodes run."""
+        ``node_module``: that the processes of its nodes run. ``spans``: GPUs by node, of all models."""
         self._config = config
         self._host = host
         self._node_module = node_module
@@ -68,7 +68,7 @@ class Children:
         self._directory = directory
         self._loaded = loaded
         self._gpus = computes_on_gpus(config)
-        self._spans: dict[str, range] = {}  # GPUs by node
+        self._spans = {} if spans is None else spans
         self._gpu_options: dict[str, tuple[str, ...]] = {}  # by node
         self._numbers = dict.fromkeys((*_COMPUTE, "store"), 0)
         self._num_engines = 0
@@ -82,15 +82,12 @@ class Children:
         listening = ("node.port=0", "node.metrics_port=0")
         return self._child("conductor", ("moonpool.conductor",), *listening, *options)
 
-    def first_nodes(self, *, on_demand: bool = False) -> list[Child]:
-        """Those that ``cluster.*`` names. ``on_demand``: others start when they are asked for."""
-        counts, configs, nodes = self._config.cluster, node_configs(self._config), list[Child]()
-        # On Ray, its machines have the others.
-        if self._config.fleet.provider != "ray" and (self._config.planner.min_warm or not on_demand):
-            roles = [role for role in _COMPUTE for _ in range(getattr(counts, role))]
-            options, spans = gpu_options(configs, self._gpus), gpu_spans(configs, self._gpus)
-            nodes += [self._node(*each) for each in zip(roles, options, spans, strict=True)]
-        return nodes + [self._node("store", (), range(0)) for _ in range(counts.store)]
+    def _first_roles(self, *, on_demand: bool) -> list[str]:
+        counts = self._config.cluster
+        # On Ray, its machines have them.
+        if self._config.fleet.provider == "ray" or (on_demand and not self._config.planner.min_warm):
+            return []
+        return [role for role in _COMPUTE for _ in range(getattr(counts, role))]
 
     def settle(self, settings: Sequence[str]) -> None:
         """Use these settings for all later nodes. Raises ``ConfigError``."""
@@ -198,3 +195,23 @@ def _memory_nbytes(config: Config) -> int:
     """What a node takes of this machine's memory: the pools of its replicas, and the weights."""
     pools = config.engine.host_pool_nbytes * config.engine.parallel.dp
     return pools + sum(file.stat().st_size for file in config.model.directory.glob("*.safetensors"))
+
+
+def first_nodes(made: Mapping[str, Children], *, on_demand: bool = False) -> dict[str, list[Child]]:
+    """Return by model the nodes that ``cluster.*`` names. ``on_demand``: others start when asked for.
+
+    The nodes of all models divide the GPUs among them.
+    """
+    roles = {model: one._first_roles(on_demand=on_demand) for model, one in made.items()}
+    on_gpus = [
+        config_of(one._config, role) for model, one in made.items() if one._gpus for role in roles[model]
+    ]
+    num_gpus = max(one._gpus for one in made.values())
+    placed = zip(gpu_options(on_gpus, num_gpus), gpu_spans(on_gpus, num_gpus), strict=True)
+    return {
+        model: [
+            *(one._node(role, *(next(placed) if one._gpus else ((), range(0)))) for role in roles[model]),
+            *(one._node("store", (), range(0)) for _ in range(one._config.cluster.store)),
+        ]
+        for model, one in made.items()
+    }

@@ -239,14 +239,20 @@ class LocalCluster:
             self._audited.enter_context(audited(self.config.audit, "supervisor"))
             self.supervisor_address = await self._supervisor.start(Security(self.config.security, _me()))
             options = ("fleet.provider=local", f"fleet.supervisor={self.supervisor_address}")
+        spans: dict[str, range] = {}
         made = Children(
-            self.config, self.directory, self._loaded, host=self._host, node_module=self._node_module
+            self.config,
+            self.directory,
+            self._loaded,
+            host=self._host,
+            node_module=self._node_module,
+            spans=spans,
         )
         self.children["conductor"] = made.conductor(*options)
         nodes = {
             one.name: made
             if one.config is self.config
-            else Children(one.config, self.directory, self._loaded, one.name, self._host)
+            else Children(one.config, self.directory, self._loaded, one.name, self._host, spans=spans)
             for one in models_to_start(self.config)
         }
         self._elastic.begin(self.config, nodes, supervises=bool(self.supervisor_address))

@@ -14,7 +14,7 @@ from moonpool.conductor.fleet.providers.provider import (
     STOPPING,
     SuppliedNode,
 )
-from moonpool.local.children import Children, NoRoom, ready_timeout_s
+from moonpool.local.children import Children, NoRoom, first_nodes, ready_timeout_s
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.errors import ChildFailed, MoonpoolError
 from moonpool.runtime.failures import FailureClass
@@ -73,8 +73,8 @@ class ElasticNodes:
         self._made = dict(made)
         self._drain_s = config.node.drain_s + config.store.flush_s
         self._most = config.cluster.most
-        for model, children in made.items():
-            for child in children.first_nodes(on_demand=supervises):
+        for model, children in first_nodes(made, on_demand=supervises).items():
+            for child in children:
                 self._add(child, model, child.name.partition("-")[0])
 
     @property

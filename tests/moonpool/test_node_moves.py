@@ -11,7 +11,7 @@ import pytest
 
 from moonpool.errors import TooLittleMemory
 from moonpool.local import children as children_module
-from moonpool.local.children import Children, NoRoom
+from moonpool.local.children import Children, NoRoom, first_nodes
 from moonpool.runtime.config.engine_options import shipped
 from moonpool.runtime.config.models_file import served_models
 from moonpool.runtime.config.options import Config
@@ -36,8 +36,9 @@ def two(directory: Path, *settings: str, first: tuple[str, ...] = ()) -> tuple[C
         cluster=replace(config.cluster, prefill=0, decode=0, both=1),
         models=replace(config.models, path=str(directory / "models.toml")),
     )
+    spans: dict[str, range] = {}
     a, b = (
-        Children(one.config, directory, lambda name, done, total: None, one.name)
+        Children(one.config, directory, lambda name, done, total: None, one.name, spans=spans)
         for one in served_models(config).models
     )
     return a, b
@@ -54,8 +55,8 @@ def test_it_keeps_its_name_and_its_gpus_and_has_the_other_models_options(
 ) -> None:
     monkeypatch.setattr(children_module, "computes_on_gpus", lambda config: 4)
     a, b = two(tmp_path, "engine.parallel.tp=2", first=("engine.parallel.tp=2", "cluster.both=2"))
-    nodes = a.first_nodes()
-    (other,) = b.first_nodes()
+    found = first_nodes({"a": a, "b": b})
+    nodes, (other,) = found["a"], found["b"]
     b.settle(["engine.max_batch_tokens=99"])
     moved = b.moved("both-a-1", "decode", a)
     assert moved.name == nodes[1].name == "both-a-1"
@@ -69,17 +70,30 @@ def test_it_keeps_its_name_and_its_gpus_and_has_the_other_models_options(
     assert gpu not in options(other)
 
 
+def test_the_nodes_of_all_models_divide_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children_module, "computes_on_gpus", lambda config: 3)
+    a, b = two(tmp_path)
+    first = [child for nodes in first_nodes({"a": a, "b": b}).values() for child in nodes]
+    names = {child.name for child in first}
+    devices = [
+        one for child in (*first, b.another("both", names)) for one in options(child) if "device" in one
+    ]
+    assert devices == ["model.device=cuda:0", "model.device=cuda:1", "model.device=cuda:2"]
+    with pytest.raises(NoRoom):
+        a.another("both", {*names, "both-b-1"})
+
+
 def test_one_that_needs_other_gpus_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(children_module, "computes_on_gpus", lambda config: 4)
     a, b = two(tmp_path, "engine.parallel.tp=2")
-    a.first_nodes()
+    first_nodes({"a": a})
     with pytest.raises(NoRoom, match="both-a-0 has 1 GPUs, and this model takes 2"):
         b.moved("both-a-0", "both", a)
 
 
 def test_the_memory_that_it_gives_up_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = two(tmp_path, "engine.pool_nbytes=300MiB", first=("engine.pool_nbytes=200MiB",))
-    a.first_nodes()
+    first_nodes({"a": a})
     monkeypatch.setattr(children_module, "available_nbytes", lambda: 100 * MIB)
     b.moved("both-a-0", "both", a)  # the small model's weights are the smaller ones
     monkeypatch.setattr(children_module, "available_nbytes", lambda: 50 * MIB)
@@ -89,8 +103,7 @@ def test_the_memory_that_it_gives_up_counts_as_free(tmp_path: Path, monkeypatch:
 
 def test_blocks_on_disk_are_those_of_one_model(tmp_path: Path) -> None:
     a, b = two(tmp_path, "store.ssd.path=/kv", "engine.pool_nbytes=1MiB", first=("store.ssd.path=/kv",))
-    (node,) = a.first_nodes()
-    b.first_nodes()
+    (node,), _ = first_nodes({"a": a, "b": b}).values()
     assert "store.ssd.path=/kv/b" in options(b.moved("both-a-0", "both", a))
     assert options(a.moved("both-a-0", "both", b)) == options(node), "its own folder, again"
     assert "store.ssd.path=/kv/a" in options(a.moved("both-b-0", "both", b))
@@ -98,7 +111,7 @@ def test_blocks_on_disk_are_those_of_one_model(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_is_gone_and_another_engine_are_refused(tmp_path: Path) -> None:
     a, b = two(tmp_path)
-    a.first_nodes()
+    first_nodes({"a": a})
     shutil.rmtree(tmp_path / "small")
     with pytest.raises(ConfigError, match="is not a directory"):
         b.moved("both-a-0", "both", a)
