@@ -11,6 +11,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from moonpool.kvstore.tiers.protocols import Bytes
+from moonpool.runtime.cancellation import outlast
 from moonpool.transfer.metrics import moving_average
 
 Result = TypeVar("Result")
@@ -45,15 +46,11 @@ class Copier:
     async def run(self, work: Callable[[], Result]) -> Result:
         """Run on a thread. A cancelled call first lets it end, however often it is cancelled."""
         copying = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        cancelled: asyncio.CancelledError | None = None
-        while not copying.done():
-            try:
-                await asyncio.wait((copying,))
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
+        try:
+            await outlast(copying)
+        except asyncio.CancelledError:
             copying.exception()  # retrieved, or asyncio would log it
-            raise cancelled
+            raise
         return copying.result()
 
     async def close(self) -> None:

@@ -16,6 +16,7 @@ import pytest
 from moonpool.kvstore.tiers.ssd import SsdTier
 from moonpool.kvstore.tiers.ssd.files.block_index import BlockIndex, IndexWriteFailed
 from moonpool.kvstore.tiers.ssd.files.segments import Segments
+from moonpool.kvstore.tiers.ssd.jobs.batch import Batch
 from tests.kvstore.nodes import chain
 from tests.kvstore.ssd_blocks import (
     LAYOUT,
@@ -373,6 +374,41 @@ async def test_a_caller_that_leaves_is_not_written_to(
         stall.opened.set()
         assert await check_every_block(tier) == 4
         assert all((block == 7).all() for block in into)
+
+
+async def test_a_caller_that_is_cancelled_twice_is_not_written_to_after_it_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copying, may_copy = threading.Event(), threading.Event()
+    batches: list[Batch] = []
+    begin = Batch.begin_touching
+
+    def begin_slowly(batch: Batch) -> bool:
+        begun = begin(batch)
+        batches.append(batch)
+        copying.set()
+        may_copy.wait()
+        return begun
+
+    async with await open_tier(tmp_path) as tier:
+        await put_chain(tier, chain(1))
+        monkeypatch.setattr(Batch, "begin_touching", begin_slowly)
+        into = np.full(LAYOUT.block_nbytes, 7, np.uint8)
+        reading = asyncio.create_task(tier.get(chain(1), [into]))
+        await asyncio.to_thread(copying.wait)
+        try:
+            reading.cancel()
+            while not batches[0].abandoned:  # noqa: ASYNC110 - a batch tells no one
+                await asyncio.sleep(0)
+            for _ in range(10):
+                reading.cancel()
+                await asyncio.sleep(0)
+            assert not reading.done(), "a thread is about to copy into its memory"
+        finally:
+            may_copy.set()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert np.array_equal(into, payload(chain(1)[0]))
 
 
 async def test_a_tier_can_be_closed_while_its_disk_hangs(

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from moonpool.runtime.cancellation import outlast
 from moonpool.transfer import metrics
 from moonpool.transfer.connections.link import Link
 from moonpool.transfer.connections.wire import RegionInfo
@@ -213,12 +214,7 @@ class Failover:
             return await asyncio.shield(ended)
         except asyncio.CancelledError:
             attempt.stop(self.failure or TransferError("the batch was cancelled"))
-            while not ended.done():
-                try:
-                    await asyncio.shield(ended)
-                except asyncio.CancelledError:
-                    # Wait regardless of further cancellations: threads are still using the spans.
-                    continue
+            await outlast(ended)  # threads are still using the spans
             raise
         finally:
             watch.cancel()

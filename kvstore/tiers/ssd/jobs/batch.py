@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from moonpool.kvstore.tiers.ssd.jobs.threads import Worker
+from moonpool.runtime.cancellation import outlast
 
 Block = TypeVar("Block")
 
@@ -36,7 +37,7 @@ class Batch:
         except asyncio.CancelledError:
             self.abandon()
             # Let a copy that has begun end: it takes microseconds.
-            await self._answered
+            await outlast(self._answered)
             raise
         return not self.abandoned
 
