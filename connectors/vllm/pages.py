@@ -53,17 +53,20 @@ class PageReading:
     def __init__(self) -> None:
         self._ended = threading.Event()
         self._is_abandoned = False
+        self._lock = threading.Lock()  # one of both sides decides whether the end was in time
 
     def end(self) -> bool:
         """The pages are no longer read. Returns whether they did not change meanwhile. Idempotent."""
-        unchanged = not self._is_abandoned
-        self._ended.set()
-        return unchanged
+        with self._lock:
+            self._ended.set()
+            return not self._is_abandoned
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the end. False: the wait was too long, and what was read must not be used."""
-        self._is_abandoned = not self._ended.wait(timeout_s)
-        return not self._is_abandoned
+        self._ended.wait(timeout_s)
+        with self._lock:
+            self._is_abandoned = not self._ended.is_set()
+            return not self._is_abandoned
 
 
 def _pages_of(tensor: Tensor) -> Bytes:

@@ -253,6 +253,21 @@ def test_reading_that_ends_in_time_counts() -> None:
     assert not late.end()
 
 
+def test_reading_that_ends_while_the_engine_gives_up_is_kept_and_not_counted_or_the_reverse(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reading, is_kept = PageReading(), []
+    wait = reading._ended.wait
+
+    def wait_and_end(timeout_s: float) -> bool:
+        found = wait(timeout_s)
+        is_kept.append(reading.end())  # its thread: between the timeout and the engine's next line
+        return found
+
+    monkeypatch.setattr(reading._ended, "wait", wait_and_end)
+    assert [reading.wait(0)] == is_kept
+
+
 def test_close_leaves_nothing(redis: Redis) -> None:
     def memfds() -> set[str]:
         links = (os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.exists())
