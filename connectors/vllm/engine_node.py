@@ -132,13 +132,12 @@ class EngineNode(StoreNode):
     async def save(self, save: Save, reading: PageReading) -> None:
         """Keep blocks; fewer where there is no room. ``reading`` ends in every case."""
         try:
-            async with self._saving:
-                await self._save(save, reading)
+            async with self._saving, self._kv.writing(self._own_layout) as store:
+                await self._save(store, save, reading)
         finally:
             reading.end()
 
-    async def _save(self, save: Save, reading: PageReading) -> None:
-        store = await self._kv.open_layout(self._own_layout)
+    async def _save(self, store: TieredStore, save: Save, reading: PageReading) -> None:
         keys = save.keys
         if save.tenant:
             keys = keys[: await self._tenants.make_room(save.tenant, keys, save.parent, store)]

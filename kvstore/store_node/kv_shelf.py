@@ -49,13 +49,13 @@ class KvShelf:
         self._leases = leases
         self._deadline_s = deadline_s
         self._opening = asyncio.Lock()
-        self._num_readers = 0  # of other nodes' blocks
-        self._being_read: OpaqueLayout | None = None  # the layout of all of them
+        self._num_writers = 0  # of blocks that are not visible yet
+        self._being_written: OpaqueLayout | None = None  # the layout of all of them
         self._num_leasing = 0
 
     async def open_layout(self, layout: OpaqueLayout) -> TieredStore:
         """Use this layout from now on. Raises ``OtherLayout``: there are blocks of another, or some are being
-        read; nothing has changed. After a cancellation the change goes on: a store that is half closed or
+        written; nothing has changed. After a cancellation the change goes on: a store that is half closed or
         half open could not be used."""
         if self.store is None or self.layout != layout:
             await asyncio.shield(asyncio.create_task(self._change(layout), name="KV layout"))
@@ -66,6 +66,8 @@ class KvShelf:
         async with self._opening:
             if self.layout == layout:
                 return
+            if self._being_written is not None and self._being_written != layout:
+                raise self._other(layout, self._being_written)
             if self.store is not None and self.layout is not None:
                 # A block may be gone and still be read.
                 in_use = self._num_leasing or len(self.store.grants)
@@ -86,18 +88,19 @@ class KvShelf:
         return OtherLayout(self._node_id, wanted.fingerprint.hex(), used.fingerprint.hex())
 
     @asynccontextmanager
-    async def _using(self, layout: OpaqueLayout) -> AsyncIterator[TieredStore]:
-        """The store of this layout, which stays open inside the block. Raises ``OtherLayout``."""
-        if self._being_read is not None and self._being_read != layout:
-            raise self._other(layout, self._being_read)
-        self._being_read = layout
-        self._num_readers += 1
+    async def writing(self, layout: OpaqueLayout) -> AsyncIterator[TieredStore]:
+        """The store of this layout, which stays open inside the block, so that blocks can be added. Raises
+        ``OtherLayout``."""
+        if self._being_written is not None and self._being_written != layout:
+            raise self._other(layout, self._being_written)
+        self._being_written = layout
+        self._num_writers += 1
         try:
             yield await self.open_layout(layout)
         finally:
-            self._num_readers -= 1
-            if not self._num_readers:
-                self._being_read = None
+            self._num_writers -= 1
+            if not self._num_writers:
+                self._being_written = None
 
     async def close(self, flush_s: float) -> None:
         """Write to disk what is only in memory, in at most ``flush_s``, and end."""
@@ -150,7 +153,7 @@ class KvShelf:
         whole blocks; ``NodeUnavailable``, ``RemoteError``, ``TransferError``: no block was added.
         """
         started_s = time.monotonic()
-        async with self._using(OpaqueLayout(source.block_nbytes, source.layout_fingerprint)) as store:
+        async with self.writing(OpaqueLayout(source.block_nbytes, source.layout_fingerprint)) as store:
             num_read = await self._copy(store, source, keys, surplus)
             num_blocks = len(store.match(keys))
         nbytes = num_read * source.block_nbytes

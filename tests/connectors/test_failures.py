@@ -16,6 +16,8 @@ from prometheus_client import REGISTRY
 from moonpool.connectors import service_thread
 from moonpool.connectors.vllm.engine_node import EngineNode
 from moonpool.connectors.vllm.pages import PageReading
+from moonpool.kvstore.blocks.layout import OpaqueLayout
+from moonpool.kvstore.objects.errors import OtherLayout
 from moonpool.runtime.service.vital import VITAL
 from tests.connectors.conftest import Make, Redis
 from tests.connectors.small_engine import BLOCK, Peer, Request, SmallEngine, until
@@ -266,6 +268,34 @@ def test_reading_that_ends_while_the_engine_gives_up_is_kept_and_not_counted_or_
 
     monkeypatch.setattr(reading._ended, "wait", wait_and_end)
     assert [reading.wait(0)] == is_kept
+
+
+def test_an_engine_keeps_its_layout_while_it_saves(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engine("saves")
+    begun, goes_on = threading.Event(), threading.Event()
+    copy_out = one.node._pages.copy_out
+
+    def slow(blocks: list[int], spans: list[object]) -> None:
+        begun.set()
+        goes_on.wait()
+        copy_out(blocks, spans)
+
+    monkeypatch.setattr(one.node._pages, "copy_out", slow)
+    monkeypatch.setattr("moonpool.connectors.vllm.worker._FENCE_S", 60.0)
+    serving = threading.Thread(target=one.serve, args=(prompt("l"),))
+    serving.start()
+    try:
+        assert begun.wait(60)
+        layout = OpaqueLayout(4096, b"another layout16")
+        node = one.worker._node
+        asking = None if node is None else node.submit(lambda node: node._kv.open_layout(layout))
+        assert asking is not None
+        with pytest.raises(OtherLayout):
+            asking.result(60)
+    finally:
+        goes_on.set()
+        serving.join()
+    one.until_hit("l", 6)
 
 
 def test_close_leaves_nothing(redis: Redis) -> None:

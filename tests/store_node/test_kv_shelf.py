@@ -131,6 +131,17 @@ async def test_a_read_of_one_layout_keeps_another_from_taking_its_memory() -> No
         assert opened.num_made == 1
 
 
+async def test_a_node_does_not_take_the_memory_back_for_its_own_layout_during_a_read() -> None:
+    async with shelf_and_source() as (shelf, opened, source):
+        first = asyncio.create_task(shelf.replicate(source.address(LAYOUTS[0]), KEYS))
+        await source.asked.acquire()
+        with pytest.raises(OtherLayout, match=LAYOUTS[0].fingerprint.hex()):
+            await shelf.open_layout(LAYOUTS[1])
+        source.may_read.set()
+        assert (await first).num_read == len(KEYS)
+        assert opened.num_made == 1
+
+
 async def test_an_empty_store_changes_its_layout_once_nobody_uses_it() -> None:
     async with shelf_and_source() as (shelf, _, source):
         first = asyncio.create_task(shelf.replicate(source.address(LAYOUTS[0]), KEYS))
