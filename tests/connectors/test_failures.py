@@ -15,9 +15,16 @@ from prometheus_client import REGISTRY
 
 from moonpool.connectors import service_thread
 from moonpool.connectors.vllm.engine_node import EngineNode
+from moonpool.connectors.vllm.lookup.prefix_index import PrefixIndex
 from moonpool.connectors.vllm.pages import PageReading
 from moonpool.kvstore.blocks.layout import OpaqueLayout
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.blocks.vllm_keys import key_of
+from moonpool.kvstore.index.redis.client import connect
+from moonpool.kvstore.index.redis.kv_index import KVIndex
+from moonpool.kvstore.index.redis.node_record import NodeRecord
 from moonpool.kvstore.objects.errors import OtherLayout
+from moonpool.runtime.config.options import IndexOptions
 from moonpool.runtime.service.vital import VITAL
 from tests.connectors.conftest import Make, Redis
 from tests.connectors.small_engine import BLOCK, Peer, Request, SmallEngine, until
@@ -352,3 +359,27 @@ def test_what_an_engine_of_another_layout_has_is_said(engine: Make, redis: Redis
         assert reason() == ("layout", "wide")
     finally:
         wide.close()
+
+
+def test_a_record_whose_layout_cannot_be_read_hides_no_other(
+    redis: Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs = bytes(range(16))
+
+    async def register() -> None:
+        async with connect(redis.url) as client:
+            index = KVIndex(client, "layouts")
+            for number in range(8):
+                await index.register(NodeRecord(f"odd{number}", 1, "store", layout=f"odd {number}"), 60.0)
+            await index.register(NodeRecord("other", 1, "store", layout=theirs.hex()), 60.0)
+            await index.publish("other", 1, [(key_of(theirs, b"held"), Tier.HOST)])
+
+    asyncio.run(register())
+    index = PrefixIndex(IndexOptions(redis.url, namespace="layouts"), answer_s=60.0)
+    try:
+        until(lambda: index._mirror is not None and len(index._mirror.nodes) == 9)
+        assert index.in_other_layout(b"own", lambda layout: key_of(layout, b"not held")) == ""
+        assert "the index was not asked" not in caplog.text
+        until(lambda: index.in_other_layout(b"own", lambda layout: key_of(layout, b"held")) == "other")
+    finally:
+        index.close()

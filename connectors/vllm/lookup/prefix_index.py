@@ -124,7 +124,11 @@ def _holders(mirror: IndexMirror, keys: Sequence[BlockKey]) -> list[Holder]:
 def _in_other_layout(mirror: IndexMirror, own: bytes, name: Callable[[bytes], BlockKey]) -> str:
     others = {record.layout for record in mirror.nodes.values()} - {"", own.hex()}
     for layout in others:
-        holder = next(iter(mirror.longest_prefix([name(bytes.fromhex(layout))])), "")
+        try:
+            fingerprint = bytes.fromhex(layout)
+        except ValueError:
+            continue  # this node's blocks are not known; others' are
+        holder = next(iter(mirror.longest_prefix([name(fingerprint)])), "")
         if holder:
             return holder
     return ""
