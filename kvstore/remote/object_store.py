@@ -142,9 +142,10 @@ class RemoteStore:
             await asyncio.sleep(_CLOSE_AFTER_S)
             while self._done:
                 done, self._done = self._done, []
-                await self.call("Close", store_pb2.CloseRequest(lease_id=done))
-        except (NodeUnavailable, RemoteError) as error:
-            log.info("a lease was not ended and will expire: %s", error)
+                try:
+                    await self.call("Close", store_pb2.CloseRequest(lease_id=done))
+                except (NodeUnavailable, RemoteError) as error:
+                    log.info("%d leases were not ended and will expire: %s", len(done), error)
         finally:
             self._closing = None
 

@@ -12,6 +12,7 @@ import pytest
 from moonpool.kvstore.grants.held import HeldGrant
 from moonpool.kvstore.remote.object_store import RemoteStore
 from moonpool.protos import node_pb2, store_pb2
+from moonpool.runtime.errors import NodeUnavailable
 from moonpool.transfer import Span, TransferError
 
 OWNER = b"o" * 16
@@ -30,12 +31,15 @@ class Node(RemoteStore):
         self.changed = asyncio.Event()
         self.closing, self.may_close = asyncio.Event(), asyncio.Event()
         self.may_close.set()
+        self.failures: list[NodeUnavailable] = []  # of the next calls to close
         self._ids = itertools.count(1)
 
     async def call(self, method: str, request: Any) -> Any:
         if method == "Close":
             self.closing.set()
             await self.may_close.wait()
+            if self.failures:
+                raise self.failures.pop()
             self._end(request.lease_id)
             return store_pb2.CloseReply()
         self._end(request.close_lease_id)
@@ -99,3 +103,19 @@ async def test_what_is_released_while_others_are_being_closed(node: Node) -> Non
     node.release(opened[1:])
     node.may_close.set()
     await node.until_nothing_is_leased()
+
+
+async def test_what_is_released_while_a_call_to_close_others_fails(node: Node) -> None:
+    wanted = [store_pb2.OpenObject(key=b"k" * 16) for _ in range(2)]
+    opened, _, _ = await node.open(OWNER, wanted)
+    node.may_close.clear()
+    node.failures.append(NodeUnavailable("n", "no answer"))
+    node.release(opened[:1])
+    await node.closing.wait()
+    node.release(opened[1:])
+    node.may_close.set()
+    async with asyncio.timeout(20):
+        while opened[1].lease_id[0] in node.leased:
+            node.changed.clear()
+            await node.changed.wait()
+    assert node.leased == set(opened[0].lease_id), "a call that failed is not repeated: its leases expire"
