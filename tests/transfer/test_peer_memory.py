@@ -9,12 +9,15 @@ import os
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moonpool.runtime.config.options import TransferOptions
 from moonpool.runtime.security import process
 from moonpool.transfer import Region, Span, TransferAgent
+from moonpool.transfer.connections.byte_stream import byte_stream
+from moonpool.transfer.connections.control import Control
 from moonpool.transfer.connections.handshake import handshake_as_client, receive_descriptor
 from moonpool.transfer.connections.wire import (
     REPLY_NBYTES,
@@ -26,10 +29,16 @@ from moonpool.transfer.connections.wire import (
     pack_sources,
     pack_spans,
 )
+from moonpool.transfer.copying import peer_memory
+from moonpool.transfer.copying.peer_memory import MappedMemory
+from moonpool.transfer.errors import RegionError
 from moonpool.transfer.memory import lifeline
+from moonpool.transfer.memory.allocation import map_shared
 from moonpool.transfer.memory.span import Spans
 from moonpool.transfer.native import libc
 from moonpool.transfer.native.compiled_copy import compiled_copy
+from moonpool.transfer.paths.tcp import stream_server
+from moonpool.transfer.paths.tcp.stream_server import ServerConnection
 from tests.transfer.conftest import StartPeer
 
 NBYTES = 3 << 20
@@ -126,6 +135,56 @@ async def ask(writer: tuple[TransferAgent, TransferAgent, Region], op: Op, to: S
             assert part, "it hung up"
             reply += part
         return Reply.unpack(reply).status
+
+
+@pytest.mark.parametrize("during", ["the look", "the ledger's entry"])
+async def test_what_a_writer_closes_while_it_is_mapped_does_not_stay_mapped(
+    writer: tuple[TransferAgent, TransferAgent, Region], monkeypatch: pytest.MonkeyPatch, during: str
+) -> None:
+    server, client, region = writer
+    target, link = server.allocate(4096, "target"), (await server.connect(client.describe())).link
+    assert isinstance(link, Control)
+    ours, theirs = socket.socketpair()
+    module, name = (peer_memory, "map_shared") if during == "the look" else (stream_server, "MappedRegion")
+    make = getattr(module, name)
+    with theirs:
+        served = ServerConnection(byte_stream(ours, 1 << 20), link.remote, server._server)
+
+        def make_and_close(*args: object) -> object:
+            made = make(*args)
+            region.close()
+            served.forget(region.id)
+            return made
+
+        hold = server.regions.hold([target.id], lambda error: None)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, make_and_close)
+            served._locate(Spans.of([Span(region.id, 0, 8)]), hold)
+        hold.release()
+        assert region.id not in served._mapped
+        assert served._memory is not None
+        assert served._memory.mapping(region.id) is None
+        served._memory.close()
+        served.stream.close()
+
+
+async def test_what_a_peer_closes_while_it_sends_the_descriptor_does_not_stay_mapped(
+    writer: tuple[TransferAgent, TransferAgent, Region],
+) -> None:
+    _, client, region = writer
+
+    async def map_and_close(region_id: int, nbytes: int) -> Any:
+        fd = await memfd_of(client, region)
+        array = map_shared(fd, nbytes)
+        os.close(fd)
+        region.close()
+        memory.forget(region_id)
+        return array
+
+    memory = MappedMemory(client.memory.lifeline._memory.array, map_and_close, None)
+    with pytest.raises(RegionError, match="closed"):
+        await memory.reach(client.region_info(region.id))
+    assert memory.mapping(region.id) is None
 
 
 async def memfd_of(agent: TransferAgent, region: Region) -> int:

@@ -70,7 +70,8 @@ class Witness:
 
 class PeerMemory(Protocol):
     async def reach(self, region: RegionInfo) -> bool:
-        """Prepare to read ``region``. False: it cannot be read this way."""
+        """Prepare to read ``region``. False: it cannot be read this way. Raises RegionError: it was closed
+        meanwhile."""
 
     def locate(self, regions: Sequence[RegionInfo], hold: Hold) -> CopySource:
         """The source of copies from reached regions to memory of ``hold``."""
@@ -125,6 +126,10 @@ class ProcessMemory:
         location = self._process.region_location(self._peer.lifeline, region_id)
         if location is not None and region_id not in self._maps:
             self._maps[region_id] = self._map(region_id, location)
+            # If the region was closed meanwhile, ``forget`` may have run before the map was there.
+            if self._process.region_location(self._peer.lifeline, region_id) is None:
+                self.forget(region_id)
+                return None
         return location
 
     def _map(self, region_id: int, location: RegionLocation) -> npt.NDArray[np.uint8] | None:
@@ -200,7 +205,12 @@ class MappedMemory:
     async def reach(self, region: RegionInfo) -> bool:
         async with self._mapping:
             if region.shared and region.id not in self._maps:
-                self._maps[region.id] = await self._map_region(region.id, region.nbytes)
+                mapped = await self._map_region(region.id, region.nbytes)
+                offset, size = lifeline_parts([region.id])[1]
+                # If the region was closed meanwhile, ``forget`` may have run before the map was there.
+                if self._lifeline[offset : offset + size].view(np.uint32).item() != region.id:
+                    raise RegionError(region.id, "was closed by its owner")
+                self._maps[region.id] = mapped
         return region.shared
 
     def locate(self, regions: Sequence[RegionInfo], hold: Hold) -> CopySource:

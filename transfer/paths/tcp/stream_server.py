@@ -149,12 +149,13 @@ class ServerConnection:
         self._poll.register(stream.sock, select.POLLRDHUP)
 
     def forget(self, region_id: int) -> None:
+        # First: ``_remember`` looks whether the region is still mapped.
+        if self._memory is not None:
+            self._memory.forget(region_id)
         if self._ledger is not None:
             with self._mapping:
                 self._ledger.source(self._number, region_id, None)
                 self._mapped.pop(region_id, None)
-        if self._memory is not None:
-            self._memory.forget(region_id)
 
     def run(self) -> None:
         try:
@@ -318,6 +319,8 @@ class ServerConnection:
         client = self.remote.identity
         mapped = MappedRegion(compiled, region_id, array, location.nbytes, client, witness)
         with self._mapping:
+            if memory.mapping(region_id) is None:
+                return  # it was closed meanwhile
             self._mapped[region_id] = mapped
             ledger.source(self._number, region_id, mapped.source)
 
