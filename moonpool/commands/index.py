@@ -136,8 +136,8 @@ def acl_command(directory: Path, redis: str, file: Path | None, sets: Sequence[s
     users.acl           for redis-server --aclfile: digests of the passwords; the user `default` is off
     node.url …          the URL of each role: --set index.redis_url=@DIRECTORY/node.url
 
-    Each user may run the commands that its role needs, on the keys of index.namespace. Add users of your own
-    for administration and replication.
+    Each user may run the commands that its role needs, on the keys of index.namespace and of the further
+    models, NAMESPACE/NAME. Add users of your own for administration and replication.
     """
     users = redis_users(redis, load_config(file, sets).index.namespace)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)

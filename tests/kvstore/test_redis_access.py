@@ -25,6 +25,8 @@ from moonpool.kvstore.index.redis.client import connect
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.node_record import NodeRecord
 from moonpool.local.redis_server import find_redis
+from moonpool.runtime.config.loading import load_config
+from moonpool.runtime.config.models_file import served_models
 from moonpool.runtime.config.security_options import SecurityOptions
 from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.security import certificates, process
@@ -59,7 +61,7 @@ async def urls(directory: Path) -> AsyncIterator[dict[str, str]]:
 
 OTHERS = (
     *(f"{{{NAMESPACE}}}:facts", f"{NAMESPACE}:objects:3", f"{{{NAMESPACE}}}:experts"),
-    *("{my1x}:node:a", "{moonpool}:node:a"),
+    *("{my1x}:node:a", "{moonpool}:node:a", f"{{{NAMESPACE}2}}:node:a"),
 )
 REFUSED: list[tuple[object, ...]] = [
     *(("FLUSHALL",), ("FLUSHDB",), ("CONFIG", "GET", "*"), ("KEYS", "*"), ("SCAN", 0), ("DBSIZE",)),
@@ -112,6 +114,25 @@ async def test_a_conductor_writes_the_records_that_conductors_share(urls: dict[s
     assert not canaries.known
     assert await canaries.count("1", "c", new_sides()) == new_sides()
     await redis.aclose()
+
+
+async def test_each_user_may_do_the_same_for_every_model(urls: dict[str, str]) -> None:
+    config = load_config(None, [f"index.namespace={NAMESPACE}", "models.served=large=/l,small=/s"])
+    namespaces = [model.config.index.namespace for model in served_models(config).models]
+    assert len(set(namespaces)) == 2
+    users = {role: connect(url) for role, url in urls.items()}
+    for namespace in namespaces:
+        of = {role: KVIndex(redis, namespace) for role, redis in users.items()}
+        await of["node"].register(NodeRecord("a", 1, "prefill"), 10)
+        await of["operator"].register(NodeRecord("b", 1, "store"), 10)
+        assert (await PlannerLease(of["conductor"], "c", ttl_s=1.0, clock=time.monotonic).take()).epoch == 1
+        for index in of.values():
+            assert set(await index.nodes()) == {"a", "b"}
+        assert await users["node"].hget(f"{namespace}:objects:3", "x") is None
+        with pytest.raises(RedisError, match=r"(?i)permission"):
+            await users["client"].hset(f"{{{namespace}}}:node:a", "x", "1")
+    for redis in users.values():
+        await redis.aclose()
 
 
 # ---------------------------------------------------------------------- TLS

@@ -62,7 +62,8 @@ def _user(role: str, url: str, namespace: str) -> RedisUser:
     name, password = f"{namespace}-{role}", secrets.token_urlsafe(32)
     # The name is text, the pattern a glob.
     literal = re.sub(r"([*?\[\]\\])", r"\\\1", namespace)
-    keys = " ".join(f"~{pattern % literal}" for pattern in _KEYS[role])
+    # Every model of a cluster but the first has its index in NAMESPACE/NAME.
+    keys = " ".join(f"~{pattern % base}" for base in (literal, f"{literal}/*") for pattern in _KEYS[role])
     commands = " ".join(f"+{command}" for command in f"{_CONNECTION} {_COMMANDS[role]}".split())
     digest = sha256(password.encode()).hexdigest()
     line = f"user {name} on #{digest} resetkeys resetchannels {keys} -@all {commands}"
