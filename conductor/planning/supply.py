@@ -32,7 +32,10 @@ class Supply:
     _departures: Counter[str] = field(default_factory=Counter)
 
     def failed(self, why: str, now_s: float) -> None:
-        """The provider failed, or a node did: ask for no other for a while."""
+        """The provider failed, or a node did: ask for no other for a while. Nodes that fail within that while
+        were asked for before it, so they neither count nor make it longer."""
+        if now_s < self.held_until_s:
+            return
         pause_s = min(_FIRST_PAUSE_S * 2**self.num_failures, _LONGEST_PAUSE_S)
         self.num_failures += 1
         self.held_until_s, self.why = now_s + pause_s, why

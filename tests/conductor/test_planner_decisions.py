@@ -358,15 +358,30 @@ def test_a_node_that_never_registers_is_given_up_once_and_the_next_waits_longer(
     assert supply.num_failures == 0
 
 
+def test_nodes_that_fail_together_are_one_failure() -> None:
+    supply = Supply()
+    nodes = [SuppliedNode(f"decode-{i}", "decode", RUNNING) for i in range(6)]
+    refused = {node.node_id: "it has another dtype" for node in nodes}
+    assert len(supply.look(nodes[:5], refused, 5.0, 0.0, refused)[1]) == 5
+    assert (supply.num_failures, supply.held_until_s) == (1, 15.0)
+    # It was asked for before the pause, too.
+    assert len(supply.look(nodes, refused, 5.0, 10.0, refused)[1]) == 1
+    assert (supply.num_failures, supply.held_until_s) == (1, 15.0)
+    last = SuppliedNode("decode-6", "decode", FAILED, "ended with code 1")
+    supply.look([*nodes, last], refused, 5.0, 20.0, refused)
+    assert (supply.num_failures, supply.held_until_s) == (2, 50.0)
+
+
 def test_failures_are_counted_once_each_and_the_pause_is_bounded() -> None:
     supply = Supply()
     dead = [SuppliedNode(f"decode-{i}", "decode", FAILED, "ended with code 1") for i in range(20)]
-    supply.look(dead, (), 5.0, 0.0)
-    before = supply.held_until_s
-    supply.look(dead, (), 5.0, 1.0)
-    assert (supply.num_failures, supply.held_until_s) == (20, before)
-    assert before <= 600.0
-    assert math.isfinite(before)
+    for count in range(1, 21):
+        now_s = supply.held_until_s
+        supply.look(dead[:count], (), 5.0, now_s)
+        pause_s = supply.held_until_s - now_s
+        supply.look(dead[:count], (), 5.0, supply.held_until_s)
+        assert (supply.num_failures, supply.held_until_s) == (count, now_s + pause_s)
+    assert pause_s == 600.0
 
 
 def test_who_plans_next_does_not_give_up_a_node_that_starts_again() -> None:
