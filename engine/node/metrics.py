@@ -119,12 +119,13 @@ class _EngineCollector(Collector):
             "several such blocks is in one block of the pool",
             value=stats.num_packed_blocks,
         )
-        for name, text, count in (
-            ("steps", "Steps run", stats.num_steps),
-            ("failed_steps", "Steps that ended in an error", stats.num_failed_steps),
-            ("preemptions", "Times a sequence was preempted", stats.num_preemptions),
-        ):
-            yield CounterMetricFamily(f"moonpool_engine_{name}", text, value=count)
+        yield CounterMetricFamily("moonpool_engine_steps", "Steps run", value=stats.num_steps)
+        yield CounterMetricFamily(
+            "moonpool_engine_failed_steps", "Steps that ended in an error", value=stats.num_failed_steps
+        )
+        yield CounterMetricFamily(
+            "moonpool_engine_preemptions", "Times a sequence was preempted", value=stats.num_preemptions
+        )
         yield GaugeMetricFamily(
             "moonpool_engine_step_seconds", "Duration of the last step", value=stats.step_s
         )

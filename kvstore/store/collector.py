@@ -12,13 +12,7 @@ from moonpool.kvstore.store.tiered import TieredStore
 Stores = Callable[[], Sequence[tuple[str, TieredStore]]]
 
 
-_BY_TIER = {
-    "blocks": "Blocks a tier holds",
-    "bytes": "Bytes of a tier's blocks",
-    "room_blocks": "Blocks a tier has room for",
-    "pinned_blocks": "Pinned blocks of a tier",
-    "load_bytes_per_second": "Recent load bandwidth of a tier",
-}
+_BY_TIER = ["shelf", "tier"]
 
 
 class _StoresCollector(Collector):
@@ -26,10 +20,15 @@ class _StoresCollector(Collector):
         self._stores = stores
 
     def collect(self) -> Iterator[Metric]:
-        by_tier = {
-            name: GaugeMetricFamily(f"moonpool_store_{name}", text, labels=["shelf", "tier"])
-            for name, text in _BY_TIER.items()
-        }
+        by_tier = (
+            GaugeMetricFamily("moonpool_store_blocks", "Blocks a tier holds", labels=_BY_TIER),
+            GaugeMetricFamily("moonpool_store_bytes", "Bytes of a tier's blocks", labels=_BY_TIER),
+            GaugeMetricFamily("moonpool_store_room_blocks", "Blocks a tier has room for", labels=_BY_TIER),
+            GaugeMetricFamily("moonpool_store_pinned_blocks", "Pinned blocks of a tier", labels=_BY_TIER),
+            GaugeMetricFamily(
+                "moonpool_store_load_bytes_per_second", "Recent load bandwidth of a tier", labels=_BY_TIER
+            ),
+        )
         queues = GaugeMetricFamily(
             "moonpool_store_queue_blocks",
             "Blocks in transit: write (to disk), demoting (those evicted from memory), promote (from disk)",
@@ -43,13 +42,13 @@ class _StoresCollector(Collector):
             rates = {"host": stats.host_load_nbytes_per_s, "ssd": stats.ssd_load_nbytes_per_s}
             for tier in stats.tiers:
                 counts = (tier.num_blocks, tier.nbytes, tier.capacity_blocks, tier.num_pinned)
-                for family, value in zip(by_tier.values(), (*counts, rates[tier.name]), strict=True):
+                for family, value in zip(by_tier, (*counts, rates[tier.name]), strict=True):
                     family.add_metric([shelf, tier.name], value)
             queues.add_metric([shelf, "write"], stats.num_queued_writes)
             queues.add_metric([shelf, "demoting"], stats.num_demoting)
             queues.add_metric([shelf, "promote"], stats.num_promoting)
             leases.add_metric([shelf], stats.num_leases)
-        yield from (*by_tier.values(), queues, leases)
+        yield from (*by_tier, queues, leases)
 
 
 def observe_stores(stores: Stores) -> Collector:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
 
-from moonpool.commands.reference_pages import metrics, pages
+from moonpool.commands.reference_pages import PACKAGES, metrics, pages
 
-DIRECTORY = Path(__file__).parents[2] / "docs" / "reference"
+ROOT = Path(__file__).parents[2]
+DIRECTORY = ROOT / "docs" / "reference"
 
 
 @pytest.fixture(scope="module")
@@ -36,3 +38,12 @@ def test_every_metric_ends_in_its_unit_and_says_what_it_counts() -> None:
 def test_metrics_of_collectors_have_rows() -> None:
     wanted = {"moonpool_node_health", "moonpool_host_energy_joules_total", "moonpool_gpu_clock_hertz"}
     assert wanted <= {row.name for row in metrics()}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_collectors_write_the_names_of_metrics_out(package: str) -> None:
+    """Else the page lacks them."""
+    for file in (ROOT / package).rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("MetricFamily"):
+                assert isinstance(node.args[0], ast.Constant), f"{file}: {ast.unparse(node.args[0])}"
