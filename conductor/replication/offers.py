@@ -9,6 +9,7 @@ import asyncio
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -136,23 +137,35 @@ class Offers:
                 if self._has(offer):
                     held.append(position)
                     continue
-                copy = self._planned(offer, left_nbytes)
-                if copy is None or self._clock() >= ends_s:
-                    continue
-                left_nbytes -= copy.nbytes
-                # It is the only copy in this cluster, and so none to evict before others.
-                if await self._replicator.read(copy, offer.source, surplus=False):
-                    copied += 1
-                    if len(copy.keys) == len(offer.keys):
-                        held.append(position)
+                with self._located(offer) as source:
+                    copy = self._planned(offer, source, left_nbytes)
+                    if copy is None or self._clock() >= ends_s:
+                        continue
+                    left_nbytes -= copy.nbytes
+                    # It is the only copy in this cluster, and so none to evict before others.
+                    if await self._replicator.read(copy, offer.source, surplus=False):
+                        copied += 1
+                        if len(copy.keys) == len(offer.keys):
+                            held.append(position)
         return {"held": held, "copied": copied}
 
     def _has(self, offer: Offer) -> bool:
         held = self._registry.holders(offer.keys, offer.regions)
         return any(blocks >= len(offer.keys) for blocks in held.values())
 
-    def _planned(self, offer: Offer, left_nbytes: float) -> Copy | None:
-        """The next part of a prefix that a node here should read; None: none."""
+    @contextmanager
+    def _located(self, offer: Offer) -> Iterator[str]:
+        """The name of an offer's source among the links, which know its region meanwhile."""
+        # Nodes of other clusters may have the names of ours.
+        source = f"{offer.source.node_id} at {offer.source.rpc_address}"
+        self._links.place(source, offer.region)
+        try:
+            yield source
+        finally:
+            self._links.place(source, "")
+
+    def _planned(self, offer: Offer, source: str, left_nbytes: float) -> Copy | None:
+        """The next part of a prefix that a node here should read from ``source``; None: none."""
         registry, layout = self._registry, self._registry.layout
         if layout is None or offer.identity != registry.identity:
             return None
@@ -162,12 +175,6 @@ class Offers:
         if most_of_it is None:
             return None
         shape = Shape(self._block_size, layout.block_nbytes)
-        # Nodes of other clusters may have the names of ours.
-        source = f"{offer.source.node_id} at {offer.source.rpc_address}"
         copy = next_part(offer.keys, source, most_of_it.node_id, held, shape, left_nbytes)
-        self._links.place(source, offer.region)
-        try:
-            worth_it = copy is not None and pays(copy, most_of_it, self._links, shape, self._clock())
-        finally:
-            self._links.place(source, "")
+        worth_it = copy is not None and pays(copy, most_of_it, self._links, shape, self._clock())
         return copy if worth_it else None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from base64 import b64decode, b64encode
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -18,11 +20,12 @@ DIGESTS = (11, 12, 13)
 
 
 @asynccontextmanager
-async def two(redis: RedisProcess) -> AsyncIterator[tuple[Cluster, Cluster]]:
-    """Clusters with a prefill node each, which computes so slowly that reading pays."""
+async def two(redis: RedisProcess, **options: Any) -> AsyncIterator[tuple[Cluster, Cluster]]:
+    """Clusters with a prefill node each, which computes so slowly that reading pays. ``options``: of the
+    second one's conductor."""
     async with (
         running(redis.url, "p0", "d0", namespace="one") as one,
-        running(redis.url, "p1", "d1", namespace="two") as two,
+        running(redis.url, "p1", "d1", namespace="two", **options) as two,
     ):
         for cluster in (one, two):
             for node in cluster.nodes.values():
@@ -70,6 +73,21 @@ async def test_what_is_hot_in_one_cluster_is_read_by_another(redis: RedisProcess
         assert len(other.nodes["p1"].copied) == 1, "what it has is not read again"
         everything = [offer["id"] for offer in one.conductor.offers.made(moves=True)]
         assert everything == [keys[-1].hex(), once[-1].hex()]
+
+
+async def test_a_copy_from_another_region_is_expected_to_take_as_long_as_the_link_between_them(
+    redis: RedisProcess,
+) -> None:
+    async with two(redis, region_links=("eu:us rtt_ms=100000",)) as (one, other):
+        await hot(one, 7, num_uses=3)
+        [made] = one.conductor.offers.made(moves=False)
+        offers, links = other.conductor.offers, other.conductor._deps.cost_model.links
+        now_unix_s = offers._unix_clock()
+        far = replace(Offer.opened(made["sealed"], offers._seals, now_unix_s), region="us")
+        began_s = offers._clock()
+        assert (await offers.take([far.sealed(offers._seals, now_unix_s)]))["copied"] == 1
+        [source] = links.busy(began_s + 30.0)
+        assert links.region_of(source) == "", "it is no node of this cluster"
 
 
 async def test_what_costs_less_to_compute_is_not_read(redis: RedisProcess) -> None:
