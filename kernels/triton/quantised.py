@@ -18,6 +18,7 @@ from moonpool.kernels.reference import FP8
 from moonpool.kernels.reference.quantised import MIDDLE, Kind
 from moonpool.kernels.reference.quantised import quantised_matmul as plain_matmul
 from moonpool.kernels.triton.fp8 import fp8_mode, halves_of
+from moonpool.kernels.triton.launch import architecture
 
 _MOST_INPUTS = 128  # of a tile
 _LEAST_INPUTS = 32  # two tiles of 4-bit codes, at least what tensor cores multiply
@@ -129,7 +130,7 @@ def quantised_matmul(
         # One group may have any size: its tiles are masked.
         size = group if scales.shape[1] > 1 else -(-ins // _MOST_INPUTS) * _MOST_INPUTS
         choice = QuantisedChoice.of(n, size, x.dtype)
-        arch = 10 * torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else 90
+        arch = architecture(x.device)
         constants = quantised_constants(
             kind, choice, has_zeros=zeros is not None, arch=arch, interpreted=not x.is_cuda
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 pytest.importorskip("triton")
 
@@ -17,6 +18,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from moonpool.kernels.triton import adapters, decode, experts, kv, merge, prefill, quantised, rows
+from moonpool.kernels.triton.fp8 import BITWISE, NATIVE
 
 HEADS, KV_HEADS, DIM, BLOCK_SIZE = 6, 2, 64, 16
 BF16 = torch.bfloat16
@@ -105,3 +107,18 @@ def test_products_in_few_bits_have_a_form_for_few_rows_and_one_for_many(forms: d
         x = aligned(n, 128, dtype=BF16)
         quantised.quantised_matmul(x, codes, scales, None, kind="int8", group=128)
     assert {name: len(found) for name, found in forms.items()} == {"quantised_tile": 2}
+
+
+@pytest.mark.parametrize(("capability", "mode"), [((8, 6), BITWISE), ((8, 9), NATIVE)])
+def test_products_in_float8_convert_as_the_gpu_can(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], mode: int
+) -> None:
+    launches: list[dict[str, Any]] = []
+    monkeypatch.setattr(JITFunction, "run", lambda kernel, *args, **words: launches.append(words))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    # A GPU that no machine has: what is kept of its architecture is of no use to another test.
+    with FakeTensorMode(), torch.device(f"cuda:{50 + capability[1]}"):
+        codes, scales = torch.empty(64, 128, dtype=torch.uint8), torch.empty(64, 1)
+        x = torch.empty(5, 128, dtype=BF16)
+        quantised.quantised_matmul(x, codes, scales, None, kind="fp8", group=128)
+    assert [words["FP8_MODE"] for words in launches] == [mode]
