@@ -43,8 +43,9 @@ class Spent:
     busy_s: float = 0.0
     rejected_s: float = 0.0  # of them, for proposed tokens that the model rejected
     again_s: float = 0.0  # of them, for tokens that had been computed: their blocks were taken
-    prompts_s: float = 0.0  # of the whole steps, for prompts of other sequences
-    exchange_s: float = 0.0  # of the whole steps, for collectives and waiting on other ranks
+    # Of the whole steps in which it decoded:
+    prompts_s: float = 0.0  # for prompts of other sequences
+    exchange_s: float = 0.0  # for collectives and waiting on other ranks
 
 
 class State(Enum):

@@ -94,7 +94,7 @@ class StepPlan:
 
     def charge(self, seconds: float, exchange_s: float, events: list[StepEvent]) -> None:
         """Divide the seconds of the step, which has had these events, among its sequences by their rows.
-        ``exchange_s`` of them went to collectives and waiting for other ranks."""
+        ``exchange_s`` of them went to collectives and waiting for other ranks: told of decodes alone."""
         decodes = self.decodes
         if self.after is not None:
             pairs = zip(decodes, self.after, strict=True)
