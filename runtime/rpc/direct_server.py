@@ -77,6 +77,8 @@ class DirectServer:
         """Take no more calls; cancel those that have not ended after ``grace`` seconds."""
         self._loop.remove_reader(self._sock)
         self._sock.close()
+        for connection in self._connections:
+            connection.stopping = True
         tasks = [task for connection in self._connections for task in connection.calls.values()]
         if tasks and grace:
             await asyncio.wait(tasks, timeout=grace)
@@ -109,6 +111,7 @@ class _Connection:
         on_closed: Callable[[_Connection], None],
     ) -> None:
         self.calls: dict[int, asyncio.Task[None]] = {}
+        self.stopping = False  # new calls are refused
         self._streams: dict[int, _StreamContext] = {}  # likewise by number
         self._handlers = handlers
         self._answer = answer
@@ -137,6 +140,9 @@ class _Connection:
             return
         if kind != Frame.CALL or number in self.calls:
             raise FrameError(f"it sent a frame of kind {kind} with number {number}")
+        if self.stopping:
+            self._fail(number, grpc.StatusCode.UNAVAILABLE, "it stops and takes no more calls", ())
+            return
         method, metadata, message = unpack_call(body)
         task = self.calls[number] = self._loop.create_task(self._serve(number, method, metadata, message))
         # A task that is cancelled before it begins runs no ``finally``.

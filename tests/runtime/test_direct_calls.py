@@ -295,3 +295,20 @@ async def test_other_users_are_neither_served_nor_trusted(monkeypatch: pytest.Mo
         reader, writer = await asyncio.open_unix_connection(frames.socket_name(address))
         assert await asyncio.wait_for(reader.read(), 20) == b""
         writer.close()
+
+
+async def test_a_server_that_stops_refuses_calls_on_open_connections_and_finishes_those_that_run() -> None:
+    async with served() as (node, address, server, stub):
+        node.num_messages = 2 * frames.WINDOW
+        stream = stub.ListBlocks(LIST)
+        assert (await anext(stream)).epoch == 0
+        stopping = asyncio.create_task(server.stop(60))
+        async with asyncio.timeout(20):
+            with pytest.raises(ConnectionRefusedError):
+                while True:
+                    _, writer = await asyncio.open_unix_connection(frames.socket_name(address))
+                    writer.close()
+        with pytest.raises(NodeUnavailable, match="it stops"), rpc.node_errors("n"):
+            await stub.Status(node_pb2.StatusRequest())
+        assert [each.epoch async for each in stream] == list(range(1, 2 * frames.WINDOW))
+        await asyncio.wait_for(stopping, 20)
