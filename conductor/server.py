@@ -52,6 +52,7 @@ def create_app(context: ApiContext, lanes: Lanes | None = None) -> web.Applicati
     app[dashboard_routes.FEED] = LiveFeed(context, lanes)
     app[dashboard_routes.RESULTS] = BenchResults(context.options.results_path)
     app.on_response_prepare.append(_prepare)
+    app.on_shutdown.append(_end_live)
     app.add_routes(
         [
             web.post("/v1/completions", completions),
@@ -158,6 +159,10 @@ async def _prepare(http: web.Request, response: web.StreamResponse) -> None:
         response.force_close()
 
 
+async def _end_live(app: web.Application) -> None:
+    app[dashboard_routes.FEED].end()
+
+
 class ApiServer:
     """Serves the application from ``start`` to ``close``."""
 
@@ -196,6 +201,7 @@ class ApiServer:
             log.info("not ready; requests are accepted for %g s more (conductor.leave_s)", leave_s)
             await asyncio.sleep(leave_s)
         self._context.draining = True
+        self._runner.app[dashboard_routes.FEED].end()
         if self._site is not None:
             await self._site.stop()
             self._site = None

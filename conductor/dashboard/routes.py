@@ -49,6 +49,7 @@ class LiveFeed:
     def __init__(self, context: ApiContext, lanes: Lanes) -> None:
         self._context = context
         self._lanes = lanes
+        self.ended = False
         self._viewers = 0
         self._latest: dict[str | None, asyncio.Future[bytes]] = {}
         self._made: dict[str | None, tuple[bytes, float]] = {}  # the last event, and until when it will do
@@ -78,10 +79,17 @@ class LiveFeed:
         return event
 
     async def next(self, scope: str | None) -> bytes:
-        """The next event, whole."""
+        """The next event, whole; empty once the feed has ended."""
         if scope not in self._latest:
             self._latest[scope] = asyncio.get_running_loop().create_future()
         return await asyncio.shield(self._latest[scope])
+
+    def end(self) -> None:
+        """End the streams of all viewers at once. Idempotent."""
+        self.ended = True
+        waiting, self._latest = self._latest, {}
+        for latest in waiting.values():
+            latest.set_result(b"")
 
     def event(self, scope: str | None) -> bytes:
         """The cluster as it is now, or what one tenant may see of it, as one server-sent event."""
@@ -176,7 +184,7 @@ async def live(http: web.Request) -> web.StreamResponse:
         try:
             await response.prepare(http)
             await writer.write(feed.first(scope))
-            while not context.draining and context.gate.still_admits(http):
+            while not feed.ended and context.gate.still_admits(http):
                 await writer.write(await feed.next(scope))
         except ConnectionError:
             pass  # the page was closed

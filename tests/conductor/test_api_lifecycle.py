@@ -14,6 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
+from moonpool.conductor.dashboard import routes
 from moonpool.conductor.observing.request_metrics import RequestMetrics, SequenceClock
 from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.server import ApiServer
@@ -138,6 +139,21 @@ async def test_draining_does_not_wait_for_ever(api: Any) -> None:
     await api.core.until(lambda: not api.core.running)
     with pytest.raises(aiohttp.ClientError):
         await request
+
+
+@pytest.mark.parametrize("drains", [True, False])
+async def test_live_streams_end_with_the_conductor_and_do_not_break(
+    api: Any, drains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "EVERY_S", 600.0)
+    monkeypatch.setattr(routes, "_SLOWEST_S", 600.0)
+    monkeypatch.setattr(routes.LiveFeed, "event", lambda feed, scope: b"data: {}\n\n")
+    async with api.client.get(f"{api.url}/v1/live") as live:
+        await live.content.readuntil(b"\n\n")
+        assert not drains or await api.server.drain(10)
+        closing = None if drains else asyncio.create_task(api.server.close())
+        assert await asyncio.wait_for(live.read(), 20) == b""
+        assert closing is None or await closing is None
 
 
 async def test_a_port_in_use_is_said_so(api: Any) -> None:
