@@ -14,6 +14,7 @@ from __future__ import annotations
 import ipaddress
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -227,3 +228,7 @@ def replace_file(file: Path, data: bytes) -> None:
         os.replace(partial, file)
     except OSError as error:
         raise CertificateError(f"{file} cannot be written: {error.strerror}") from error
+    finally:
+        # After a failure: it may have a private key.
+        with suppress(OSError):
+            partial.unlink()
