@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from moonpool.bench.serve.client import load
+from moonpool.bench.serve.client.answer import AnswerInvalid
 from moonpool.bench.serve.client.cluster import CPU_S, MetricsPages
+from moonpool.bench.serve.client.http_client import ServerUnreachable
 from moonpool.bench.serve.client.server import Outcome, Server
 from moonpool.bench.serve.client.workload import Workload
 from moonpool.runtime.machine.processor import usable_cores
@@ -80,7 +82,7 @@ async def watched_load(
 ) -> tuple[Outcome, Occupancy | None]:
     """Run the load, and read the metrics of every process of its cluster meanwhile. ``pages`` None: of none.
 
-    Raises as ``MetricsPages.read``.
+    Raises as ``MetricsPages.read``, of the readings before and after the load; others may fail.
     """
     if pages is None:
         return await load.run(server, work), None
@@ -105,7 +107,10 @@ async def watched_load(
 async def _keep_reading(pages: MetricsPages, found: Occupancy) -> None:
     while True:
         await asyncio.sleep(_PERIOD_S)
-        now = await _read(pages)
+        try:
+            now = await _read(pages)
+        except (ServerUnreachable, AnswerInvalid):
+            continue  # a node restarts; the load goes on
         found.running.append(now.sequences["running"])
         found.waiting.append(now.sequences["waiting"])
         if now.gpus:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,7 +17,8 @@ class FakeServer:
     """Streams ``max_tokens`` tokens with ids 7, 8, …; keeps what it was asked. ``failing`` answers 429.
 
     Answers nobody until ``party`` requests are there together. ``first_id``: the id of the first token; each
-    answer adds ``step`` to it. ``hanging`` answers when it closes.
+    answer adds ``step`` to it. ``hanging`` answers when it closes. ``lost_scrapes``: the numbers, from 1 on,
+    of those that get no metrics.
     """
 
     def __init__(self) -> None:
@@ -28,6 +29,7 @@ class FakeServer:
         self.step = 0
         self.hanging = False
         self.num_scrapes = 0
+        self.lost_scrapes: Collection[int] = ()
         self._closing = asyncio.Event()
         self._arrived = 0
         self._complete = asyncio.Event()
@@ -78,6 +80,8 @@ class FakeServer:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         self.num_scrapes += 1
+        if self.num_scrapes in self.lost_scrapes:
+            return web.Response(status=503)
         lines = (
             'moonpool_model_seconds_sum{kind="decode"} 0.5',
             f'moonpool_step_tokens_sum{{kind="prompt"}} {30 * self.num_scrapes}.0',

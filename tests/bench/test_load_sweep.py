@@ -101,6 +101,22 @@ async def test_batches_and_queues_are_read_of_every_process(
     assert set(found.gpus) == {0.5}
 
 
+async def test_a_reading_that_fails_meanwhile_does_not_fail_the_load(
+    fake: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node restarts."""
+    monkeypatch.setattr(occupancy, "_PERIOD_S", 0.01)
+    async with HttpClient(fake.url) as http:
+        server = await Server.find("fake", http)
+        pages = await MetricsPages.of(server)
+        fake.lost_scrapes = {fake.num_scrapes + 3}  # of the first reading during the load
+        work = Workload(requests=20, rate=40.0, prompt_tokens=2, output_tokens=1)
+        outcome, found = await occupancy.watched_load(server, pages, work)
+    assert fake.num_scrapes > max(fake.lost_scrapes)
+    assert [one.error for one in outcome.answers] == [""] * work.requests
+    assert found is not None and set(found.running) == {6.0}
+
+
 @pytest.mark.slow
 async def test_the_command_draws_latency_against_load(
     fake: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
