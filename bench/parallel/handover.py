@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import statistics
 import threading
 import time
@@ -24,6 +23,7 @@ from moonpool.engine.sharding.parallel_plan import ParallelPlan
 from moonpool.kvstore.blocks.shards import BlockShard, overlaps
 from moonpool.protos import node_pb2
 from moonpool.runtime.config.options import Config, EngineOptions, ModelOptions, ParallelOptions
+from moonpool.runtime.machine.processor import usable_cores
 from moonpool.runtime.reports.report import Row, versus
 from moonpool.transfer import TransferAgent, move_runs
 
@@ -154,7 +154,7 @@ class Pools:
 
 
 class StridedCopy:
-    """The limit: the runs between two nodes' pools, copied and checksummed by a thread on each core."""
+    """The limit: runs between two nodes' pools, copied and checksummed by a thread on each usable core."""
 
     def __init__(self, source: Pools, target: Pools, num_blocks: int) -> None:
         # The addresses below point into them.
@@ -181,7 +181,7 @@ class StridedCopy:
         self._counts = np.full(num_blocks, len(runs), np.uint32)
 
     def copy(self) -> None:
-        num_threads = os.cpu_count() or 1
+        num_threads = usable_cores()
         cuts = [len(self._counts) * i // num_threads for i in range(num_threads + 1)]
         threads = [threading.Thread(target=self._copy, args=(slice(*cut),)) for cut in pairwise(cuts)]
         for thread in threads:

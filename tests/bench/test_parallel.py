@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,6 @@ from moonpool.bench.parallel.handover import Pools, StridedCopy
 from moonpool.bench.parallel.steps import BATCH, CONTEXT
 from moonpool.engine.node.engine_memory import EngineMemory
 from moonpool.kvstore.blocks.layout import KVLayout
-from moonpool.kvstore.blocks.shards import BlockShard
 
 
 def measured(tmp_path: Path, *arguments: str) -> dict[tuple[str, str], dict[str, Any]]:
@@ -153,19 +153,37 @@ def test_a_plan_without_gpus_for_it_is_left_out(monkeypatch: pytest.MonkeyPatch)
     assert "tp 2 × pp 2 is left out: it needs 4 GPUs, there are 1" in result.output
 
 
+ENGINE = SimpleNamespace(
+    layout=KVLayout(2, 2, 64, 32, "float32"),
+    shards=[SimpleNamespace(layers=range(2), kv_heads=range(2), cp_rank=0)],
+)
+
+
 def test_a_copy_that_bounds_a_transfer_keeps_the_memory_it_copies() -> None:
-    shard = BlockShard(range(2), range(2))
-    engine = SimpleNamespace(
-        layout=KVLayout(2, 2, 64, 32, "float32"),
-        shards=[SimpleNamespace(layers=shard.layers, kv_heads=shard.heads, cp_rank=0)],
-    )
-    pools = [Pools(cast(EngineMemory, SimpleNamespace(engine=engine)), 3) for _ in "ab"]
+    pools = [Pools(cast(EngineMemory, SimpleNamespace(engine=ENGINE)), 3) for _ in "ab"]
     memory = [weakref.ref(array) for pool in pools for array in pool.arrays]
     copy = StridedCopy(*pools, 3)
     del pools
     gc.collect()
     assert all(array() is not None for array in memory)
     copy.copy()
+
+
+def test_a_copy_has_a_thread_for_each_core_that_it_may_use() -> None:
+    parts: list[slice] = []
+
+    class Counted(StridedCopy):
+        def _copy(self, blocks: slice) -> None:
+            parts.append(blocks)
+
+    pools = [Pools(cast(EngineMemory, SimpleNamespace(engine=ENGINE)), 3) for _ in "ab"]
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        Counted(*pools, 3).copy()
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert parts == [slice(0, 3)]
 
 
 @pytest.mark.slow
