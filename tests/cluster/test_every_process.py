@@ -139,9 +139,14 @@ async def logged(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Logg
 
         await eventually(decoding_is_killed)
         assert (await running)[0] == 200
-        nodes = json.loads(await run.read(f"{cluster.url}/v1/cluster"))["nodes"]
         urls = {"conductor": f"{cluster.url}/metrics"}
-        urls |= {node["role"]: node["metrics_url"] for node in nodes if node["state"] == "ready"}
+
+        async def all_are_ready() -> bool:
+            nodes = json.loads(await run.read(f"{cluster.url}/v1/cluster"))["nodes"]
+            urls.update({node["role"]: node["metrics_url"] for node in nodes if node["state"] == "ready"})
+            return len(urls) == 4
+
+        await eventually(all_are_ready)  # one that a busy disk made unhealthy for a while included
         run.pages = {role: await run.read(url) for role, url in urls.items()}
         yield run
 

@@ -121,7 +121,7 @@ async def is_back(client: Client, before: dict[str, Any]) -> bool:
     if node is None or node["state"] != "ready" or node["epoch"] == before["epoch"]:
         return False
     assert node["pid"] == before["pid"]
-    assert node["num_starts"] == before["num_starts"] + 1
+    assert node["num_starts"] > before["num_starts"]  # a rank that gets no core may cost it another life
     assert 0 < node["join_s"] < 300  # as long as a test may take
     return True
 
