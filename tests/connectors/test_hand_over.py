@@ -86,7 +86,7 @@ def test_two_loads_of_one_prompt_do_not_remove_each_others_partial_block(
     stop(giver.pid)
     try:
         one.begin(second)  # what it loads is here, which it asks its giver to keep
-        until(lambda: one.node._kv._num_readers)
+        until(lambda: one.node._kv._num_writers)
         gate.set()
         assert one.await_load() == Outcome({"p1"})
     finally:
