@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+Result = TypeVar("Result")
 
 
-async def outlast(work: asyncio.Future[Any]) -> None:
-    """Wait until ``work`` is done, however often the caller is cancelled; then raise ``CancelledError`` if it
-    was. ``work`` is not cancelled, and its result or error is left to the caller."""
-    cancelled: asyncio.CancelledError | None = None
-    while not work.done():
-        try:
-            await asyncio.wait((work,))
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
+async def outlast(work: asyncio.Future[Result], on_cancel: Callable[[], object] | None = None) -> Result:
+    """Wait until ``work`` is done, however often the caller is cancelled, and return its result.
+
+    ``work`` is not cancelled. ``on_cancel`` is called at the first cancellation: it may ask ``work`` to end.
+    Raises what ``work`` raises; ``CancelledError`` instead if the caller was cancelled.
+    """
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        if on_cancel is not None:
+            on_cancel()
+        while not work.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait((work,))
+        raise

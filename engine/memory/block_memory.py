@@ -13,6 +13,7 @@ from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.layout import KVLayout
 from moonpool.kvstore.store import Bytes
 from moonpool.protos import node_pb2
+from moonpool.runtime.cancellation import outlast
 from moonpool.transfer import Region, Span
 
 Parameters = ParamSpec("Parameters")
@@ -106,11 +107,7 @@ class BlockMemory:
     ) -> Result:
         """A cancellation waits for the end of the call."""
         running = asyncio.get_running_loop().run_in_executor(self._thread, lambda: call(*args, **kwargs))
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            await asyncio.wait((running,))
-            raise
+        return await outlast(running)
 
     def forget(self, block_id: int) -> None:
         """Drop the checksum of a block that is about to lose its key."""

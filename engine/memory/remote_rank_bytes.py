@@ -20,6 +20,7 @@ from moonpool.kvstore.remote.rank_reader import RankRead
 from moonpool.kvstore.remote.sharded_reader import shard_of
 from moonpool.kvstore.store import Bytes
 from moonpool.protos import node_pb2
+from moonpool.runtime.cancellation import outlast
 from moonpool.transfer import AgentClosed, AgentDescriptor, TransferAgent, TransferError, checksum
 
 # Host memory for blocks on their way to a hash or to disk.
@@ -211,12 +212,9 @@ class RemoteRankBytes(BlockBytes):
         self._moves.update(moves)
         try:
             # Wait for all even if one fails: the others still write to our memory.
-            ended = await asyncio.gather(*moves, return_exceptions=True)
-        except asyncio.CancelledError:
-            for move in moves:
-                move.cancel()
-            await asyncio.wait(moves)
-            raise
+            ended = await outlast(
+                asyncio.gather(*moves, return_exceptions=True), lambda: [move.cancel() for move in moves]
+            )
         finally:
             self._moves.difference_update(moves)
         for error in ended:

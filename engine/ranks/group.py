@@ -27,6 +27,7 @@ from moonpool.engine.ranks.link_factory import open_link
 from moonpool.engine.ranks.process_handle import RankProcess
 from moonpool.engine.ranks.rank_listener import FarRank, RankListener
 from moonpool.engine.sharding.expert_placement import Holders
+from moonpool.runtime.cancellation import outlast
 from moonpool.runtime.config.options import ParallelOptions, TransferOptions
 from moonpool.runtime.service.heartbeat import Heartbeat
 from moonpool.runtime.service.load_progress import Progress, TotalProgress
@@ -290,12 +291,8 @@ class RankGroup:
             for rank in self.ranks
         )
         reading = asyncio.gather(own, *others, return_exceptions=True)
-        try:
-            found = await asyncio.shield(reading)
-        except asyncio.CancelledError:
-            # Else a rank's answer would be taken for that to the next call, which has the same number.
-            await asyncio.wait((reading,))
-            raise
+        # A rank's late answer would be taken for that to the next call, which has the same number.
+        found = await outlast(reading)
         for error in found:
             if isinstance(error, CheckpointError):
                 raise ExpertsRefused(layer, str(error)) from error

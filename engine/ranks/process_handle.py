@@ -16,6 +16,7 @@ from moonpool.engine.ranks.assignment import Assignment
 from moonpool.engine.ranks.channel import RankChannel
 from moonpool.engine.sharding.expert_placement import Holders
 from moonpool.kvstore.remote.rank_reader import RankRead
+from moonpool.runtime.cancellation import outlast
 from moonpool.runtime.config.options import TransferOptions
 from moonpool.runtime.security import process
 from moonpool.runtime.service.load_progress import Progress
@@ -123,13 +124,7 @@ class RankProcess:
         """See ``RankReader``. Raises RankLost, too. A cancellation waits for the end of the read."""
         self._num_reads = number = self._num_reads + 1
         done = self._ask("read", {"read": number, "request": request.pack()}, number)
-        try:
-            found = await asyncio.shield(done)
-        except asyncio.CancelledError:
-            self._send({"cancel": number})
-            await asyncio.wait((done,))
-            done.exception()  # mark it as retrieved
-            raise
+        found = await outlast(done, lambda: self._send({"cancel": number}))
         if "error" in found:
             raise TransferError.of_facts(found["error"], f"rank {self.rank}: ")
         transport: str = found["transport"]

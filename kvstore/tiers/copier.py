@@ -46,12 +46,7 @@ class Copier:
     async def run(self, work: Callable[[], Result]) -> Result:
         """Run on a thread. A cancelled call first lets it end, however often it is cancelled."""
         copying = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        try:
-            await outlast(copying)
-        except asyncio.CancelledError:
-            copying.exception()  # retrieved, or asyncio would log it
-            raise
-        return copying.result()
+        return await outlast(copying)
 
     async def close(self) -> None:
         """Wait for running copies without blocking the loop, which some of them need."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import functools
 import logging
@@ -11,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 
+from moonpool.runtime.cancellation import outlast
 from moonpool.transfer.connections.handshake import Identity
 from moonpool.transfer.connections.wire import Op, RegionInfo
 from moonpool.transfer.copying.batch_request import Direction
@@ -148,11 +148,8 @@ def _offset(region: RegionInfo) -> int:
 async def _wait_for(opening: asyncio.Future[_Mapping]) -> _Mapping:
     """Wait for a mapping. When cancelled, wait too and unmap: the peer may wait for that to free memory."""
     try:
-        return await asyncio.shield(opening)
+        return await outlast(opening)
     except asyncio.CancelledError:
-        while not opening.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([opening])
         if opening.exception() is None:
             opening.result().close()
         raise

@@ -209,13 +209,10 @@ class Failover:
         except Exception as error:
             # A bug of ours. The attempt must release its hold, or its regions could never be closed.
             attempt.stop(error)
-        watch = StallWatch(path, attempt, untried=untried)
+        watch, stop = StallWatch(path, attempt, untried=untried), attempt.stop
         try:
-            return await asyncio.shield(ended)
-        except asyncio.CancelledError:
-            attempt.stop(self.failure or TransferError("the batch was cancelled"))
-            await outlast(ended)  # threads are still using the spans
-            raise
+            # Threads use the spans until it has ended.
+            return await outlast(ended, lambda: stop(self.failure or TransferError("it was cancelled")))
         finally:
             watch.cancel()
 

@@ -298,7 +298,10 @@ async def test_what_cannot_be_converted_is_refused_by_name_and_wrong_bytes_are_n
         assert raised.value.region_id == 1234
 
 
-async def test_a_read_that_is_cancelled_before_its_rank_begins_it_ends(make_checkpoint) -> None:
+@pytest.mark.parametrize("num_cancellations", [1, 2])
+async def test_a_read_that_is_cancelled_before_its_rank_begins_it_ends(
+    make_checkpoint, num_cancellations: int
+) -> None:
     """As where the read of another rank fails at once: the rank gets both commands together."""
     async with side(make_checkpoint("llama", **SHAPE).path, "two", 2, 1) as two:
         (rank,), agent = two.memory.engine.ranks.ranks, two.agent.describe().pack()
@@ -307,8 +310,11 @@ async def test_a_read_that_is_cancelled_before_its_rank_begins_it_ends(make_chec
         try:
             reading = asyncio.create_task(rank.read(request))
             await asyncio.sleep(0)
-            reading.cancel()
+            for _ in range(num_cancellations):
+                reading.cancel()
+                await asyncio.sleep(0)
             await asyncio.sleep(0)
+            assert not reading.done(), "the rank may still write"
         finally:
             os.kill(rank.pid, signal.SIGCONT)
         with pytest.raises(asyncio.CancelledError):

@@ -32,13 +32,8 @@ class Batch:
 
     async def wait(self) -> bool:
         """Whether every job has ended; False: the batch was abandoned. A cancelled caller abandons it."""
-        try:
-            await asyncio.shield(self._answered)
-        except asyncio.CancelledError:
-            self.abandon()
-            # Let a copy that has begun end: it takes microseconds.
-            await outlast(self._answered)
-            raise
+        # A copy that has begun ends even so: it takes microseconds.
+        await outlast(self._answered, self.abandon)
         return not self.abandoned
 
     def abandon(self) -> None:
