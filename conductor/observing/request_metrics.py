@@ -111,48 +111,98 @@ class RequestMetrics:
 
         def family(kind: type[Any], name: str, text: str, labels: Sequence[str], **options: Any) -> Any:
             if name not in families:
-                families[name] = kind(f"moonpool_{name}", text, labels, registry=own, **options)
+                families[name] = kind(name, text, labels, registry=own, **options)
             return families[name]
 
         def of_model(kind: type[Any], name: str, text: str, **options: Any) -> Any:
             return family(kind, name, text, ["model_name"], **options).labels(model)
 
-        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-            return of_model(Histogram, name, text, buckets=buckets)  # type: ignore[no-any-return]
-
-        self.ttft = histogram("time_to_first_token_seconds", "From arrival to the first token", _SECONDS)
-        self.gap = histogram("inter_token_latency_seconds", "Between two tokens of a request", _GAPS)
-        mean = "Mean of a request's tokens after the first"
-        self.tpot = histogram("time_per_output_token_seconds", mean, _GAPS)
-        self.e2e = histogram("request_seconds", "From arrival to the last token", _SECONDS)
-        self.prompt_size = histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
-        self.output_size = histogram("request_output_tokens", "Tokens generated for a request", _TOKENS)
-        self.running = of_model(Gauge, "running_requests", "Sequences that have their first token")
-        self.waiting = of_model(Gauge, "waiting_requests", "Sequences that wait for their first token")
-        usage = "Blocks used by sequences, of all blocks of all nodes' pools"
-        self.kv_usage = of_model(Gauge, "kv_pool_usage_ratio", usage)
-        prompts = "Prompt tokens of sequences that have their first token"
-        self.prompt_tokens = of_model(Counter, "prompt_tokens", prompts)
-        self.output_tokens = of_model(Counter, "output_tokens", "Tokens generated")
-        accepted = "Of those, accepted by speculation: they took no decode step of their own"
-        self.accepted_tokens = of_model(Counter, "accepted_tokens", accepted)
-        queried = "Prompt tokens looked up in the KV cache"
-        self.queried_tokens = of_model(Counter, "prefix_queried_tokens", queried)
-        self.hit_tokens = of_model(Counter, "prefix_hit_tokens", "Of those, found there and not computed")
-        good = "Sequences that ended well and kept their SLOs: of the first token, and of the mean gap"
-        self.good = of_model(Counter, "requests_within_slo", good)
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return family(Counter, name, text, labels)  # type: ignore[no-any-return]
-
-        self._finished = counter("requests", "Sequences by how they ended", "model_name", "finish_reason")
-        stages = "Time that the API itself spends on a request: parse, tokenize, compile, detokenize, stream"
-        self.stage: Histogram = family(Histogram, "api_stage_seconds", stages, ["stage"], buckets=_STAGES)
-        self.http = counter("http_requests", "Answers by route and status", "route", "method", "status")
-        ended = "Requests of a configured tenant by how they ended"
-        self._tenant_requests = counter("tenant_requests", ended, "tenant", "status")
-        kinds = "Tokens of a configured tenant: prompt, of those cached, output"
-        self._tenant_tokens = counter("tenant_tokens", kinds, "tenant", "kind")
+        self.ttft: Histogram = of_model(
+            Histogram,
+            "moonpool_time_to_first_token_seconds",
+            "From arrival to the first token",
+            buckets=_SECONDS,
+        )
+        self.gap: Histogram = of_model(
+            Histogram,
+            "moonpool_inter_token_latency_seconds",
+            "Between two tokens of a request",
+            buckets=_GAPS,
+        )
+        self.tpot: Histogram = of_model(
+            Histogram,
+            "moonpool_time_per_output_token_seconds",
+            "Mean of a request's tokens after the first",
+            buckets=_GAPS,
+        )
+        self.e2e: Histogram = of_model(
+            Histogram, "moonpool_request_seconds", "From arrival to the last token", buckets=_SECONDS
+        )
+        self.prompt_size: Histogram = of_model(
+            Histogram, "moonpool_request_prompt_tokens", "Prompt tokens of a request", buckets=_TOKENS
+        )
+        self.output_size: Histogram = of_model(
+            Histogram, "moonpool_request_output_tokens", "Tokens generated for a request", buckets=_TOKENS
+        )
+        self.running: Gauge = of_model(
+            Gauge, "moonpool_running_requests", "Sequences that have their first token"
+        )
+        self.waiting: Gauge = of_model(
+            Gauge, "moonpool_waiting_requests", "Sequences that wait for their first token"
+        )
+        self.kv_usage: Gauge = of_model(
+            Gauge,
+            "moonpool_kv_pool_usage_ratio",
+            "Blocks used by sequences, of all blocks of all nodes' pools",
+        )
+        self.prompt_tokens: Counter = of_model(
+            Counter, "moonpool_prompt_tokens", "Prompt tokens of sequences that have their first token"
+        )
+        self.output_tokens: Counter = of_model(Counter, "moonpool_output_tokens", "Tokens generated")
+        self.accepted_tokens: Counter = of_model(
+            Counter,
+            "moonpool_accepted_tokens",
+            "Generated tokens accepted by speculation: they took no decode step of their own",
+        )
+        self.queried_tokens: Counter = of_model(
+            Counter, "moonpool_prefix_queried_tokens", "Prompt tokens looked up in the KV cache"
+        )
+        self.hit_tokens: Counter = of_model(
+            Counter, "moonpool_prefix_hit_tokens", "Prompt tokens found in the KV cache and not computed"
+        )
+        self.good: Counter = of_model(
+            Counter,
+            "moonpool_requests_within_slo",
+            "Sequences that ended well and kept their SLOs: of the first token, and of the mean gap",
+        )
+        self._finished: Counter = family(
+            Counter, "moonpool_requests", "Sequences by how they ended", ["model_name", "finish_reason"]
+        )
+        self.stage: Histogram = family(
+            Histogram,
+            "moonpool_api_stage_seconds",
+            "Time that the API itself spends on a request: parse, tokenize, compile, detokenize, stream",
+            ["stage"],
+            buckets=_STAGES,
+        )
+        self.http: Counter = family(
+            Counter,
+            "moonpool_http_requests",
+            "Answers by route and status",
+            ["route", "method", "status"],
+        )
+        self._tenant_requests: Counter = family(
+            Counter,
+            "moonpool_tenant_requests",
+            "Requests of a configured tenant by how they ended",
+            ["tenant", "status"],
+        )
+        self._tenant_tokens: Counter = family(
+            Counter,
+            "moonpool_tenant_tokens",
+            "Tokens of a configured tenant: prompt, of those cached, output",
+            ["tenant", "kind"],
+        )
         if beside is None:
             registry.register(_Exported(own))
 

@@ -47,7 +47,8 @@ def metrics() -> list[MetricRow]:
 
 
 def _declared(file: Path) -> Iterator[MetricRow]:
-    """Find calls such as ``Counter("moonpool_…", "…", ["label"])``; ``of_model`` adds a label."""
+    """Find calls such as ``Counter("moonpool_…", "…", ["label"])`` and ``family(Counter, "moonpool_…", …)``;
+    ``of_model`` adds a label."""
     module = ast.parse(file.read_text(encoding="utf-8"))
     shared = {
         node.targets[0].id: node.value
@@ -71,7 +72,7 @@ def _declared(file: Path) -> Iterator[MetricRow]:
 
 
 def _labels(call: ast.Call, shared: Mapping[str, ast.expr]) -> Iterator[str]:
-    given = [keyword.value for keyword in call.keywords if keyword.arg == "labels"] + call.args[2:3]
+    given = [keyword.value for keyword in call.keywords if keyword.arg == "labels"] + call.args[2:4]
     for value in given:
         labels = shared[value.id] if isinstance(value, ast.Name) else value
         if isinstance(labels, ast.List | ast.Tuple):

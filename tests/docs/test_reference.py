@@ -6,8 +6,10 @@ import ast
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from moonpool.commands.reference_pages import PACKAGES, metrics, pages
+from moonpool.conductor.observing.request_metrics import RequestMetrics
 
 ROOT = Path(__file__).parents[2]
 DIRECTORY = ROOT / "docs" / "reference"
@@ -38,6 +40,17 @@ def test_every_metric_ends_in_its_unit_and_says_what_it_counts() -> None:
 def test_metrics_of_collectors_have_rows() -> None:
     wanted = {"moonpool_node_health", "moonpool_host_energy_joules_total", "moonpool_gpu_clock_hertz"}
     assert wanted <= {row.name for row in metrics()}
+
+
+def test_metrics_of_requests_have_rows() -> None:
+    registry = CollectorRegistry()
+    RequestMetrics("a model", registry)
+    rows = {row.name.removesuffix("_total"): row for row in metrics()}
+    for metric in registry.collect():
+        if metric.name.startswith("moonpool_"):
+            row = rows[metric.name]
+            assert (row.kind, row.meaning) == (metric.type, metric.documentation), metric
+            assert all(set(row.labels) <= set(sample.labels) for sample in metric.samples), row
 
 
 @pytest.mark.parametrize("package", PACKAGES)
