@@ -14,6 +14,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 from prometheus_client import Counter
 
+from moonpool.runtime.cancellation import outlast
 from moonpool.runtime.errors import MoonpoolError, PortInUse, failure_of
 from moonpool.runtime.failures import FailureClass
 from moonpool.runtime.message_checks import check_message
@@ -84,11 +85,12 @@ async def serve(
         add(servicer, server)
     try:
         bound_port = bind(server, security, host, port, "node.port")
-    except PortInUse:
+        # A start that is cut off cannot be stopped.
+        await outlast(asyncio.ensure_future(server.start()))
+    except (PortInUse, asyncio.CancelledError):
         # One that is collected without it waits for ever.
         await server.stop(None)
         raise
-    await server.start()
     # Where certificates are demanded: a Unix socket shows none.
     direct = direct and security.tls is None
     beside = _direct(servicers, host_port(host, bound_port), boundary) if direct else None

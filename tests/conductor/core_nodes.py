@@ -154,10 +154,12 @@ class ScriptedNode(
         await self.stop_serving()
 
     async def leave(self) -> None:
-        """A farewell."""
+        """A farewell. It may be cancelled."""
         self.dead = True
-        await self.publisher.close()
-        await self.stop_serving()
+        try:
+            await self.publisher.close()
+        finally:
+            await self.stop_serving()
 
     async def stop_serving(self) -> None:
         """Break every connection. May be called by one of the calls that this cancels: a server whose stop is

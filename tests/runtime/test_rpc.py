@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 import grpc.aio
+import psutil
 import pytest
 
 from moonpool.protos import node_pb2, node_pb2_grpc
@@ -99,6 +101,31 @@ async def test_a_call_on_a_channel_that_was_closed_here_is_a_node_that_is_gone()
         stub: Any = node_pb2_grpc.NodeStub(channel)
         with pytest.raises(NodeUnavailable, match="the connection was closed here"), rpc.node_errors("n"):
             await stub.Status(node_pb2.StatusRequest())
+
+
+def listening() -> set[int]:
+    """Ports of this process."""
+    sockets = psutil.Process().net_connections("tcp")
+    return {one.laddr.port for one in sockets if one.status == psutil.CONN_LISTEN}
+
+
+@pytest.mark.parametrize("num_turns", range(4))
+async def test_a_start_that_is_cancelled_leaves_no_server_behind(num_turns: int) -> None:
+    failures: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+    before = listening()
+    starting = asyncio.create_task(rpc.serve([], "127.0.0.1", 0))
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    starting.cancel()
+    await asyncio.wait((starting,))
+    if not starting.cancelled():  # it was done before
+        server, _ = await starting
+        await server.stop(None)
+    gc.collect()
+    await asyncio.sleep(0)
+    assert not failures
+    assert listening() <= before
 
 
 async def test_a_port_in_use_is_a_sentence() -> None:
