@@ -180,7 +180,7 @@ class Conductor:
             slo=Slo.of(options),
             clock=clock,
             on_decision=activity.event,
-            asleep=lambda: self._on_demand.asleep,
+            stands_back=lambda: self._on_demand.decides,
             # Renewed before it ends: each lapse is a new epoch.
             period_s=min(PERIOD_S, index.lease_ttl_s / 3),
         )

@@ -76,6 +76,11 @@ class OnDemand:
         self._joined: set[str] = set()
         self._task: asyncio.Task[None] | None = None
 
+    @property
+    def decides(self) -> bool:
+        """Whether nobody else may start a node: none is wanted, or requests wait for the first ones."""
+        return self.asleep or self._is_wanted
+
     def start(self) -> None:
         if self.starts_nodes:
             self._task = restarted(self._run, "nodes on demand")

@@ -73,10 +73,10 @@ class Planner:
         clock: Callable[[], float],
         on_decision: Callable[[str, str, str], None],
         period_s: float = PERIOD_S,
-        asleep: Callable[[], bool] = lambda: False,
+        stands_back: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``asleep``: no node shall be started. ``demand``: totals of all conductors. ``on_decision``: called
-        with ``plan``, node or role, and a sentence for each new decision.
+        """``stands_back``: whether nodes are left as they are. ``demand``: totals of all conductors.
+        ``on_decision``: called with ``plan``, node or role, and a sentence for each new decision.
         """
         self.status: dict[str, Any] = {"mode": mode, "state": "not started", "roles": {}, "steps": []}
         self._registry = registry
@@ -91,7 +91,7 @@ class Planner:
         self._clock = clock
         self._on_decision = on_decision
         self._period_s = period_s
-        self._asleep = asleep
+        self._stands_back = stands_back
         self._window = DemandWindow()
         self._memory = Memory()
         self._supplies = {role: Supply() for role in STAGES}
@@ -151,8 +151,8 @@ class Planner:
             # Whoever plans next begins anew: what this conductor remembers is not what the fleet does.
             self._memory, self._advised = Memory(), ()
             return
-        if self._asleep():
-            self.status["state"] = "asleep: the first request starts nodes (planner.min_warm=0)"
+        if self._stands_back():
+            self.status["state"] = "asleep until a first request has its nodes (planner.min_warm=0)"
             self._memory, self._advised = Memory(), ()
             return
         before_s = self._memory.changed_s

@@ -101,8 +101,10 @@ class Machines:
         return known
 
     async def close(self) -> None:
-        for task in self._joins:
-            task.cancel()
+        """Those on their way join: a server that is not stopped keeps gRPC from ever ending."""
+        self.may_join.set()
+        self.is_reachable.set()
+        await asyncio.gather(*self._joins)
 
 
 async def test_the_first_request_starts_the_nodes_and_waits_for_them(url: str) -> None:
@@ -308,6 +310,26 @@ async def test_a_planner_starts_nothing_before_a_request_does(url: str) -> None:
         await cluster.until(lambda: "asleep" in cluster.conductor.planner()["state"], 20)
         assert not machines.started
         assert await cluster.generate(request()) == continuation(PROMPT, 8)
+        await cluster.until(lambda: "plans" in cluster.conductor.planner()["state"])
+
+
+async def test_a_planner_leaves_the_first_nodes_to_the_request_that_waits_for_them(url: str) -> None:
+    machines = Machines()
+    machines.may_join.clear()
+    planner = PlannerOptions(mode="act", min_warm=0, spare=0)
+    async with running(url, namespace=uuid4().hex, provider=machines, planner=planner) as cluster:
+        machines.cluster = cluster
+        await cluster.until(lambda: "asleep" in cluster.conductor.planner()["state"], 20)
+        # Both see the same list, without a node.
+        machines.may_list.clear()
+        machines.num_listed, machines.at_once = 0, 2
+        asked = asyncio.create_task(cluster.generate(request()))
+        await cluster.until(lambda: len(machines.started) >= 2)
+        num_listed = machines.num_listed
+        await cluster.until(lambda: machines.num_listed >= num_listed + 4)  # both decided once more
+        machines.may_join.set()
+        assert await asked == continuation(PROMPT, 8)
+        assert sorted(name[0] for name in machines.started) == ["d", "p"]
         await cluster.until(lambda: "plans" in cluster.conductor.planner()["state"])
 
 
