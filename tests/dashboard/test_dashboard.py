@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from decimal import ROUND_HALF_UP, Decimal
 from typing import Any
 
 import aiohttp
@@ -28,6 +29,11 @@ from tests.processes import stop
 
 VIEWS = ("Cluster", "Cache", "Transfers", "Requests", "Latency", "Fleet", "Usage", "Benchmarks", "Playground")
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), NEEDS_BROWSER]
+
+
+def percent(share: float) -> str:
+    """As the page writes it: a half is rounded up."""
+    return f"{Decimal(100 * share).quantize(Decimal('0.1'), ROUND_HALF_UP)} %"
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -59,13 +65,13 @@ async def test_the_figures_are_those_of_the_metrics(page: Page, cluster: LocalCl
     hit = await metric(cluster.url, "moonpool_prefix_hit_tokens_total")
     queried = await metric(cluster.url, "moonpool_prefix_queried_tokens_total")
     assert hit > 0
-    await expect(page.locator("[data-figure=hits] b")).to_have_text(f"{100 * hit / queried:.1f} %")
+    await expect(page.locator("[data-figure=hits] b")).to_have_text(percent(hit / queried))
     await show(page, "Cache")
     tenant = page.locator("#tenants tbody tr")
     await expect(tenant).to_have_count(1)
     await expect(tenant).to_contain_text(MARKUP)
     await expect(tenant).to_contain_text(f"{queried:,.0f}")
-    await expect(tenant).to_contain_text(f"{100 * hit / queried:.1f} %")
+    await expect(tenant).to_contain_text(percent(hit / queried))
     await show(page, "Latency")
     count = await metric(cluster.url, "moonpool_time_to_first_token_seconds_count")
     await expect(page.locator("section", has=page.locator("#ttft"))).to_contain_text(f"of {count:.0f}")
@@ -131,7 +137,7 @@ async def test_what_another_cache_would_have_found_is_told(page: Page, cluster: 
     ratios = dict(now["reuse"]["hit_ratios"])
     best = max(ratios.values())
     assert best > 0
-    await expect(page.locator("#reuse > div").last).to_contain_text(f"{100 * best:.1f} %")
+    await expect(page.locator("#reuse > div").last).to_contain_text(percent(best))
     await expect(page.locator("#reuse + p")).to_contain_text("As large as the prefill nodes' pools")
 
 

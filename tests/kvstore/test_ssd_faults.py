@@ -29,6 +29,9 @@ from tests.kvstore.ssd_blocks import (
 )
 from tests.small_disk import mounted
 
+# After so long a disk hangs; and so long have a tier's threads to end, when others keep the processors busy.
+DEADLINE_S = 1.0
+
 
 def flip_a_bit(path: Path, offset: int) -> None:
     with path.open("r+b") as file:
@@ -272,7 +275,7 @@ async def test_a_stalled_read_is_a_miss_and_lands_nowhere(
     stall = Stall(monkeypatch, "read")
     async with await open_tier(tmp_path) as tier:
         await put_chain(tier, chain(10))
-    async with await open_tier(tmp_path, io_deadline_s=0.1) as tier:
+    async with await open_tier(tmp_path, io_deadline_s=DEADLINE_S) as tier:
         stall.opened.clear()
         into = [np.full(LAYOUT.block_nbytes, 7, np.uint8) for _ in range(10)]
         assert await tier.get(chain(10), into) == [False] * 10
@@ -296,7 +299,7 @@ async def test_a_stalled_write_is_given_up(tmp_path: Path, monkeypatch: pytest.M
     stall = Stall(monkeypatch, "write")
     async with await open_tier(tmp_path) as tier:
         await put_chain(tier, chain(10))
-    async with await open_tier(tmp_path, io_deadline_s=0.5) as tier:
+    async with await open_tier(tmp_path, io_deadline_s=DEADLINE_S) as tier:
         stall.opened.clear()
         sources = [payload(key).copy() for key in chain(5, 1)]
         parents = [None, *chain(4, 1)]
@@ -322,7 +325,7 @@ async def test_what_was_given_up_in_a_stalled_sync_is_not_held_after_it(
         opened.wait()
         sync(segments, slots)
 
-    async with await open_tier(tmp_path, io_deadline_s=0.5) as tier:
+    async with await open_tier(tmp_path, io_deadline_s=DEADLINE_S) as tier:
         with monkeypatch.context() as patch:
             patch.setattr(Segments, "sync", wait_first)
             assert await put_chain(tier, chain(5)) == [False] * 5
