@@ -17,6 +17,8 @@ from moonpool.kvstore.tiers.ssd.files.record import RecoveredIndex, StaleRecord
 from moonpool.kvstore.tiers.ssd.files.segments import Segments
 from moonpool.kvstore.tiers.ssd.jobs.read import WantedBlock
 from moonpool.kvstore.tiers.ssd.jobs.write import NewBlock, WriteJob
+from moonpool.runtime.failures import FailureClass
+from moonpool.runtime.observing import failures
 
 log = logging.getLogger(__name__)
 
@@ -141,6 +143,7 @@ class SlotMap:
             self.forgotten(writing.also_gone)
         if writing.error is not None:
             self.counts.num_write_errors += 1
+            failures.count(FailureClass.STORE, "error")
             log.error(
                 "%d blocks were not stored in %s: %s",
                 len(writing.blocks),
@@ -169,6 +172,7 @@ class SlotMap:
     def _write_failed(self, block: NewBlock) -> None:
         path, offset = self._segments.where(block.slot)
         self.counts.num_write_errors += 1
+        failures.count(FailureClass.STORE, "error")
         log.error("%s at %d: a block could not be written: %s", path, offset, block.error)
         self._retire(block.slot, block.error)
 
@@ -199,6 +203,7 @@ class SlotMap:
             log.error(message, path, offset, block.key.hex())
         else:
             self.counts.num_read_errors += 1
+            failures.count(FailureClass.STORE, "error")
             log.error("%s at %d: block %s cannot be read: %s", path, offset, block.key.hex(), block.error)
             self._retire(block.slot, block.error)
         gone = self.remove([block.key])
