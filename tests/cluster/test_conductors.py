@@ -19,7 +19,7 @@ from tests.cluster.conftest import another, eventually, started
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 # What a busy machine takes beside a bound.
-BUSY_S = 10.0
+BUSY_S = 30.0
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 600, "ignore_eos": True}
 
 
@@ -60,14 +60,18 @@ async def test_a_killed_conductor_takes_only_its_own_requests_along(
             for i in range(4)
         ]
         await asyncio.gather(*(anext(stream) for stream in doomed))
-        survivor = Reply()
         killed = False
-        async for _ in client.complete("And it came to pass", survivor, **GREEDY):
-            if not killed and len(survivor.pieces_s) >= 20:
-                second.kill()
-                killed = True
+        # On a busy machine an answer may arrive in few pieces: then another one.
+        for _ in range(5):
+            survivor = Reply()
+            async for _ in client.complete("And it came to pass", survivor, **GREEDY):
+                if not killed and len(survivor.pieces_s) >= 20:
+                    second.kill()
+                    killed = True
+            assert survivor.text == expected.text
+            if killed:
+                break
         assert killed
-        assert survivor.text == expected.text
         for stream in doomed:
             with pytest.raises(ApiError):
                 async for _ in stream:

@@ -51,7 +51,8 @@ async def test_a_killed_node_costs_no_token(
 ) -> None:
     prompt = f"And the {role} said unto him "
     expected = await whole(client, prompt, **sampling)
-    # On a busy machine the request may have ended before its node was killed: then once more.
+    # On a busy machine the request may arrive in few pieces, or have ended before its node was killed: then
+    # once more.
     for _ in range(5):
         reply = Reply()
         killed = ""
@@ -62,9 +63,10 @@ async def test_a_killed_node_costs_no_token(
                 kill(cluster, killed)
                 assert await cluster.children[killed].wait() == -signal.SIGKILL
                 killed_unix_s = time.time()
-        assert killed
         assert reply.text == expected
         assert reply.usage["completion_tokens"] == NUM_TOKENS
+        if not killed:
+            continue
         events = {event["event"]: event for event in (await client.timeline(reply.id))["events"]}
         await cluster.restart(killed)
         await eventually(lambda: all_ready(cluster, client))
@@ -187,13 +189,18 @@ async def test_a_node_that_comes_back_has_a_new_epoch_and_an_empty_cache(
 
 
 async def test_sigterm_drains(cluster: LocalCluster, client: Client) -> None:
-    reply = Reply()
     name = ""
-    async for _ in client.complete("And Moses said", reply, **GREEDY):
-        if not name and len(reply.pieces_s) >= 10:
-            name = await node_of(client, reply.id, "decode")
-            os.kill(cluster.children[name].pid, signal.SIGTERM)
-    assert reply.usage["completion_tokens"] == NUM_TOKENS
+    # On a busy machine a request may arrive in few pieces: then another one.
+    for _ in range(5):
+        reply = Reply()
+        async for _ in client.complete("And Moses said", reply, **GREEDY):
+            if not name and len(reply.pieces_s) >= 10:
+                name = await node_of(client, reply.id, "decode")
+                os.kill(cluster.children[name].pid, signal.SIGTERM)
+        assert reply.usage["completion_tokens"] == NUM_TOKENS
+        if name:
+            break
+    assert name
     events = [event["event"] for event in (await client.timeline(reply.id))["events"]]
     assert "retry" not in events  # it finished where it was
     assert await cluster.children[name].wait() == 0
