@@ -80,12 +80,12 @@ async def test_a_block_that_is_not_there_is_computed_and_taken_out_of_the_index(
     # As a lost message, or a bug, would leave it: the node lives, and has none of this. Not the last block:
     # it holds the token that is computed in any case, so nobody asks for it, and nobody finds out.
     told = chain[: (NUM_TOKENS - 1) // cluster.config.engine.block_size]
-    await index.publish(liar, (await index.nodes())[liar].epoch, stored=[(key, Tier.POOL) for key in told])
 
     async def seen() -> bool:
-        nodes = (await client.cluster())["nodes"]
-        return any(n["node_id"] == liar and n["num_index_blocks"] >= len(told) for n in nodes)
+        return set(told) <= replay([await client.index_blocks(liar)]).keys()
 
+    assert not await seen()
+    await index.publish(liar, (await index.nodes())[liar].epoch, stored=[(key, Tier.POOL) for key in told])
     await eventually(seen)
     options: dict[str, Any] = {"model": Config().model.served_name, "max_tokens": 8, "temperature": 0}
     answer = await api.completions.create(prompt=tokens, **options)
@@ -113,8 +113,12 @@ async def test_index_verify_finds_and_repairs_what_a_real_cluster_has_wrong(
         redis = ("--redis", cluster.config.index.redis_url)
         return await run_module("moonpool", "index", "verify", *redis, "--url", cluster.url, *options)
 
-    code, text = await command()
-    assert (code, "prefill-0" in text) == (0, True), text
+    async def all_agree() -> bool:
+        # A conductor that the machine stops for a second is behind.
+        code, text = await command()
+        return (code, "prefill-0" in text) == (0, True)
+
+    await eventually(all_agree)
     ghosts = [BlockKey(bytes([number]) * 16) for number in range(5)]
     epoch = (await index.nodes())["decode-1"].epoch
     await index.publish("decode-1", epoch, stored=[(ghost, Tier.POOL) for ghost in ghosts])
@@ -123,5 +127,4 @@ async def test_index_verify_finds_and_repairs_what_a_real_cluster_has_wrong(
     assert "--repair" in text
     code, text = await command("--repair")
     assert (code, "corrected: " in text) == (1, True), text
-    code, text = await command()
-    assert code == 0, text
+    await eventually(all_agree)
