@@ -41,11 +41,15 @@ async def settles(cluster: LocalCluster) -> None:
         _, nodes = await usage(cluster)
         return nodes["seconds"]["wall"] > then["seconds"]["wall"] + 2 * nodes["starts"]
 
+    async def agree() -> bool:
+        seconds = (await usage(cluster))[1]["seconds"]
+        parts = seconds["useful"] + sum(seconds["wasted"].values()) + seconds["idle"]
+        assert parts + seconds["unsettled"] == pytest.approx(seconds["wall"])
+        return bool(parts == pytest.approx(seconds["wall"], rel=UNSETTLED_PART, abs=UNSETTLED_S))
+
     await eventually(told)
-    seconds = (await usage(cluster))[1]["seconds"]
-    parts = seconds["useful"] + sum(seconds["wasted"].values()) + seconds["idle"]
-    assert parts + seconds["unsettled"] == pytest.approx(seconds["wall"])
-    assert parts == pytest.approx(seconds["wall"], rel=UNSETTLED_PART, abs=UNSETTLED_S), seconds
+    # A node that the machine stops for a while tells later than the others.
+    await eventually(agree, timeout_s=20)
 
 
 async def test_useful_wasted_and_idle_seconds_are_the_walls(cluster: LocalCluster, client: Client) -> None:
