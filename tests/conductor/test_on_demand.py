@@ -307,7 +307,7 @@ async def test_a_planner_starts_nothing_before_a_request_does(url: str) -> None:
     planner = PlannerOptions(mode="act", min_warm=0, spare=0)
     async with running(url, namespace=uuid4().hex, provider=machines, planner=planner) as cluster:
         machines.cluster = cluster
-        await cluster.until(lambda: "asleep" in cluster.conductor.planner()["state"], 20)
+        await cluster.until(lambda: "asleep" in cluster.conductor.planner()["state"])
         assert not machines.started
         assert await cluster.generate(request()) == continuation(PROMPT, 8)
         await cluster.until(lambda: "plans" in cluster.conductor.planner()["state"])
@@ -319,7 +319,7 @@ async def test_a_planner_leaves_the_first_nodes_to_the_request_that_waits_for_th
     planner = PlannerOptions(mode="act", min_warm=0, spare=0)
     async with running(url, namespace=uuid4().hex, provider=machines, planner=planner) as cluster:
         machines.cluster = cluster
-        await cluster.until(lambda: "asleep" in cluster.conductor.planner()["state"], 20)
+        await cluster.until(lambda: "asleep" in cluster.conductor.planner()["state"])
         # Both see the same list, without a node.
         machines.may_list.clear()
         machines.num_listed, machines.at_once = 0, 2

@@ -33,7 +33,7 @@ def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedPro
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=200,
     )
 
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 def moonpool(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [*forked_command("moonpool"), *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200)
 
 
 @pytest.fixture

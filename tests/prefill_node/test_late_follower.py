@@ -34,7 +34,7 @@ async def test_a_follower_that_comes_too_late_is_told_so(here: bool) -> None:
         follow = node_pb2.FollowRequest(request_id="late", follower="decode-0")
         late = node.prefilled_here(sequence) if here else anext(aiter(stub.Follow(follow)))
         with pytest.raises((grpc.aio.AioRpcError, HandoverFailed), match="not taken in time"):
-            await asyncio.wait_for(late, 10)
+            await asyncio.wait_for(late, 50)
         assert not node._handovers and not sequence.block_table
         node.engine.pool.check_integrity()
         context.draining.set()
