@@ -159,8 +159,10 @@ async def test_nodes_are_told_the_seconds_that_a_request_has_left(url: str) -> N
             assert len(set(left)) == 1, "both stages end at once"
         # Measured when it is sent: the second attempt has less.
         assert max(by_attempt[1]) < min(by_attempt[0])
+        began_s = time.monotonic()
         await cluster.generate(request("next"))
-        assert 49.0 < cluster.nodes["d0"].works[-1].left_s <= 50.0
+        took_s = time.monotonic() - began_s
+        assert 50.0 - took_s <= cluster.nodes["d0"].works[-1].left_s <= 50.0
 
 
 async def test_one_token_needs_no_decode_node(url: str) -> None:
