@@ -14,6 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
+from moonpool.conductor import server
 from moonpool.conductor.dashboard import routes
 from moonpool.conductor.observing.request_metrics import RequestMetrics, SequenceClock
 from moonpool.conductor.observing.slo import Slo
@@ -67,8 +68,26 @@ async def test_draining_ends_streams_and_takes_no_more(api: Any) -> None:
             await fresh.get(api.url)
 
 
-async def test_a_server_that_leaves_is_not_ready_first_and_serves_on(api: Any) -> None:
+class Pausing:
+    """asyncio, whose pauses last until ``goes_on``."""
+
+    def __init__(self) -> None:
+        self.pauses_s: list[float] = []
+        self.goes_on = asyncio.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, seconds: float) -> None:
+        self.pauses_s.append(seconds)
+        await self.goes_on.wait()
+
+
+async def test_a_server_that_leaves_is_not_ready_first_and_serves_on(
+    api: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A load balancer sends requests until it has noticed."""
+    monkeypatch.setattr(server, "asyncio", pausing := Pausing())
     gate = asyncio.Event()
     api.core.script = lambda request: api.core.says("abc", gate)
     running = asyncio.create_task(api.complete())
@@ -86,6 +105,8 @@ async def test_a_server_that_leaves_is_not_ready_first_and_serves_on(api: Any) -
         response = await served
         assert response.status == 200
         assert response.headers["Connection"] == "close", "its next request goes elsewhere"
+    assert pausing.pauses_s == [0.5]
+    pausing.goes_on.set()
     assert (await running)["choices"][0]["text"] == "abc"
     assert await leaving
     with pytest.raises(aiohttp.ClientConnectorError):
