@@ -80,10 +80,14 @@ async def hangs(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
     await asyncio.Event().wait()
 
 
-async def test_three_conductors_never_give_one_nodes_room_away_twice(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peers, "ANSWER_S", 30.0)  # all three run on one busy loop
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conductors on one busy loop wait for each other: none is left while the machine stands still."""
+    monkeypatch.setattr(peers, "ANSWER_S", 30.0)
+    monkeypatch.setattr(peers, "_BEAT_TIMEOUT_S", 30.0)
+
+
+async def test_three_conductors_never_give_one_nodes_room_away_twice(url: str, patient: None) -> None:
     async with (
         running(url, "p0", "d0", "d1", namespace="three") as cluster,
         conductors(url, cluster, 3) as every,
@@ -146,7 +150,9 @@ async def uneven(cluster: Cluster, every: Sequence[Conductor]) -> None:
     await cluster.until(lambda: all(map(slower, every)))
 
 
-async def test_a_choice_stands_until_others_take_it_and_who_looks_at_no_load_is_never_moved(url: str) -> None:
+async def test_a_choice_stands_until_others_take_it_and_who_looks_at_no_load_is_never_moved(
+    url: str, patient: None
+) -> None:
     """Whatever made a policy prefer a node that is not the earliest, others have changed nothing yet."""
     async with (
         running(url, "p0", "p1", "d0", namespace="stands") as cluster,
@@ -176,7 +182,7 @@ async def test_a_choice_stands_until_others_take_it_and_who_looks_at_no_load_is_
         assert moved == {"goodput", "kv-aware", "local-cache", "least-loaded"}
 
 
-async def test_a_tenants_limits_and_its_share_count_over_all_conductors(url: str) -> None:
+async def test_a_tenants_limits_and_its_share_count_over_all_conductors(url: str, patient: None) -> None:
     acme, frugal = Tenant("acme", max_requests=2), Tenant("frugal", tokens_per_minute=60)
     async with (
         running(url, "p0", "d0", namespace="tenants") as cluster,
