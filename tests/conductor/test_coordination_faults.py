@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
@@ -119,14 +120,24 @@ def meets(conductor: Conductor, cluster: Cluster) -> bool:
     return len(ready) == len(cluster.nodes) and facts["num_other_conductors"] == 1
 
 
+def starved_s() -> float:
+    """How long threads of this process have waited for a core, all together."""
+    total_ns = 0
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended, or the kernel does not tell
+            total_ns += int((task / "schedstat").read_text().split()[1])
+    return 1e-9 * total_ns
+
+
 async def ttfts_s(every: list[Conductor], count: int = 60) -> list[float]:
-    """Of requests that take turns among the conductors."""
+    """Of requests that take turns among the conductors. Conductors and nodes are in this process: what it
+    waited for a core is left out, because nobody was waited for then."""
     found = []
     for i in range(count):
-        began_s = time.monotonic()
+        began_s, before_s = time.monotonic(), starved_s()
         async with contextlib.aclosing(every[i % len(every)].generate(request(f"r{i}"))) as stream:
             await anext(stream)
-            found.append(time.monotonic() - began_s)
+            found.append(max(time.monotonic() - began_s - (starved_s() - before_s), 0.0))
             async for _ in stream:
                 pass
     return sorted(found)
@@ -186,7 +197,9 @@ async def test_a_stopped_redis_adds_nothing_and_conductors_still_share(
         before = await ttfts_s(every)
         stoppable.stop()
         await nothing_is_added("stopped Redis", every, before)
-        monkeypatch.setattr(peers, "ANSWER_S", 30.0)  # both run on one busy loop
+        # Both run on one busy loop: none is left while the machine stands still.
+        monkeypatch.setattr(peers, "ANSWER_S", 30.0)
+        monkeypatch.setattr(peers, "_BEAT_TIMEOUT_S", 30.0)
         loads = [c._deps.registry.members[name].load for c in every for name in ("d0", "d1")]
         await cluster.until(lambda: all(load._foreign == Load() for load in loads))
         for node in decodes:
@@ -270,7 +283,7 @@ async def test_an_arbiter_that_leaves_during_a_booking_takes_no_request_along(
         token = asyncio.create_task(anext(stream))
         await asked.wait()
         await first._deps.arbitration.peers.close()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(25):  # sooner than the arbiter would answer
             assert (await token).token_id == continuation(PROMPT, 1)[0]
         await stream.aclose()
 
