@@ -43,7 +43,7 @@ def tiny_pool_config(disk: Path) -> Config:
         config,
         cluster=replace(config.cluster, prefill=1, decode=1),
         engine=replace(config.engine, pool_nbytes=8 << 20),
-        store=replace(config.store, host=host, ssd=ssd),
+        store=replace(config.store, host=host, ssd=ssd, flush_s=30.0),  # the disk may stand still for a while
     )
 
 
@@ -140,7 +140,7 @@ async def test_what_is_on_disk_comes_to_host_memory_while_its_prompt_waits_for_r
         first = await node_pb2_grpc.PrefillNodeStub(channel).Prefill(prefill_of("first", prompt))
     # It writes what only memory holds, and has it on disk when it is back.
     before = await address()
-    await cluster.children["prefill-0"].stop(20.0)
+    await cluster.children["prefill-0"].stop(60.0)
     await cluster.restart("prefill-0")
 
     async def back() -> bool:

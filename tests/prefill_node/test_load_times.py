@@ -46,7 +46,8 @@ async def test_blocks_that_the_index_named_and_that_were_gone_have_their_share_o
 async def test_a_load_tells_its_time_on_the_disk(tmp_path: Path) -> None:
     config = config_of()
     ssd = replace(config.store.ssd, path=str(tmp_path), capacity_nbytes=256 << 20, deadline_s=30.0)
-    config = replace(config, store=replace(config.store, ssd=ssd))
+    # The disk may stand still for a while when the node ends.
+    config = replace(config, store=replace(config.store, ssd=ssd, flush_s=30.0))
     context = ServiceContext("prefill")
     async with serving(PrefillNode(config), context) as stub:
         first = await stub.Prefill(prefill_of("first"))
