@@ -187,7 +187,7 @@ async def test_a_revoked_certificate_is_refused_with_its_reason(target: Target) 
             # Also on the connection that was there before.
             return await call(channel, "Node/Status") == "UNAUTHENTICATED"
 
-        await eventually(refused, timeout_s=20)
+        await eventually(refused)
     await target.logged(event="refused", process="prefill-0", why="revoked")
     await target.serves()
 

@@ -49,7 +49,7 @@ async def opened(target: Target, url: str) -> tuple[asyncio.StreamReader, asynci
     )
 
 
-async def raw(target: Target, url: str, data: bytes, within_s: float = 20) -> bytes:
+async def raw(target: Target, url: str, data: bytes, within_s: float = 60) -> bytes:
     """What the server at ``url`` says to these bytes until it hangs up, or its first 64 KiB."""
     reader, writer = await opened(target, url)
     try:
@@ -222,7 +222,7 @@ async def test_no_secret_and_no_text_is_in_the_audit(target: Target) -> None:
     async def used() -> bool:
         return any("acme" in file.read_text() for file in folder.glob("usage-*.jsonl"))
 
-    await eventually(used, timeout_s=20)
+    await eventually(used)
     for file in folder.glob("*.jsonl"):
         text = file.read_text()
         for secret in (*TENANTS.values(), WATCH, KEY, PROMPT.strip()):
@@ -241,7 +241,7 @@ async def test_a_tenant_learns_nothing_of_another_from_its_answers(
             return int(details.get("cached_tokens") or 0)
 
     await cached("acme")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not await cached("acme"):  # noqa: ASYNC110 - its blocks are published soon
             await asyncio.sleep(0.05)
     assert await cached("globex") == 0
