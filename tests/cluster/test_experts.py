@@ -67,7 +67,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     options = replace(
         options,
         model=ModelOptions(path=str(path)),
-        engine=replace(options.engine, parallel=ParallelOptions(timeout_s=2.0)),
+        engine=replace(options.engine, parallel=ParallelOptions(timeout_s=5.0)),
         cluster=replace(options.cluster, prefill=1, decode=2, decode_options=decode),
     )
     async with LocalCluster(options, directory=tmp_path_factory.mktemp("experts")) as running:
