@@ -117,7 +117,8 @@ class Following:
             block_size=block_size,
             root_of=lambda lora: ROOT,
         )
-        self.source = EventSource(engine.endpoint, engine.replay_endpoint if replay else "", topic="kv@")
+        replay_endpoint = engine.replay_endpoint if replay else ""
+        self.source = EventSource(engine.endpoint, replay_endpoint, topic="kv@", replay_timeout_s=60)
 
     async def __aenter__(self) -> Following:
         await self.node.publisher.start()
@@ -288,7 +289,7 @@ async def test_a_new_process_with_the_next_number_is_another_engine(
 
 
 async def test_a_connection_that_broke_costs_nothing_with_a_replay(engine: Engine) -> None:
-    source = EventSource(engine.endpoint, engine.replay_endpoint)
+    source = EventSource(engine.endpoint, engine.replay_endpoint, replay_timeout_s=60)
     got: list[list[Hash]] = []
 
     async def read() -> None:
@@ -313,7 +314,7 @@ async def test_a_connection_that_broke_costs_nothing_with_a_replay(engine: Engin
 
 
 async def test_batches_that_were_replayed_are_not_taken_for_a_restart(engine: Engine) -> None:
-    source = EventSource(engine.endpoint, engine.replay_endpoint)
+    source = EventSource(engine.endpoint, engine.replay_endpoint, replay_timeout_s=60)
     await engine.subscribed()
     # Both in the replay and in the socket's queue.
     await sent(engine, 1, 2, 3)
@@ -371,7 +372,7 @@ async def test_our_events_are_followed_by_our_own_reader(index: KVIndex, mirror:
         block_size=BLOCK,
         root_of=lambda lora: ROOT,
     )
-    source = EventSource(publisher.endpoint, publisher.replay_endpoint)
+    source = EventSource(publisher.endpoint, publisher.replay_endpoint, replay_timeout_s=60)
     await node.publisher.start()
     task = asyncio.create_task(node.follow(source.batches()))
     try:
