@@ -36,13 +36,15 @@ async def server(directory: Path) -> AsyncIterator[Server]:
 @pytest.fixture
 async def redis(server: Server) -> AsyncIterator[Any]:
     client = connect(server.url)
+    # Here a Redis that is slow is not one that is lost.
+    client.connection_pool.connection_kwargs["socket_connect_timeout"] = 60.0
     yield client
     await client.aclose()
 
 
 @pytest.fixture
 async def index(redis: Any) -> KVIndex:
-    return KVIndex(redis, "test")
+    return KVIndex(redis, "test", timeout_s=60.0)
 
 
 @pytest.fixture

@@ -89,7 +89,7 @@ class FakePool:
         if self.failing is not None:
             raise self.failing
         if self._loop is not None:
-            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop).result(10)
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop).result(60)
         for block, destination in zip(blocks, destinations, strict=True):
             destination[:] = self._blocks[block]
         return [xxh3_64_intdigest(destination.data) for destination in destinations]

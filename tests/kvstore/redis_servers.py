@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from moonpool.kvstore.index.redis.client import connect
@@ -48,17 +49,19 @@ class Server:
 
 
 def free_ports(count: int) -> list[int]:
-    """Free now, and low enough that a cluster bus port (+10000) exists."""
-    sockets, ports = [], []
+    """Free now, and those of their cluster bus (+10000) too."""
+    sockets: list[socket.socket] = []
+    ports: list[int] = []
     while len(ports) < count:
-        probe = socket.socket()
+        probe, bus = socket.socket(), socket.socket()
+        sockets += [probe, bus]
         probe.bind(("127.0.0.1", 0))
-        sockets.append(probe)
         port = probe.getsockname()[1]
-        if port < 55_000:
+        with suppress(OSError, OverflowError):  # another process has that one, or there is no such port
+            bus.bind(("127.0.0.1", port + 10_000))
             ports.append(port)
-    for probe in sockets:
-        probe.close()
+    for each in sockets:
+        each.close()
     return ports
 
 

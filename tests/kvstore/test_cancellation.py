@@ -56,7 +56,7 @@ async def all_is_released(store: TieredStore, disk: MemoryDisk) -> None:
     assert store.writes is not None
     disk.may_write.set()
     disk.is_stalled = False
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await settled(store)
     assert store.writes.used_nbytes == 0
     assert store.writes.has_room
@@ -65,7 +65,7 @@ async def all_is_released(store: TieredStore, disk: MemoryDisk) -> None:
     store.check_integrity()
     # There is room for others, and they are written.
     assert await put(store, 1, CHAINS) == 1
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert await store.writes.submit(key(0, CHAINS))
         await settled(store)
     assert key(0, CHAINS) in disk
@@ -85,7 +85,7 @@ async def test_a_waiter_cancelled_in_the_turn_in_which_room_is_given(turn: int) 
         await asyncio.sleep(0)
     for waiter in waiters[::2]:
         waiter.cancel()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         done = await asyncio.gather(*waiters, return_exceptions=True)
     assert all(result is True for result in done[1::2])
     await all_is_released(store, disk)
@@ -115,7 +115,7 @@ def test_any_calls_cancelled_at_any_await(
                     task.cancel()
             await asyncio.sleep(0)
         disk.may_write.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await asyncio.gather(*tasks, return_exceptions=True)
         await all_is_released(store, disk)
 
@@ -134,7 +134,7 @@ async def test_a_waiter_goes_on_when_what_it_waits_for_is_removed() -> None:
     assert store.writes.offer(second)
     await removed
     disk.may_write.set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await flushed
     assert len(disk) == CHAINS * LENGTH - 2
     await all_is_released(store, disk)
@@ -144,7 +144,7 @@ async def test_a_copy_that_is_cancelled_twice_has_ended() -> None:
     copier, may_end, ended = Copier(1), threading.Event(), threading.Event()
 
     def work() -> None:
-        may_end.wait(20)
+        may_end.wait(60)
         ended.set()
 
     task = asyncio.create_task(copier.run(work))
@@ -171,12 +171,12 @@ async def test_a_pool_that_fails_unexpectedly_costs_its_blocks_and_nobody_waits_
     pool.failing = ZeroDivisionError("a bug")  # type: ignore[assignment]
     for name in reversed(chain(2)):
         assert pool.evict(name)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await store.copied()
         pool.failing = None
         assert not store.demoter.demoting
         assert await put(store, 2) == 2
-        await store.flush(5.0)
+        await store.flush(60.0)
         assert len(disk) == 2
         await get(store, 2)
         store.check_integrity()

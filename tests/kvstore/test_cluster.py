@@ -33,7 +33,7 @@ async def test_an_index_on_two_shards_of_a_cluster_works(directory: Path) -> Non
         client = connect(f"redis+cluster://127.0.0.1:{ports[0]}")
         # One namespace on each shard.
         for namespace in ("one", "two", "three"):
-            index = KVIndex(client, namespace)
+            index = KVIndex(client, namespace, timeout_s=60.0)
             mirror = IndexMirror(index)
             await mirror.start()
             node = await FakeNode(index, "a").start()
@@ -43,12 +43,11 @@ async def test_an_index_on_two_shards_of_a_cluster_works(directory: Path) -> Non
             assert mirror.longest_prefix(chain(3000)) == {"a": 2000}
             assert await index.snapshot() == {"a": node.held}
             await node.publisher.close()
-            await mirror.caught_up()
-            assert mirror.nodes == {}
+            await until(lambda mirror=mirror: asyncio.sleep(0.001, not mirror.nodes))
             await mirror.close()
         assert all([await shard.dbsize() for shard in shards])
         # Records of objects are spread over the shards.
-        records = Records(KVIndex(client, "one"), restoring_s=1.0)
+        records = Records(KVIndex(client, "one", timeout_s=60.0), restoring_s=1.0)
         infos = [store_pb2.ObjectInfo(key=bytes([n]) * 16, storage=n + 1, name=str(n)) for n in range(40)]
         put = [store_pb2.ObjectRecord(info=info, owner=bytes(16), places=["a"]) for info in infos]
         await records.put([(record, 0) for record in put])

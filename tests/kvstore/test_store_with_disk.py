@@ -120,7 +120,7 @@ async def test_blocks_queued_and_being_written_stay_within_the_budget() -> None:
     disk.may_write.set()
     await settled(store)
     assert len(disk) == 6
-    await store.flush(10.0)
+    await store.flush(60.0)
     assert len(disk) == 20
     store.check_integrity()
     await store.close()
@@ -148,7 +148,7 @@ async def test_a_removed_block_does_not_come_back_from_a_write_that_had_begun() 
 async def test_a_removed_block_does_not_come_back_from_a_read_that_had_begun() -> None:
     store, disk = await with_disk(8, 64)
     await put(store, 4)
-    await store.flush(10.0)
+    await store.flush(60.0)
     store.remove_from_host(chain(4))
     assert store.match(chain(4)) == [Tier.SSD] * 4
     disk.may_read.clear()
@@ -387,7 +387,7 @@ async def test_flush_writes_everything_also_what_only_the_pool_has(remote) -> No
     for i, name in enumerate(chain(3)):
         pool.seal(name, key(i - 1) if i else None, payload(name))
     await put(store, 20, number=1)
-    await store.flush(10.0)
+    await store.flush(60.0)
     assert sorted(disk.keys()) == sorted(chain(3) + chain(20, 1))
     await store.close()
 
