@@ -17,13 +17,19 @@ from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.config.options import AuditOptions, SecurityOptions
 from moonpool.runtime.errors import ConfigError
-from moonpool.runtime.observing import audit
+from moonpool.runtime.observing import audit, rotating_file
 from moonpool.runtime.observing.rotating_file import QUEUED_LINES, RotatingFile
 from moonpool.runtime.security import process
 from moonpool.runtime.security.process import Security
 from moonpool.runtime.security.roles import Caller
 
 KEY = SecurityOptions(cluster_key="0123456789abcdef")
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that others keep busy gets every line, too."""
+    monkeypatch.setattr(rotating_file, "_CLOSE_S", 60.0)
 
 
 def lines_of(directory: Path, kind: str = "audit") -> list[dict[str, Any]]:
@@ -105,7 +111,8 @@ def test_two_processes_of_one_name_have_a_file_each(tmp_path: Path) -> None:
     with audit.audited(options, "conductor"):
         code = (
             "from moonpool.runtime.config.options import AuditOptions as O\n"
-            "from moonpool.runtime.observing import audit\n"
+            "from moonpool.runtime.observing import audit, rotating_file\n"
+            "rotating_file._CLOSE_S = 60.0\n"
             f"with audit.audited(O(path={str(tmp_path)!r}), 'conductor'): audit.administrative('x', 'ok')"
         )
         subprocess.run([sys.executable, "-c", code], check=True)
@@ -140,7 +147,7 @@ _CHILD = """
 import asyncio, resource, signal, sys, time
 from pathlib import Path
 from moonpool.runtime.config.options import AuditOptions
-from moonpool.runtime.observing import audit
+from moonpool.runtime.observing import audit, rotating_file
 
 async def serve():
     for number in range(int(sys.argv[2])):
@@ -170,11 +177,11 @@ with audit.audited(AuditOptions(path={str(tmp_path)!r}), "n"):
     )
     began_s = time.monotonic()
     child = subprocess.run(
-        [sys.executable, "-c", code, "", str(3 * QUEUED_LINES)], capture_output=True, timeout=60, check=True
+        [sys.executable, "-c", code, "", str(3 * QUEUED_LINES)], capture_output=True, timeout=120, check=True
     )
     os.close(reader)
     assert float(child.stdout) < 10  # it would wait for ever; a busy machine may stand still for a while
-    assert time.monotonic() - began_s < 30
+    assert time.monotonic() - began_s < 100
     # The other file is on a disk that works.
     assert len(lines_of(tmp_path)) == 100
 
@@ -188,12 +195,15 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
 with audit.audited(AuditOptions(path={str(tmp_path)!r}), "n"):
     asyncio.run(serve())
     file = Path({str(tmp_path / "usage-n.jsonl")!r})
-    text = file.read_text()
-    assert len(text) <= 100_000 and text.endswith("\\n"), text[-100:]
+    rotating_file._CLOSE_S = 60.0
+    # Where the disk has stood still the file is not there yet, or its last line is just being taken back.
+    while not (file.exists() and (text := file.read_text()).endswith("\\n")):
+        time.sleep(0.01)
+    assert len(text) <= 100_000
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 """
     )
-    subprocess.run([sys.executable, "-c", code, "", str(2 * QUEUED_LINES)], timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", code, "", str(2 * QUEUED_LINES)], timeout=120, check=True)
     lines = lines_of(tmp_path, "usage")
     numbers = [line["number"] for line in lines if "number" in line]
     assert numbers[:QUEUED_LINES] == list(range(QUEUED_LINES)), (

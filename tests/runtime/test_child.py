@@ -85,7 +85,7 @@ async def test_a_full_disk_under_its_log_neither_blocks_nor_hides_a_child() -> N
     program = "print('x' * 1_000_000, flush=True); print('{\"url\": \"here\"}', flush=True)"
     child = Child("worker", [sys.executable, "-c", program], Path("/dev/full"), sends_json=True)
     await child.start()
-    await child.wait_ready(10)
+    await child.wait_ready(60)
     assert child.ready == {"url": "here"}
     assert await child.wait() == 0
 
