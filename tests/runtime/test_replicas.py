@@ -114,22 +114,22 @@ def test_dead_replica_is_restarted(tmp_path: Path) -> None:
 
 
 def test_silent_replica_is_restarted_and_busy_replica_is_not(tmp_path: Path) -> None:
-    with node(tmp_path, "busy", "engine.parallel.timeout_s=1.5") as running:
+    with node(tmp_path, "busy", "engine.parallel.timeout_s=2.5") as running:
         url = running.ready()["metrics_url"]
         before = running.replicas()
         before["busy.1"].suspend()
         began_s = time.monotonic()
         before["busy.1"].wait(timeout=60)
-        assert 1.4 < time.monotonic() - began_s < 20  # twenty looks, late ones on a busy machine
+        assert 2.4 < time.monotonic() - began_s < 30  # twenty looks, late ones on a busy machine
         until(lambda: "moonpool_replicas_ready 2.0" in page(url))
         assert 'moonpool_replica_starts_total{replica="1"} 2.0' in page(url)
         # Longer than the bound, and nobody was found silent.
-        time.sleep(max(0, began_s + 4 - time.monotonic()))
+        time.sleep(max(0, began_s + 5 - time.monotonic()))
         assert running.replicas()["busy.0"].pid == before["busy.0"].pid
         running.process.send_signal(signal.SIGTERM)
         code, log = running.end()
     assert code == 0
-    assert "replica busy.1 has been silent for 1.5 s and is killed" in log
+    assert "replica busy.1 has been silent for 2.5 s and is killed" in log
     assert "replica busy.1 ended by signal 9 and is restarted" in log
     assert re.search(r"replica busy\.1 serves again \d+\.\d\d s after its start", log)
     assert "busy.0 has been silent" not in log
