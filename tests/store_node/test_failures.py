@@ -9,6 +9,7 @@ import numpy as np
 import psutil
 import pytest
 
+from moonpool.kvstore.client import StoreClient
 from moonpool.kvstore.client.connections import preference_order
 from moonpool.kvstore.client.errors import (
     BadObject,
@@ -27,6 +28,16 @@ from tests.processes import stop
 from tests.store_node.conftest import StoreCluster
 
 rng = np.random.default_rng(11)
+
+
+async def read(store: StoreClient, name: str) -> np.ndarray | None:
+    """Of a node that grants its memory for a second or two: less than a busy machine may need for a read."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                return await store.get(name)
+            except ObjectUnreachable:
+                await asyncio.sleep(0.1)
 
 
 async def test_copies_survive_a_node(cluster: StoreCluster) -> None:
@@ -95,7 +106,7 @@ async def test_a_client_killed_in_a_put_leaves_nothing_behind(cluster: StoreClus
                     break
                 except PutFailed:
                     await asyncio.sleep(0.1)
-        found = await store.get("whole")
+        found = await read(store, "whole")
         assert found is not None
         assert (found == whole).all()
         assert await store.get("half") is None
@@ -123,7 +134,7 @@ async def test_a_write_that_comes_late_does_not_land_in_another_tenants_object(c
         await putter.wait()
         usage = next(iter((await store.usage()).values()))
         assert usage.num_objects == 1
-        found = await store.get("whole")
+        found = await read(store, "whole")
         assert found is not None
         assert (found == 1).all()
 
@@ -177,20 +188,20 @@ async def test_a_node_killed_in_puts_shows_only_whole_objects(cluster: StoreClus
 
 async def test_a_stopped_node_is_no_hang(cluster: StoreCluster) -> None:
     await asyncio.gather(cluster.start("a"), cluster.start("b"))
-    async with cluster.client(deadline_s=1.0) as store:
-        await store.put("on a", np.arange(9), node="a")
-        await store.put("on b", np.arange(9), node="b")
+    async with cluster.client() as patient, cluster.client(deadline_s=2.0) as store:
+        await patient.put("on a", np.arange(9), node="a")
+        await patient.put("on b", np.arange(9), node="b")
         process = psutil.Process(cluster.nodes["a"].pid)
         stop(process.pid)
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 assert (await store.get("on b") == np.arange(9)).all()
                 with pytest.raises(ObjectUnreachable, match="on a, and none"):
                     await store.get("on a", required=True)
                 await store.put("new", np.arange(3), node="a")  # goes to b
         finally:
             process.resume()
-        assert (await store.get("new") == np.arange(3)).all()
+        assert (await patient.get("new") == np.arange(3)).all()
 
 
 async def test_memory_is_the_callers_again_when_a_read_fails(cluster: StoreCluster) -> None:

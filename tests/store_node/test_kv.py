@@ -82,7 +82,11 @@ async def test_a_prefix_is_fetched_from_a_store_node_when_its_makers_are_gone(
                 await stub.Replicate(request)
             # The store node itself is started again: what it had is on its disk, and published anew.
             await cluster.children["store-0"].stop(20.0)
-            assert "store-0" not in await index.snapshot()
+
+            async def left() -> bool:
+                return "store-0" not in await index.snapshot()
+
+            await eventually(left)
             await cluster.restart("store-0")
             await eventually(copied)
             for name in ("prefill-0", "decode-0"):
