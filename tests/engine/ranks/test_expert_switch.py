@@ -21,6 +21,7 @@ from moonpool.runtime.errors import ConfigError
 from tests.engine.conftest import Driver, prompt
 from tests.engine.ranks.conftest import serving
 from tests.engine.ranks.test_exact import MIXTURES, SHAPE
+from tests.processes import stop
 
 pytestmark = pytest.mark.asyncio
 _TOKENS = 120
@@ -108,7 +109,7 @@ async def test_a_placement_after_a_cancelled_one_is_that_of_all_ranks(make_check
         # One whose first layer to move is another.
         second = ExpertPlacement(2, (engine.expert_placement.layers[0], *first.layers[1:]))
         expected, (rank,) = await answers(driver), engine.ranks.ranks
-        os.kill(rank.pid, signal.SIGSTOP)
+        stop(rank.pid)
         try:
             cancelled = asyncio.create_task(engine.place_experts(first))
             while ("experts", 0) not in rank._waiting:  # noqa: ASYNC110

@@ -21,13 +21,23 @@ from moonpool.engine.node.engine_memory import EngineMemory
 from moonpool.engine.prefix_cache.peer_exchange import PeerExchange, PeerIncompatible
 from moonpool.kvstore.remote.rank_reader import RankRead
 from moonpool.protos import node_pb2
-from moonpool.runtime.config.options import Config, EngineOptions, ModelOptions, ParallelOptions
+from moonpool.runtime.config.options import (
+    Config,
+    EngineOptions,
+    ModelOptions,
+    ParallelOptions,
+    TransferOptions,
+)
 from moonpool.transfer import ChecksumMismatch, RegionError, TransferAgent
 from tests.engine.conftest import Driver, Result
+from tests.engine.ranks.conftest import TIMEOUT_S
 from tests.engine.ranks.test_exact import FAMILIES, SHAPE
+from tests.processes import stop
 
 PLANS = [*itertools.product((1, 2), (1, 2)), (1, 1, 2), (2, 1, 2)]  # tp, pp, cp
 NUM_TOKENS = 12
+# Of reads and writes that a busy machine delays.
+PATIENT = TransferOptions(deadline_s=60.0)
 
 
 class Side:
@@ -38,7 +48,11 @@ class Side:
         self.agent = agent
         self.driver = Driver(memory.engine)
         self.exchange = PeerExchange(
-            memory.blocks, agent, deadline_s=10, reader=memory.reader, in_parts=bool(memory.ranks)
+            memory.blocks,
+            agent,
+            deadline_s=PATIENT.deadline_s,
+            reader=memory.reader,
+            in_parts=bool(memory.ranks),
         )
         layout = memory.engine.layout
         self.address = node_pb2.KvAddress(
@@ -64,7 +78,8 @@ class Side:
         spans = await source.memory.blocks.describe(theirs.block_table)
         peer = await self.exchange.connect(source.address)
         num_blocks = len(theirs.block_table)
-        report = await self.exchange.read(peer, spans, 0, ours.block_table[:num_blocks], deadline_s=10)
+        blocks = ours.block_table[:num_blocks]
+        report = await self.exchange.read(peer, spans, 0, blocks, deadline_s=PATIENT.deadline_s)
         # With copies of KV heads on several tp ranks, all of them.
         nbytes = sum(layout.block_nbytes for layout in engine.rank_layouts) // engine.plan.cp
         assert report.nbytes == num_blocks * nbytes
@@ -96,10 +111,11 @@ async def side(
     """``separate_pools``: see ``RankGroup``. ``config``: of all but the engine and the model.
     Other words are EngineOptions' and ParallelOptions'."""
     more = {word: words.pop(word) for word in list(words) if word in ParallelOptions.__slots__}
+    more.setdefault("timeout_s", TIMEOUT_S)
     parallel = ParallelOptions(tp=tp, pp=pp, cp=cp, cp_min_tokens=1, **more)
     options = EngineOptions(**{"block_size": 8, "pool_nbytes": 4 << 20, "parallel": parallel, **words})
     model = ModelOptions(path=str(path), device=device, dtype="float32")
-    config = replace(config or Config(), engine=options, model=model)
+    config = replace(config or Config(transfer=PATIENT), engine=options, model=model)
     async with await TransferAgent.start(config.transfer, agent_id=name, epoch=1) as agent:
         with patch("moonpool.engine.execution.cost_profile._BUDGET_S", 0.02):
             memory = await EngineMemory.open(config, agent, lambda *_: None, separate_pools=separate_pools)
@@ -294,7 +310,7 @@ async def test_what_cannot_be_converted_is_refused_by_name_and_wrong_bytes_are_n
         # An error in a rank is the same error here.
         group, agent = small.memory.engine.ranks, same.agent.describe().pack()
         with pytest.raises(RegionError, match="rank 1: region 1234") as raised:
-            await group.ranks[0].read(RankRead(agent, 1234, [0], [0], [(0, 0, 64)], 5.0))
+            await group.ranks[0].read(RankRead(agent, 1234, [0], [0], [(0, 0, 64)], PATIENT.deadline_s))
         assert raised.value.region_id == 1234
 
 
@@ -305,8 +321,8 @@ async def test_a_read_that_is_cancelled_before_its_rank_begins_it_ends(
     """As where the read of another rank fails at once: the rank gets both commands together."""
     async with side(make_checkpoint("llama", **SHAPE).path, "two", 2, 1) as two:
         (rank,), agent = two.memory.engine.ranks.ranks, two.agent.describe().pack()
-        request = RankRead(agent, 1234, [0], [0], [(0, 0, 64)], 5.0)
-        os.kill(rank.pid, signal.SIGSTOP)
+        request = RankRead(agent, 1234, [0], [0], [(0, 0, 64)], PATIENT.deadline_s)
+        stop(rank.pid)
         try:
             reading = asyncio.create_task(rank.read(request))
             await asyncio.sleep(0)
@@ -318,6 +334,6 @@ async def test_a_read_that_is_cancelled_before_its_rank_begins_it_ends(
         finally:
             os.kill(rank.pid, signal.SIGCONT)
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(reading, 20)
+            await asyncio.wait_for(reading, 60)
         with pytest.raises(RegionError, match="region 1234"):
             await rank.read(request)
