@@ -40,7 +40,7 @@ async def test_a_write_that_was_given_up_changes_nothing_afterwards() -> None:
         cable = Proxy(rank.describe().tcp_port)
         descriptor = replace(rank.describe(), tcp_port=cable.port).pack()
         ranks = [rank_memory(BlockShard.whole(LAYOUT), descriptor, pool.id)]
-        blocks = RemoteRankBytes(LAYOUT, leader, ranks, grant, lambda: None, deadline_s=0.3)
+        blocks = RemoteRankBytes(LAYOUT, leader, ranks, grant, lambda: None, deadline_s=60.0)
         sources = list(host.array.reshape(NUM_BLOCKS, -1))
         sums = [checksum(source.data) for source in sources]
 
@@ -55,10 +55,12 @@ async def test_a_write_that_was_given_up_changes_nothing_afterwards() -> None:
         host.array[:] = 2
         sums = [checksum(source.data) for source in sources]
         cable.hold()
+        blocks._deadline_s = 0.3
         with pytest.raises(DeadlineExceeded):
             await save()
         assert len(grants) == 2
         pool.array[:] = 9  # the blocks are others' now
+        blocks._deadline_s = 60.0
         cable.release()
         while all(thread.is_alive() for thread in data):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
