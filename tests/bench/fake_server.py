@@ -18,7 +18,7 @@ class FakeServer:
 
     Answers nobody until ``party`` requests are there together. ``first_id``: the id of the first token; each
     answer adds ``step`` to it. ``hanging`` answers when it closes. ``lost_scrapes``: the numbers, from 1 on,
-    of those that get no metrics.
+    of those that get no metrics. Answers nobody before so many were asked for: ``scrapes_before``.
     """
 
     def __init__(self) -> None:
@@ -30,6 +30,7 @@ class FakeServer:
         self.hanging = False
         self.num_scrapes = 0
         self.lost_scrapes: Collection[int] = ()
+        self.scrapes_before = 0
         self._closing = asyncio.Event()
         self._arrived = 0
         self._complete = asyncio.Event()
@@ -128,6 +129,8 @@ class FakeServer:
         if self._arrived >= self.party:
             self._complete.set()
         await self._complete.wait()
+        while self.num_scrapes < self.scrapes_before:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Last": "0"})
         response.enable_chunked_encoding()
         await response.prepare(request)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -70,19 +71,23 @@ def test_answers_that_are_missing_break_a_load() -> None:
 
 
 async def test_an_open_loop_arrives_by_the_clock(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sleeps that are too long do not add up: these would make one second three."""
+    """Sleeps that are too long do not add up: these would make one second three. The clock is the test's."""
     work = Workload(requests=40, rate=40.0, prompt_tokens=2, output_tokens=1, seed=3)
-    gaps, sleep = random.Random(work.seed), asyncio.sleep
+    gaps, sleep, now_s = random.Random(work.seed), asyncio.sleep, 0.0
     due_s = sum(gaps.expovariate(work.rate) for _ in range(work.requests - 1))
 
     async def too_long(seconds: float) -> None:
-        await sleep(seconds + 0.05 if seconds > 0 else 0)
+        nonlocal now_s
+        now_s += seconds + 0.05 if seconds > 0 else 0.0
+        await sleep(0)
 
     async with HttpClient(fake.url) as http:
         server = await Server.find("fake", http)
         monkeypatch.setattr(asyncio, "sleep", too_long)
+        monkeypatch.setattr(load, "time", SimpleNamespace(perf_counter=lambda: now_s))
         outcome = await load.run(server, work)
-    assert due_s - 0.06 < (work.requests - 1) / Turn(outcome, None).offered < due_s + 1.0
+    assert [one.error for one in outcome.answers] == [""] * work.requests
+    assert due_s - 1e-9 < outcome.seconds < due_s + 0.05 + 1e-9
 
 
 async def test_batches_and_queues_are_read_of_every_process(
@@ -92,7 +97,10 @@ async def test_batches_and_queues_are_read_of_every_process(
     work = Workload(requests=20, rate=40.0, prompt_tokens=2, output_tokens=1)
     async with HttpClient(fake.url) as http:
         server = await Server.find("fake", http)
-        _, found = await occupancy.watched_load(server, await MetricsPages.of(server), work)
+        pages = await MetricsPages.of(server)
+        # Two before the load, and two during it were taken up when the next is asked for.
+        fake.scrapes_before = fake.num_scrapes + 5
+        _, found = await occupancy.watched_load(server, pages, work)
     assert found is not None
     # The fake is the API and a node at the same time.
     assert (found.batch_size, found.queue_length, found.cpu_s) == (6.0, 4.0, 0.0)
@@ -110,6 +118,7 @@ async def test_a_reading_that_fails_meanwhile_does_not_fail_the_load(
         server = await Server.find("fake", http)
         pages = await MetricsPages.of(server)
         fake.lost_scrapes = {fake.num_scrapes + 3}  # of the first reading during the load
+        fake.scrapes_before = fake.num_scrapes + 7  # the second one was taken up
         work = Workload(requests=20, rate=40.0, prompt_tokens=2, output_tokens=1)
         outcome, found = await occupancy.watched_load(server, pages, work)
     assert fake.num_scrapes > max(fake.lost_scrapes)
