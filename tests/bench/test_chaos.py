@@ -32,7 +32,7 @@ print([connection.recv(1) for connection in connections], flush=True)
 
 async def test_answers_are_counted_by_what_became_of_them(fake: FakeServer) -> None:
     async with HttpClient(fake.url) as http:
-        load, counts = KnownLoad(await Server.find("fake", http), 1, hung_after_s=5.0), Counts()
+        load, counts = KnownLoad(await Server.find("fake", http), 1, hung_after_s=60.0), Counts()
         await load.learn()
         await load.run_once(counts)
         assert counts.same == counts.total == len(counts.ttft_s) > 0
@@ -53,7 +53,7 @@ async def test_answers_are_counted_by_what_became_of_them(fake: FakeServer) -> N
 async def test_a_server_whose_answers_vary_without_a_fault_is_refused(fake: FakeServer) -> None:
     fake.step = 1
     async with HttpClient(fake.url) as http:
-        load = KnownLoad(await Server.find("fake", http), 1, hung_after_s=5.0)
+        load = KnownLoad(await Server.find("fake", http), 1, hung_after_s=60.0)
         with pytest.raises(RequestFailed, match="two answers to one prompt"):
             await load.learn()
 
