@@ -14,7 +14,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 import pytest
-from playwright.async_api import Browser
+from playwright.async_api import Browser, expect
 
 from moonpool.bench.conductor.frames import TAKE
 from moonpool.local.cluster import LocalCluster
@@ -83,6 +83,8 @@ USAGE = {
         | {"joules": {"gpus": 123456.7, "processors": "not measured"}}
     ],
 }
+# What views ask for by themselves, and show when it has come.
+ASKED = {"Usage": "#usage tbody tr", "Benchmarks": "#benchmarks tbody tr"}
 # Lists that one would have to scroll to the side.
 SIDEWAYS = """() => [...document.querySelectorAll('.view .scroll')]
     .filter((box) => box.checkVisibility() && box.scrollWidth > box.clientWidth + 1)
@@ -104,6 +106,8 @@ async def test_the_panels_of_every_view_are_where_the_reference_has_them(
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     for number, view in enumerate(VIEWS):
         await show(page, view)
+        if view in ASKED:
+            await expect(page.locator(ASKED[view]).first).to_be_visible()
         await page.evaluate(TAKE, number)
         await page.screenshot(path=SCREENSHOTS / f"screen-{view.lower()}.png")
         assert await page.evaluate(CLIPPED) == [], view
