@@ -73,7 +73,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Loc
 async def browser() -> AsyncIterator[Browser]:
     async with async_playwright() as playwright:
         opened = await playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"], timeout=120_000
         )
         yield opened
         await opened.close()

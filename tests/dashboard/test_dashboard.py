@@ -112,14 +112,19 @@ async def test_transfers_are_those_of_the_nodes_metrics(page: Page, cluster: Loc
         name = rf'moonpool_transfer_batch_seconds_count{{direction="read",path="{path}"}}'
         return sum([await metric(url, re.escape(name), key) for url in pages])
 
-    counts = {path: await count_of(path) for path in ("shm", "tcp")}
+    counts: dict[str, float] = {}
+
+    async def is_counted() -> bool:
+        # A batch may be counted after its request has ended.
+        counts.update({path: await count_of(path) for path in ("shm", "tcp")})
+        return any(counts.values())
+
+    await eventually(is_counted)
     path = max(counts, key=lambda one: counts[one])
-    assert counts[path] > 0
     await show(page, "Transfers")
     row = page.locator("#paths tbody tr", has_text=path)
 
     async def is_shown() -> bool:
-        # A batch may be counted after its request has ended.
         return await row.locator("td").nth(3).text_content() == f"{await count_of(path):.0f}"
 
     await eventually(is_shown)
@@ -137,7 +142,9 @@ async def test_what_another_cache_would_have_found_is_told(page: Page, cluster: 
     ratios = dict(now["reuse"]["hit_ratios"])
     best = max(ratios.values())
     assert best > 0
-    await expect(page.locator("#reuse > div").last).to_contain_text(percent(best))
+    # The page ends where a larger cache would find hardly more.
+    last = next(ratio for ratio in ratios.values() if ratio >= best - 1e-3)
+    await expect(page.locator("#reuse > div").last).to_contain_text(percent(last))
     await expect(page.locator("#reuse + p")).to_contain_text("As large as the prefill nodes' pools")
 
 
@@ -159,7 +166,7 @@ async def test_a_benchmark_result_that_could_not_be_read_is_read_again(
     await expect(figures.locator(".bad")).to_be_visible()
     await page.unroute("**/v1/benchmarks/*")
     await page.locator("#benchmarks .list").get_by_role("link", name="hostile.json").click()
-    await expect(figures.locator("figcaption")).to_have_text(f"{MARKUP}{BREAKOUT}", timeout=10_000)
+    await expect(figures.locator("figcaption")).to_have_text(f"{MARKUP}{BREAKOUT}")
 
 
 async def test_a_page_can_be_paused(page: Page, cluster: LocalCluster) -> None:
@@ -211,7 +218,7 @@ async def test_a_timeline_that_could_not_be_read_is_read_again(page: Page, clust
     await page.locator("#requests tbody tr", has_text=request).get_by_role("link").click()
     await expect(page.locator("#timeline .bad")).to_be_visible()
     await page.unroute("**/v1/requests/*/timeline")
-    await expect(page.locator("#timeline .longest")).to_be_visible(timeout=10_000)
+    await expect(page.locator("#timeline .longest")).to_be_visible()
 
 
 async def test_requests_end_on_the_page_though_many_newer_ones_follow(
@@ -329,17 +336,17 @@ async def test_replicas_are_drawn_inside_their_node(page: Page, cluster: LocalCl
     stop(cluster.children["prefill-0"].pid)
     try:
         os.kill(first["replicas"][1]["pid"], signal.SIGKILL)
-        await expect(node).to_have_class(re.compile("warn"), timeout=60_000)
+        await expect(node).to_have_class(re.compile("warn"), timeout=120_000)
         await expect(node).to_contain_text("1 of 2 serve")
         # The node lacks a replica; it is not a node that is gone.
         await show(page, "Fleet")
         await expect(page.locator("#nodes tbody tr", has_text="prefill-0.1").locator(".bad")).to_have_count(
-            0, timeout=60_000
+            0, timeout=120_000
         )
     finally:
         os.kill(cluster.children["prefill-0"].pid, signal.SIGCONT)
     await show(page, "Cluster")
-    await expect(node).to_have_class(re.compile("good"), timeout=60_000)
+    await expect(node).to_have_class(re.compile("good"), timeout=120_000)
 
 
 async def test_nodes_that_serve_both_stages_are_drawn_and_found(page: Page, cluster: LocalCluster) -> None:
@@ -508,9 +515,9 @@ async def test_a_killed_node_is_seen_to_go(page: Page, cluster: LocalCluster) ->
     node = page.locator("#map svg [data-node=decode-1]")
     await expect(node).to_have_class(re.compile("good"))
     kill(cluster, "decode-1")
-    await expect(node).to_have_class(re.compile("bad"), timeout=60_000)
+    await expect(node).to_have_class(re.compile("bad"), timeout=120_000)
     await expect(page.locator("#events li", has_text="decode-1").first).to_contain_text(
-        "left", timeout=60_000
+        "left", timeout=120_000
     )
     await show(page, "Fleet")
     await expect(page.locator("#nodes tr", has_text="decode-1").locator(".bad")).to_be_visible()
