@@ -24,7 +24,8 @@ async def violations(page: Page) -> list[str]:
 async def test_the_sign_in_keeps_the_rules(browser: Browser, cluster: LocalCluster) -> None:
     page = await browser.new_page(bypass_csp=True)  # for the checker, which is put into the page
     await page.goto(cluster.url)
-    await page.keyboard.type("sk-9")  # the field has the focus
+    await expect(page.get_by_label("API key")).to_be_focused()
+    await page.keyboard.type("sk-9")
     await page.keyboard.press("Enter")
     await expect(page.get_by_role("alert")).to_have_text("This API key is unknown.")
     assert await violations(page) == []
