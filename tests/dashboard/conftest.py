@@ -81,6 +81,7 @@ async def browser() -> AsyncIterator[Browser]:
 
 async def signed_in(page: Page, url: str, key: str = "sk-watch") -> None:
     """Open the dashboard as a person does who has only its address and a key."""
+    page.set_default_timeout(60_000)  # of loads and clicks, for the same reason
     await page.goto(url)
     await expect(page).to_have_url(f"{url}/sign-in")
     await page.get_by_label("API key").fill(key)
