@@ -92,7 +92,7 @@ def test_ranks_load_behind_one_bar_on_a_terminal(make_checkpoint: Any) -> None:
 def test_elsewhere_it_is_logged_and_told_to_a_parent_that_asked(make_checkpoint: Any) -> None:
     path = make_checkpoint("llama").path
     with start(path, subprocess.PIPE, **{REPORTS_LOADING: "1"}) as process:
-        out, log = process.communicate(timeout=60)
+        out, log = process.communicate(timeout=240)
     assert process.returncode == 0, log.decode()
     assert "━" not in log.decode()
     assert re.search(r"weights: 100% of [\d.]+ MB", log.decode())
