@@ -102,7 +102,7 @@ async def _end(child: Child) -> None:
     ids=named,
 )
 async def test_greedy_tokens_equal_transformers(plan: dict[str, Any], make_checkpoint) -> None:
-    options = {**plan, "hosts": 2, "listen": "127.0.0.1:0"}
+    options = {**plan, "hosts": 2, "listen": "127.0.0.1:0", "timeout_s": TIMEOUT_S}
     words = {"max_batch_tokens": 32, "micro_batch_tokens": 16, "cp_min_tokens": 1}
     family, shape = MODELS["qwen2"]
     reference = make_checkpoint(family, **SHAPE, **shape)
@@ -202,7 +202,7 @@ async def test_a_cut_cable_ends_the_group_on_both_sides(
 
 async def test_a_rank_ends_with_its_group_and_says_why(tmp_path: Path) -> None:
     """Not in order: so that its launcher starts it again."""
-    options = ParallelOptions(pp=2, hosts=2, listen="127.0.0.1:0", timeout_s=2.0)
+    options = ParallelOptions(pp=2, hosts=2, listen="127.0.0.1:0", timeout_s=TIMEOUT_S)
     async with far_ranks(options, log=tmp_path / "far.log") as (group, (child,)):
         group.abort(RankLost(0, "for the test"))
         assert await asyncio.wait_for(child.wait(), 60) == 1
@@ -217,7 +217,7 @@ async def test_another_checkpoint_at_the_same_path_is_refused_by_name_on_both_si
     path = make_checkpoint("qwen2", **SHAPE).path
     other = edited(path, tmp_path / "other", lambda tensors: tensors["model.norm.weight"].add_(1))
     says = r"rank 1 on far-1 \(127\.0\.0\.1\) is refused: its model is \w+, the group's \w+"
-    options = {"pp": 2, "hosts": 2, "listen": "127.0.0.1:0"}
+    options = {"pp": 2, "hosts": 2, "listen": "127.0.0.1:0", "timeout_s": TIMEOUT_S}
     async with far_ranks(ParallelOptions(**options), log=tmp_path / "far.log") as (group, _):
         (rank,) = group.ranks
         load = rank.load
