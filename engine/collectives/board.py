@@ -239,8 +239,11 @@ class SharedBoard:
         """Raise RankLost if the group is aborted or its leader silent."""
         if aborted := self._words[_ABORTED]:
             raise RankLost(aborted - 1, "the group was aborted")
-        if self.rank and (silent_s := self.silent_s(0)) > self.timeout_s:
-            raise RankLost(0, f"the leader has been silent for {silent_s:.1f} s")
+        if self.rank and self.silent_s(0) > self.timeout_s:
+            # If this process was stopped, or the machine, heartbeats may wait to be read or sent.
+            time.sleep(self.timeout_s / BEATS_PER_TIMEOUT)
+            if (silent_s := self.silent_s(0)) > self.timeout_s:
+                raise RankLost(0, f"the leader has been silent for {silent_s:.1f} s")
 
     def publish(self, step: int, nbytes: int) -> None:
         """Publish ``payload(step)[:nbytes]`` as the batch of ``step``, the one after the last."""

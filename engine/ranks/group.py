@@ -319,12 +319,17 @@ class RankGroup:
 
     async def _watch(self, board: SharedBoard) -> None:
         """Abort the group when a rank's heartbeat stops."""
+        look_s = self._timeout_s / _CHECKS_PER_TIMEOUT
         while True:
             for rank in self.ranks:
+                if board.silent_s(rank.rank) <= self._timeout_s:
+                    continue
+                # If this process was stopped, or the machine, heartbeats may wait to be read or sent.
+                await asyncio.sleep(look_s)
                 if (silent_s := board.silent_s(rank.rank)) > self._timeout_s:
                     self.abort(RankLost(rank.rank, f"it has been silent for {silent_s:.1f} s{rank.where}"))
                     return
-            await asyncio.sleep(self._timeout_s / _CHECKS_PER_TIMEOUT)
+            await asyncio.sleep(look_s)
 
     async def explain(self, error: RankLost) -> RankLost:
         """Abort the group and return its cause. For a broken connection between ranks this is the end of the
