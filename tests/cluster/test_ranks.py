@@ -266,17 +266,23 @@ async def test_a_rank_lost_while_decoding_costs_no_token(
     # Long enough that it has not ended when the rank is gone.
     prompt, greedy = "And the LORD said unto him " * 8, {**GREEDY, "max_tokens": 800}
     expected = await whole(client, prompt, **greedy)
-    reply, before = Reply(), dict[str, Any]()
-    async for _ in client.complete(prompt, reply, **greedy):
-        if not before and len(reply.pieces_s) >= 20:
-            name = (await client.timeline(reply.id))["summary"]["decode_node"]
-            before = (await nodes(client))[name]
-            os.kill(rank_pid(cluster, name), number)
-    assert before, "it was over too soon"
-    assert reply.text == expected
-    events = [event["event"] for event in (await client.timeline(reply.id))["events"]]
-    assert "retry" in events
-    await eventually(lambda: is_back(client, before))
+    # On a busy machine the request may arrive in few pieces, or have ended before its rank was lost: then
+    # once more.
+    for _ in range(5):
+        reply, before = Reply(), dict[str, Any]()
+        async for _ in client.complete(prompt, reply, **greedy):
+            if not before and len(reply.pieces_s) >= 20:
+                name = (await client.timeline(reply.id))["summary"]["decode_node"]
+                before = (await nodes(client))[name]
+                os.kill(rank_pid(cluster, name), number)
+        assert reply.text == expected
+        if not before:
+            continue
+        await eventually(lambda before=before: is_back(client, before))  # type: ignore[misc]
+        if "retry" in [event["event"] for event in (await client.timeline(reply.id))["events"]]:
+            break
+    else:
+        pytest.fail("five times the request had ended before its rank was lost")
     again = await whole(client, prompt, **{**greedy, "max_tokens": 100})
     assert again and expected.startswith(again)
 
