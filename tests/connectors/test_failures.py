@@ -305,6 +305,7 @@ def test_an_engine_keeps_its_layout_while_it_saves(engine: Make, monkeypatch: py
     one.until_hit("l", 6)
 
 
+@pytest.mark.alone  # the files in /dev/shm are everybody's
 def test_close_leaves_nothing(redis: Redis) -> None:
     def memfds() -> set[str]:
         links = (os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.exists())

@@ -98,7 +98,7 @@ def test_two_loads_of_one_prompt_do_not_remove_each_others_partial_block(
 
 
 def test_a_prompt_that_nobody_reads_is_let_go(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_node, "KEEP_S", 0.2)
+    monkeypatch.setattr(engine_node, "KEEP_S", 0.5)
     one = engine("one")
     one.serve(Request("l", 3 * BLOCK + 5, kv_transfer_params=GIVE))
     store = one.node._kv.store
