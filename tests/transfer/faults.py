@@ -53,14 +53,51 @@ async def late(batch: Awaitable[Any], deadline_s: float) -> tuple[Any, float]:
     """What a batch that has just begun came to, and how many seconds after its deadline; 0: before it.
 
     The deadline is when an alarm set for it rings on the same loop: a machine that is busy with other things
-    makes both late.
+    makes both late. While this process gets no processor no time counts.
     """
     loop = asyncio.get_running_loop()
+    clock = ProcessorClock()
     rang_s: asyncio.Future[float] = loop.create_future()
-    alarm = loop.call_later(deadline_s, lambda: rang_s.set_result(time.perf_counter()))
+    alarm = loop.call_later(deadline_s, lambda: rang_s.set_result(clock.now_s()))
     result, _ = await outcome(batch)
     alarm.cancel()
-    return result, time.perf_counter() - rang_s.result() if rang_s.done() else 0.0
+    now_s = clock.close()
+    return result, now_s - rang_s.result() if rang_s.done() else 0.0
+
+
+class ProcessorClock:
+    """Stands still while a thread of this process that only sleeps is not woken: then it got no processor. A
+    call that blocks the loop does not stop it."""
+
+    _TICK_S, _LATE_S = 0.01, 0.05
+
+    def __init__(self) -> None:
+        self._stood_s = 0.0
+        self._woken_s = time.perf_counter()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._TICK_S):
+            self._note()
+
+    def _note(self) -> None:
+        woken_s = time.perf_counter()
+        late_s = woken_s - self._woken_s - self._TICK_S
+        self._stood_s += late_s if late_s > self._LATE_S else 0.0
+        self._woken_s = woken_s
+
+    def now_s(self) -> float:
+        return time.perf_counter() - self._stood_s
+
+    def close(self) -> float:
+        """The time at the end."""
+        ended_s = time.perf_counter()
+        self._closed.set()
+        self._thread.join()
+        self._note()
+        return ended_s - self._stood_s
 
 
 async def settled(agent: TransferAgent) -> None:
@@ -71,9 +108,9 @@ async def settled(agent: TransferAgent) -> None:
     pool = agent._pool
     barrier = threading.Barrier(pool._num_threads + 1)
     for _ in range(pool._num_threads):
-        pool.submit(lambda: barrier.wait(20) and None)
-    await asyncio.to_thread(barrier.wait, 20)
-    async with asyncio.timeout(20):
+        pool.submit(lambda: barrier.wait(60) and None)
+    await asyncio.to_thread(barrier.wait, 60)
+    async with asyncio.timeout(60):
         while streams_at_work(agent):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         if agent.memory.ucx is not None:
@@ -161,7 +198,7 @@ class Proxy:
     async def drained(self, threads: list[threading.Thread]) -> None:
         """Wait until all that these ``threads`` held back has gone on, and its connections have ended."""
         for thread in threads:
-            await asyncio.to_thread(thread.join, 20)
+            await asyncio.to_thread(thread.join, 60)
             assert not thread.is_alive(), "a connection that was given up is still open"
 
     def forwarding(self) -> list[threading.Thread]:

@@ -315,7 +315,7 @@ async def test_a_read_over_ucx_goes_on_over_tcp_when_its_cable_is_pulled(
         for seed, peer in ((2, here), (1, there))
     ]
     transports = []
-    for deadline_s in (20, 4, 4):
+    for deadline_s in (20, 10, 10):
         result = await here.do(
             "move",
             descriptor=there.descriptor.pack().hex(),

@@ -63,7 +63,7 @@ class Halves:
         here = (PLACES[:, None] * self.block_nbytes + runs * size).reshape(-1)
         local = Spans.blocks(self.pool.id, here, size)
         remote = Spans.blocks(self.regions[half], np.arange(len(here)) * size, size)
-        return self.peers[half].read(local, remote, deadline_s=10, joint=joint)
+        return self.peers[half].read(local, remote, deadline_s=60, joint=joint)
 
     def arrived(self) -> bool:
         return np.array_equal(self.pool.array.reshape(NUM_BLOCKS, -1)[PLACES], self.expected)
@@ -175,7 +175,7 @@ async def test_when_one_is_stopped_on_the_way_the_other_goes_on_alone(
     halves = await Halves(agent, BIG).connect(*remotes)
     joint = halves.joint()
     first, second = halves.read(0, joint), halves.read(1, joint)
-    await asyncio.to_thread(slow.begun.wait, 5)
+    await asyncio.to_thread(slow.begun.wait, 60)
     if end == "cancelled":
         second.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -202,7 +202,7 @@ async def test_memory_that_outlives_its_process_does_not_pass_for_its_blocks(
     halves = await Halves(agent, BIG).connect(*remotes)
     joint = halves.joint()
     batches = [halves.read(0, joint), halves.read(1, joint)]
-    await asyncio.to_thread(slow.begun.wait, 5)
+    await asyncio.to_thread(slow.begun.wait, 60)
     remotes[0].kill()  # before the event loop hears of it
     slow.go.set()
     dead, alive = await asyncio.gather(*batches, return_exceptions=True)
@@ -216,7 +216,7 @@ async def test_our_own_region_is_closed_on_the_way(
     halves = await Halves(agent, BIG).connect(*pair)
     joint = halves.joint()
     batches = [halves.read(0, joint), halves.read(1, joint)]
-    await asyncio.to_thread(slow.begun.wait, 5)
+    await asyncio.to_thread(slow.begun.wait, 60)
     pool: Region = halves.pool
     pool.close()
     results = await asyncio.gather(*batches, return_exceptions=True)

@@ -118,7 +118,7 @@ async def test_threads_that_have_nothing_to_do_keep_no_memory(start_peer: StartP
                 line for line in Path("/proc/self/maps").read_text().splitlines() if "for-a-while" in line
             ]
 
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             # A thread may still be on its way back to sleep, and collecting takes long late in a whole run.
             while kept():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

