@@ -215,8 +215,9 @@ class Proxy:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
+                self._sockets.append(near)
                 far = socket.create_connection(self._target)
-                self._sockets += [near, far]
+                self._sockets.append(far)
                 for source, sink in ((near, far), (far, near)):
                     self._start(self._forward, source, sink, source is far)
 
@@ -237,10 +238,12 @@ class Proxy:
             sink.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        for sock in (self._listener, *self._sockets):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._plugged.set()
+        # Before the connections are ended: it may be about to add one.
+        self._threads[0].join()
+        self.cut()
         for thread in self._threads:
             thread.join()
         for sock in (self._listener, *self._sockets):
