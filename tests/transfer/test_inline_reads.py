@@ -62,7 +62,7 @@ class Pair:
         )
 
     def read(self, nbytes: int, count: int = 1, region: int = 0, **more: Any) -> Any:
-        return self.peer.read(*self.spans(nbytes, count, region), deadline_s=5, **more)
+        return self.peer.read(*self.spans(nbytes, count, region), deadline_s=30, **more)
 
 
 @pytest.fixture(params=["readable", "mapped"])
@@ -116,7 +116,7 @@ async def test_only_the_named_bytes_change(pair: Pair, seed: int) -> None:
         sums = [checksum(source[there : there + nbytes]) for _, there, nbytes in spans]
         ours = [Span(pair.memory.id, here, nbytes) for here, _, nbytes in spans]
         theirs = [Span(pair.remote, there, nbytes) for _, there, nbytes in spans]
-        assert pair.peer.read(ours, theirs, deadline_s=5, checksums=sums if verified else None).done()
+        assert pair.peer.read(ours, theirs, deadline_s=30, checksums=sums if verified else None).done()
         assert np.array_equal(pair.memory.array, expected)
 
 
@@ -283,7 +283,7 @@ async def test_the_bytes_of_a_restarted_process_come_from_its_new_regions(start_
             await pair.read(4096)
         peer = await agent.connect(new.descriptor)
         for _ in range(2):
-            await peer.read(*pair.spans(4096), deadline_s=5)
+            await peer.read(*pair.spans(4096), deadline_s=30)
             assert np.array_equal(pair.memory.array[:4096], pattern(NBYTES, 2)[:4096])
 
 

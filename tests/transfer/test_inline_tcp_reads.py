@@ -40,7 +40,7 @@ async def idle(peer: Peer, memory: Region, remote: int) -> None:
     """Wait until the connections are there, and their threads have nothing to do."""
     async with asyncio.timeout(60):
         while True:
-            batch = peer.read(spans(memory.id, 64, 1), spans(remote, 64, 1), deadline_s=5)
+            batch = peer.read(spans(memory.id, 64, 1), spans(remote, 64, 1), deadline_s=30)
             if batch.done():
                 return
             await batch
@@ -57,7 +57,7 @@ async def test_small_reads_are_done_when_they_are_posted(start_peer: StartPeer) 
                 sums = [checksum(source[at * nbytes : (at + 1) * nbytes]) for at in range(count)]
                 memory.array[:] = 0
                 here, there = spans(memory.id, nbytes, count)[::-1], spans(remote, nbytes, count)
-                batch = peer.read(here, there, deadline_s=5, checksums=sums if verified else None)
+                batch = peer.read(here, there, deadline_s=30, checksums=sums if verified else None)
                 assert batch.done()
                 assert (await batch).transport == "tcp"
                 expected = source[: nbytes * count].reshape(count, nbytes)[::-1].reshape(-1)
@@ -65,7 +65,7 @@ async def test_small_reads_are_done_when_they_are_posted(start_peer: StartPeer) 
                 assert not memory.array[nbytes * count :].any()
         for nbytes, count in ((65537, 1), (4096, 17)):
             await idle(peer, memory, remote)
-            batch = peer.read(spans(memory.id, nbytes, count), spans(remote, nbytes, count), deadline_s=5)
+            batch = peer.read(spans(memory.id, nbytes, count), spans(remote, nbytes, count), deadline_s=30)
             assert not batch.done()
             await batch
         agent.regions.check_integrity()
@@ -96,7 +96,7 @@ async def test_they_are_refused_like_batches(start_peer: StartPeer, monkeypatch:
             errors = []
             for local, what, sums in reads:
                 with pytest.raises(MoonpoolError) as caught:
-                    await peer.read(local, what, deadline_s=5, checksums=sums)
+                    await peer.read(local, what, deadline_s=30, checksums=sums)
                 errors.append((caught.type, str(caught.value)))
             found.append(errors)
         assert found[0] == found[1]
@@ -112,9 +112,9 @@ async def test_a_late_reply_is_not_taken_for_another(
         await idle(peer, memory, remote)
         monkeypatch.setattr(stream, "_NOW_S", 1e-3)
         theirs.signal(signal.SIGSTOP)
-        first = peer.read([Span(memory.id, 0, 4096)], [Span(remote, 0, 4096)], deadline_s=5)
+        first = peer.read([Span(memory.id, 0, 4096)], [Span(remote, 0, 4096)], deadline_s=30)
         assert not first.done()
-        second = peer.read([Span(memory.id, 4096, 4096)], [Span(remote, 8192, 4096)], deadline_s=5)
+        second = peer.read([Span(memory.id, 4096, 4096)], [Span(remote, 8192, 4096)], deadline_s=30)
         theirs.signal(signal.SIGCONT)
         await first
         await second

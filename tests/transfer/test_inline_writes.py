@@ -81,7 +81,7 @@ class Writer:
         """``count`` blocks in reverse order."""
         here = [Span(self.memory.id, at * nbytes, nbytes) for at in reversed(range(count))]
         there = [Span(self.remote, at * nbytes, nbytes) for at in range(count)]
-        return self.peer.write(here, there, deadline_s=5, **more)
+        return self.peer.write(here, there, deadline_s=30, **more)
 
     async def sum_there(self, nbytes: int) -> int:
         return (await self.theirs.do("checksum", region=self.remote, offset=0, nbytes=nbytes))["checksum"]  # type: ignore[no-any-return]
@@ -153,7 +153,7 @@ async def test_they_are_refused_like_batches(
             errors = []
             for local, to, more in writes:
                 with pytest.raises((MoonpoolError, ValueError)) as caught:
-                    await writer.peer.write(local, to, deadline_s=5.0, **more)
+                    await writer.peer.write(local, to, deadline_s=30, **more)
                 errors.append((caught.type, str(caught.value)))
             found.append(errors)
         assert found[0] == found[1]
@@ -201,21 +201,21 @@ async def test_a_revoked_grant_is_not_used_and_a_region_closed_here_not_read(tra
         here, there = [Span(ours.id, 0, 64)], [Span(target.id, 64, 64)]
         for turn in range(20):
             ours.array[:64] = turn + 1
-            await peer.write(here, there, deadline_s=5, grant=grant.id)
+            await peer.write(here, there, deadline_s=30, grant=grant.id)
             assert (target.array[64:128] == turn + 1).all()
         assert not target.array[128:].any()
         with pytest.raises(SpanError):
-            await peer.write(here, [Span(target.id, 4090, 64)], deadline_s=5, grant=grant.id)
+            await peer.write(here, [Span(target.id, 4090, 64)], deadline_s=30, grant=grant.id)
         await grant.end()
         ours.array[:64] = 99
         with pytest.raises(GrantLapsed):
-            await peer.write(here, there, deadline_s=5, grant=grant.id)
+            await peer.write(here, there, deadline_s=30, grant=grant.id)
         assert (target.array[64:128] == 20).all()
         theirs.allow_writes(target)
-        await peer.write(here, there, deadline_s=5)
+        await peer.write(here, there, deadline_s=30)
         ours.close()
         with pytest.raises(SpanError):
-            await peer.write(here, there, deadline_s=5)
+            await peer.write(here, there, deadline_s=30)
         # The peer is told of the end before what it wrote to is released.
         async with asyncio.timeout(60):
             while theirs.regions._holds:  # noqa: ASYNC110

@@ -158,7 +158,7 @@ async def test_an_agent_reads_itself(agent: TransferAgent) -> None:
     region = agent.allocate(4096, "both")
     region.array[:1000] = 5
     me = await agent.connect(agent.describe())
-    report = await me.read([Span(region.id, 2000, 1000)], [Span(region.id, 0, 1000)], deadline_s=1)
+    report = await me.read([Span(region.id, 2000, 1000)], [Span(region.id, 0, 1000)], deadline_s=30)
     assert report.transport == "local"
     assert (region.array[2000:3000] == 5).all()
 

@@ -39,7 +39,7 @@ class Pair:
     ours: Region
     theirs: Region
 
-    async def write(self, first: int, nbytes: int, grant: int, deadline_s: float = 5) -> None:
+    async def write(self, first: int, nbytes: int, grant: int, deadline_s: float = 30) -> None:
         peer = await self.writer.connect(self.target.describe())
         spans = [Span(self.ours.id, first, nbytes)], [Span(self.theirs.id, first, nbytes)]
         await peer.write(*spans, deadline_s=deadline_s, grant=grant)
@@ -162,7 +162,7 @@ async def test_a_write_held_in_the_network_gets_no_more_time_than_its_grant() ->
         control = cable.forwarding()
         spans = [Span(ours.id, 0, 1 << 20)], [Span(theirs.id, 0, 1 << 20)]
         grant = target.grant_writes(spans[1], lasts_s=60)
-        await peer.write(*spans, deadline_s=5, grant=grant.id)
+        await peer.write(*spans, deadline_s=30, grant=grant.id)
         data = [thread for thread in cable.forwarding() if thread not in control]
         cable.hold()
         with pytest.raises(TransferError):
@@ -172,7 +172,7 @@ async def test_a_write_held_in_the_network_gets_no_more_time_than_its_grant() ->
         cable.release()
         again = target.grant_writes(spans[1], lasts_s=60)
         with pytest.raises(GrantLapsed):
-            await (await writer.connect(target.describe())).write(*spans, deadline_s=5, grant=grant.id)
+            await (await writer.connect(target.describe())).write(*spans, deadline_s=30, grant=grant.id)
         await revoked(again)
         while all(thread.is_alive() for thread in data):  # noqa: ASYNC110
             await asyncio.sleep(0.001)  # the connection of the held write ends after what was held
