@@ -230,8 +230,8 @@ async def test_memory_is_the_callers_again_when_a_read_fails(cluster: StoreClust
 
 async def test_no_answer_is_not_a_missing_object(cluster: StoreCluster) -> None:
     await cluster.start("a", index__lease_ttl_s=60.0)
-    async with cluster.client(deadline_s=2.0) as store:
-        await store.put("x", np.arange(3))
+    async with cluster.client() as patient, cluster.client(deadline_s=2.0) as store:
+        await patient.put("x", np.arange(3))
         await cluster.kill("a")  # the index names it until its lease lapses
         for ask in (store.get("x"), store.stat("x"), store.exists("x"), store.ls(), store.remove("x")):
             with pytest.raises(NoNodeAnswered, match=r"\(a\)"):
