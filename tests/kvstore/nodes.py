@@ -27,9 +27,12 @@ def next_batch(index: KVIndex, node_id: str, changes: bytes) -> bytes:
 
 
 class FakeNode:
-    """Holds chains up to some length, as a real node would, and publishes them through the real publisher."""
+    """Holds chains up to some length, as a real node would, and publishes them through the real publisher.
 
-    def __init__(self, index: KVIndex, node_id: str, epoch: int = 1, lease_ttl_s: float = 10.0) -> None:
+    ``lease_ttl_s``: so long that no heartbeat replaces by itself what a test has written to its record.
+    """
+
+    def __init__(self, index: KVIndex, node_id: str, epoch: int = 1, lease_ttl_s: float = 60.0) -> None:
         self.record = NodeRecord(node_id, epoch, "prefill")
         self.held: dict[BlockKey, Tier] = {}
         options = IndexOptions(lease_ttl_s=lease_ttl_s, publish_interval_s=0.001)

@@ -31,7 +31,7 @@ from moonpool.runtime.security.roles import Caller
 from tests.kvstore.nodes import FakeNode, chain
 from tests.kvstore.redis_servers import until
 
-TTL_S = 10.0
+TTL_S = 60.0
 
 
 def refused(reason: str) -> float:
@@ -205,7 +205,7 @@ async def test_a_lease_that_somebody_prolongs_ends_with_the_record(
     await nodes["b"].kill()
     await redis.zadd("{test}:leases", {"b": 9e15})
     ahead_s = TTL_S + 31 - 5  # a's record is renewed, as by its own clock
-    nodes["a"].publisher._ttl_s = 60
+    nodes["a"].publisher._ttl_s = 10 * TTL_S
     await nodes["a"].settled()
     ahead_s += 5
     await until(lambda: asyncio.sleep(0.001, "b" not in mirror.nodes))
