@@ -126,7 +126,11 @@ class ScriptedNode(
 
     async def start(self) -> ScriptedNode:
         await self.serve(0)
-        await self.publisher.start()
+        try:
+            await self.publisher.start()
+        except BaseException:
+            await self.stop_serving()
+            raise
         return self
 
     async def serve(self, port: int) -> None:
@@ -386,16 +390,18 @@ class Cluster:
         node = ScriptedNode(self.index, node_id, role, script, self.lease_ttl_s)
         for name, value in given.items():
             setattr(node, name, value)
+        await node.start()
         if node_id in self.nodes:
             self._former.append(self.nodes[node_id])
-        self.nodes[node_id] = await node.start()
+        self.nodes[node_id] = node
         await self.until(lambda: self.state(node_id) == "ready")
         return node
 
     async def stop(self) -> None:
-        for node in self.nodes.values():
+        every = [*self._former, *self.nodes.values()]
+        for node in every:
             await node.die()
-        for node in [*self._former, *self.nodes.values()]:
+        for node in every:
             await node.stopped()
 
     def state(self, node_id: str) -> str:

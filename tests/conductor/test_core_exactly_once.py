@@ -41,16 +41,18 @@ class Chaos:
     def __init__(self, cluster: Cluster, faults: list[Fault]) -> None:
         self._cluster = cluster
         self._faults = list(faults)
+        self._dying: list[ScriptedNode] = []
         self._comings: list[asyncio.Task[object]] = []
 
     async def __call__(self, node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
         number = int(work.request_id)
         due = next((f for f in self._faults if (f.number, f.index) == (number, index)), None)
-        if due is None or node.dead:
+        if due is None or node.dead or node in self._dying:
             return
         self._faults.remove(due)
         match due.kind:
             case "dies":
+                self._dying.append(node)
                 self._comings.append(asyncio.create_task(self._replace(node)))
                 await asyncio.Event().wait()
             case "breaks":
