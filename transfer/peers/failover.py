@@ -63,6 +63,9 @@ class StallWatch:
     def _look(self) -> None:
         seen, self._seen = self._seen, self._path.progress(self._attempt)
         stuck = [carrier for carrier, moved in self._seen.items() if seen.get(carrier) == moved]
+        if self._loop.time() - self._timer.when() > self._every_s:
+            # This process stood still: what has come meanwhile is not counted yet.
+            stuck = []
         if stuck and not self._path.drop(stuck) and self._untried and len(stuck) == len(self._seen):
             reason = f"nothing has moved for {self._every_s:.3g} s"
             self._attempt.stop(PathFailed(self._path.name, reason))
