@@ -10,7 +10,6 @@ import aiohttp
 import pytest
 
 from moonpool.conductor.api.streams.resume import HANDED_OVER
-from moonpool.conductor.cells import watch
 from moonpool.conductor.cells.prefixes import prefix_digests
 from moonpool.conductor.cells.watch import CellEntry, Cells
 from moonpool.conductor.costs.regions import RegionLinks
@@ -129,9 +128,8 @@ async def test_a_lost_cell_is_passed_over_and_gets_its_prefixes_back() -> None:
         await front.until(home.name, usable=False)
 
 
-async def test_a_silent_cell_loses_what_waits_there(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_cell_loses_what_waits_there() -> None:
     """As behind a partition: its connections stay open, and nothing comes."""
-    monkeypatch.setattr(watch, "_ANSWER_S", 0.2)
     async with routed(*three()) as front:
         home = await cell_of(front, prompt(1))
         home.hold = asyncio.Event()
