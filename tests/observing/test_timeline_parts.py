@@ -171,6 +171,18 @@ def test_what_has_not_begun_has_no_longest_part() -> None:
     assert explanation_of(parts_of(timeline(("queued", 0.0, {})))) == ""
 
 
+def test_a_move_that_is_told_after_the_end_was_before_it() -> None:
+    told = RequestTimeline("r", 100.0, 7.0)
+    told.add("queued", 7.0)
+    told.add("transferred", 8.0, **TRANSFERRED, num_blocks=1, reads=[])
+    told.add("done", 9.0)
+    told.add("migrated", 9.5, source="d0", node="d1", downtime_s=0.25)
+    events = told.to_dict()["events"]
+    assert [event["event"] for event in events] == ["queued", "transferred", "migrated", "done"]
+    parts = {part.name: part.seconds for part in parts_of(told.to_dict())}
+    assert parts == {"room": 1.0, "decode": 0.75, "migration": 0.25}
+
+
 seconds = st.floats(0, 10)
 facts = st.fixed_dictionaries(
     {

@@ -76,9 +76,16 @@ class RequestTimeline:
     delivery: Delivery = field(default_factory=Delivery)
 
     def add(self, name: str, now_s: float, /, **facts: Any) -> None:
-        """Append an event that happened at ``now_s`` of the monotonic clock."""
+        """Append an event that happened at ``now_s`` of the monotonic clock.
+
+        One that is told after the end, as a move may be by the task that asked for it, was before it.
+        """
         at_unix_s = self.started_unix_s + now_s - self.started_s
-        self.events.append(TimelineEvent(name, at_unix_s, facts | self.delivery.take()))
+        has_ended = bool(self.events) and self.events[-1].name == "done"
+        if has_ended:
+            at_unix_s = min(at_unix_s, self.events[-1].unix_s)
+        event = TimelineEvent(name, at_unix_s, facts | self.delivery.take())
+        self.events.insert(len(self.events) - has_ended, event)
 
     def placements(self) -> dict[str, Any]:
         """The placement of each attempt and its reason, and what came of the prefix: plain JSON types.
