@@ -78,7 +78,7 @@ class OnDemand:
 
     @property
     def decides(self) -> bool:
-        """Whether nobody else may start a node: none is wanted, or requests wait for the first ones."""
+        """Whether the planner starts no node: none is wanted, or requests wait for the first ones."""
         return self.asleep or self._is_wanted
 
     def start(self) -> None:
