@@ -82,6 +82,7 @@ class EngineNode(StoreNode):
         return self._own_layout
 
     async def _start(self, stack: AsyncExitStack) -> None:
+        stack.push_async_callback(self._copier.close)
         await super()._start(stack)
         observed = observe_tenants(self._tenants.quotas, TenantLabels())
         stack.callback(REGISTRY.unregister, observed)
