@@ -199,6 +199,8 @@ async def test_spans_are_given_back_when_their_requests_are_complete(
     start_peer: StartPeer, monkeypatch: pytest.MonkeyPatch, cancelled: bool
 ) -> None:
     choose("ucx-tcp", monkeypatch)
+    # Longer than a busy machine takes to connect to the other peer.
+    monkeypatch.setattr(rma_read, "_GIVE_UP_S", 60.0)
     theirs, other = start_peer("ucx"), start_peer("ucx")
     async with await start_here("ucx") as agent:
         stuck = Stuck(agent)
