@@ -19,6 +19,7 @@ from moonpool.transfer.native.ucx import load_ucx
 from moonpool.transfer.paths.ucx import rma_read
 from moonpool.transfer.paths.ucx.rma_path import UcxPath
 from moonpool.transfer.paths.ucx.rma_read import Read
+from moonpool.transfer.peers import failover
 from moonpool.transfer.peers.dialer import Dialer
 from tests.transfer.conftest import RemotePeer, StartPeer
 from tests.transfer.faults import choose, outcome, settled, start_here
@@ -235,6 +236,7 @@ async def test_requests_that_never_end_cost_the_worker_and_no_byte(
 ) -> None:
     choose("ucx-tcp", monkeypatch)
     monkeypatch.setattr(rma_read, "_GIVE_UP_S", 0.2)
+    monkeypatch.setattr(failover, "_MIN_STALL_S", 1.0)  # the deadline comes before the other path is tried
     theirs = start_peer("ucx,tcp")
     async with await start_here("ucx,tcp") as agent:
         stuck = Stuck(agent)
