@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
@@ -40,7 +42,9 @@ if find_spec("xdist") is not None:
     pytest_plugins.append("tests.shared_out")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        gc.disable()  # until all is imported
     # Started by the first test that starts a process of ours: those that follow need not import torch.
     if find_spec("aiohttp") is not None:
         from moonpool.local.preload import COMPUTE_PRELOAD, PRELOAD
@@ -58,9 +62,12 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
+    if "moonpool.engine.execution.cost_profile" in sys.modules:
+        import_module("tests.engine.short_profile")
     # Tests collect garbage to see that nothing leaks: not through all that was imported.
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -49,7 +49,10 @@ def metrics() -> list[MetricRow]:
 def _declared(file: Path) -> Iterator[MetricRow]:
     """Find calls such as ``Counter("moonpool_…", "…", ["label"])`` and ``family(Counter, "moonpool_…", …)``;
     ``of_model`` adds a label."""
-    module = ast.parse(file.read_text(encoding="utf-8"))
+    text = file.read_text(encoding="utf-8")
+    if '"moonpool_' not in text:
+        return
+    module = ast.parse(text)
     shared = {
         node.targets[0].id: node.value
         for node in module.body

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from pydantic_ai import Agent
-from pydantic_ai.models.openai import OpenAIChatModel
-from pydantic_ai.providers.openai import OpenAIProvider
+
+from tests.lazily import Lazily
+
+pydantic_ai = Lazily("pydantic_ai")
+openai_models = Lazily("pydantic_ai.models.openai")
+openai_providers = Lazily("pydantic_ai.providers.openai")
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"city": "Ulm"}}\n</tool_call>'
 
@@ -21,8 +24,8 @@ async def test_an_agent(tools_api: Any, streams: bool) -> None:
         return core.says("Take an umbrella." if "It rains" in prompt else CALL)
 
     core.script = script
-    provider = OpenAIProvider(base_url=f"{tools_api.url}/v1", api_key="any")
-    agent = Agent(OpenAIChatModel("tiny", provider=provider))
+    provider = openai_providers.OpenAIProvider(base_url=f"{tools_api.url}/v1", api_key="any")
+    agent = pydantic_ai.Agent(openai_models.OpenAIChatModel("tiny", provider=provider))
 
     @agent.tool_plain
     def look(city: str) -> str:

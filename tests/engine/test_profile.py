@@ -10,10 +10,17 @@ from moonpool.engine.batching.sampling import Sampling
 from moonpool.engine.batching.sequence import Sequence
 from moonpool.engine.batching.step_plan import Chunk, Draft, StepPlan
 from moonpool.engine.device.device import CpuDevice
+from moonpool.engine.execution import cost_profile
 from moonpool.engine.execution.cost_profile import StepCosts, measure
 from moonpool.runtime.config.engine_options import CPU_LIMITS
 from moonpool.runtime.config.options import EngineOptions
 from moonpool.runtime.cost_profile import CostProfile
+from tests.engine.short_profile import REPETITIONS
+
+
+@pytest.fixture(autouse=True)
+def as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost_profile, "_REPETITIONS", REPETITIONS)
 
 
 class Machine:

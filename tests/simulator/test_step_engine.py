@@ -113,7 +113,7 @@ _ARRIVALS = st.lists(
 )
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(_ARRIVALS)
 def test_steps_are_those_of_the_scheduler(arrivals: list[tuple[float, int, int]]) -> None:
     """Also which prompts share a step, and when a sequence joins the batch."""
@@ -125,7 +125,7 @@ def test_steps_are_those_of_the_scheduler(arrivals: list[tuple[float, int, int]]
     assert np.array(found) == pytest.approx(np.array(expected), abs=1e-6)
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(_ARRIVALS)
 def test_prompts_leave_room_for_tokens_in_time(arrivals: list[tuple[float, int, int]]) -> None:
     """The simulator counts what fits once in eight steps.
