@@ -83,7 +83,7 @@ class GenerateRequest:
     cache_hint: CacheHint | None = None
     delivery: Delivery = field(default_factory=Delivery)  # who takes its tokens tells how long that took
     origin: str = ""  # the region that its tokens go to; empty: that of the conductor
-    digests: tuple[int, ...] = ()  # of its beginning, for routers of cells; empty: nobody wants them
+    digests: tuple[int, ...] = ()  # of its beginning, for routers of cells; empty: no router has asked lately
 
     def slo(self, usual: Slo) -> Slo:
         """Its latency targets. ``usual``: the cluster's."""

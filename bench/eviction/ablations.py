@@ -43,7 +43,7 @@ class Told(Lru):
         wrong: float = 0.0,
     ) -> None:
         """``share``: of the requests that it is told of; ``wrong``: of those for which the opposite is said
-        of all blocks but the ``shared`` ones, which nobody would doubt. Both are drawn at random."""
+        of all blocks but the ``shared`` ones, which are certain. Both are drawn at random."""
         super().__init__(0)
         self._fates = iter(fates)
         self._shared, self._share, self._wrong = shared, share, wrong

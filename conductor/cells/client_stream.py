@@ -99,7 +99,7 @@ class ClientStream:
         return self._response
 
     def break_off(self, error: bytes) -> bytes:
-        """The end of a stream that nobody goes on with, unless its client does."""
+        """The end of a stream that no other cell goes on with. Its client may."""
         return HANDED_OVER if self.resumable else b"data: " + error + _END
 
     def _taken(self, chunk: bytes) -> bytes:

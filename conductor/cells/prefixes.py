@@ -14,7 +14,7 @@ MAX_DIGESTS: Final = 32
 _STEPS: Final = tuple(int(512 * 1.5**step) for step in range(14))  # to 100,000 bytes
 _WINDOW_S: Final = 10.0
 _CAPACITY: Final = 8192
-# Counting ends when nobody has asked for so long: a cluster without a router pays nothing.
+# Counting ends when no router has asked for so long: a cluster without a router pays nothing.
 _ASKED_WITHIN_S: Final = 60.0
 
 
@@ -83,7 +83,7 @@ class HotPrefixes:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether somebody has asked lately."""
+        """Whether a router has asked lately."""
         return self._clock() - self._asked_s < _ASKED_WITHIN_S
 
     def count(self, digests: Sequence[int]) -> None:

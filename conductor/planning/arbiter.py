@@ -109,7 +109,7 @@ class Arbiter:
             for stage, state in look.roles.items()
             if look.plan.targets[stage] > state.num_nodes
         }
-        # Who only advises starts no node, so that none was ever refused.
+        # A planner that only advises starts no node, so that none was ever refused.
         unknown = "if the provider refuses one" if planner.mode == ADVISE else ""
         starved = {stage: why for stage in lacks if (why := planner.cannot_add(look.roles[stage]) or unknown)}
         serving: dict[str, bool] = {}

@@ -51,7 +51,7 @@ class Heat:
         digests: Sequence[int] = (),
     ) -> None:
         """A request was placed. ``keys``: its longest prefix on any node; ``compute_s``: of the rest;
-        ``digests``: of the request, if somebody wants them."""
+        ``digests``: of the request, if a router wants them."""
         if not keys:
             return
         chain = self._chains.get(keys[-1])

@@ -114,7 +114,7 @@ class EngineNode(ABC):
         self.num_starts = self.replica.start_number if self.replica is not None else 1
         self._versions = versions_of(("moonpool", "torch"))
         self._began_s = self._ready_s = 0.0  # of this start
-        self.work_time = WorkTime(time.monotonic())  # likewise
+        self.work_time = WorkTime(time.monotonic())  # of this start, too
         self._ended_by: RankLost | RankSlow | None = None  # the life before
         self._ended_s = 0.0
         self._regrouped_s: float | None = None  # because of a slow rank

@@ -218,7 +218,7 @@ class ElasticNodes:
             self._watch(child.name)
 
     def _is_wanted(self, name: str) -> bool:
-        """Whether nobody has stopped the node."""
+        """Whether the node was not stopped."""
         return name in self.children and name not in self._ending
 
     async def _take_down(self, name: str) -> None:

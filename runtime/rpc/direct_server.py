@@ -112,7 +112,7 @@ class _Connection:
     ) -> None:
         self.calls: dict[int, asyncio.Task[None]] = {}
         self.stopping = False  # new calls are refused
-        self._streams: dict[int, _StreamContext] = {}  # likewise by number
+        self._streams: dict[int, _StreamContext] = {}  # by number, too
         self._handlers = handlers
         self._answer = answer
         self._on_closed = on_closed

@@ -7,8 +7,8 @@ Before each event are comments, which clients of event streams pass over:
 
 What it began with includes the messages behind ``previous_response_id``: other clusters do not have them.
 
-The past has the seal of the cluster's key, so that nobody can have a conductor go on with tokens that none of
-them has made. Tokens that are missing at its end are computed again.
+The past has the seal of the cluster's key, so that a conductor only goes on with tokens that a conductor has
+made. Tokens that are missing at its end are computed again.
 """
 
 from __future__ import annotations
