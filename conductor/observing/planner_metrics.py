@@ -54,5 +54,5 @@ join_phase_seconds = Gauge(
     "moonpool_role_join_phase_seconds",
     "Longest of the role's nodes in each phase of their start (process, weights, warm_up, services, "
     "registration), and from then to their first token (first_token)",
-    [*_OF_ROLE, "phase"],
+    ["model_name", "role", "phase"],
 )

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
+from prometheus_client.metrics import MetricWrapperBase
 
 from moonpool.commands.reference_pages import PACKAGES, MetricRow, metrics, pages
+from moonpool.conductor.observing import planner_metrics
 from moonpool.conductor.observing.request_metrics import RequestMetrics
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +46,15 @@ def test_every_metric_ends_in_its_unit_and_says_what_it_counts(rows: list[Metric
 def test_metrics_of_collectors_have_rows(rows: list[MetricRow]) -> None:
     wanted = {"moonpool_node_health", "moonpool_host_energy_joules_total", "moonpool_gpu_clock_hertz"}
     assert wanted <= {row.name for row in rows}
+
+
+def test_rows_have_the_labels_of_their_metrics(rows: list[MetricRow]) -> None:
+    declared = {
+        f"{metric._name}_total" if metric._type == "counter" else metric._name: metric._labelnames
+        for metric in vars(planner_metrics).values()
+        if isinstance(metric, MetricWrapperBase)
+    }
+    assert declared.items() <= {row.name: row.labels for row in rows}.items()
 
 
 def test_metrics_of_requests_have_rows(rows: list[MetricRow]) -> None:
