@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 PERIOD_S = 1.0
 # How long a request waits for a node to appear when none starts.
 NODE_WAIT_S = 2.0
+# How long requests wait for a node that is in the index, and that this conductor cannot reach.
+UNREACHED_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +76,14 @@ class OnDemand:
         self._starting: Sequence[str] = ()
         self._seen, self._busy_s = 0, clock()
         self._joined: set[str] = set()
+        self._unreached_s: dict[str, float] = {}  # since when nodes are in the index and take no requests
         self._task: asyncio.Task[None] | None = None
 
     @property
     def decides(self) -> bool:
-        """Whether the planner starts no node: none is wanted, or requests wait for the first ones."""
-        return self.asleep or self._is_wanted
+        """Whether the planner starts no node: none is wanted, or requests wait for the first ones. After
+        these could not be started, the planner may start or borrow them."""
+        return self.asleep or (self._is_wanted and not self._supply.held(self._clock()))
 
     def start(self) -> None:
         if self.starts_nodes:
@@ -142,7 +146,7 @@ class OnDemand:
         except ProviderFailed as error:
             log.warning("nodes on demand: %s", error)
             if self._is_wanted:
-                self._supply.failed(str(error), now_s)
+                self._supply.failed(str(error), self._clock())
                 self._began_s = None
         except IndexUnavailable as error:
             log.warning("nodes on demand: none starts without Redis, which they join by: %s", error)
@@ -164,18 +168,28 @@ class OnDemand:
         joined = {one.owner for one in members}
         expected, gives_up = self._supply.look(supplied, joined, self._took_s, now_s, refused)
         for node_id, why in gives_up.items():
-            await self._admin.stop(node_id, why)
+            try:
+                await self._admin.stop(node_id, why)
+            except ProviderFailed as error:
+                log.warning("%s was given up, and could not be stopped: %s", node_id, error)
+                self._supply.still_runs(node_id)
+        missing = [role for role in self._roles if not all(map(self._registry.available, stages_of(role)))]
+        # Those in the index are waited for, too: a conductor needs a moment to reach them.
+        arrived = {node.node_id for node in supplied if node.counts and node.role in missing} & joined
+        arrived -= refused.keys()
+        self._unreached_s = {name: self._unreached_s.get(name, now_s) for name in arrived}
+        if late := [name for name, since_s in self._unreached_s.items() if now_s - since_s > UNREACHED_S]:
+            names = ", ".join(sorted(late))
+            self._supply.failed(f"{names}: in the index, but out of reach for {UNREACHED_S:g} s", now_s)
         self._starting = expected
         if self._supply.held(now_s):
             self._began_s = None
             return
         if self._began_s is None:
             self._began_s = now_s
-        # Those in the index are waited for, too: a conductor needs a moment to reach them.
-        coming = {*expected, *joined} - refused.keys()
-        starting = {node.role for node in supplied if node.counts and node.node_id in coming}
-        for role in self._roles:
-            if role in starting or all(self._registry.available(stage) for stage in stages_of(role)):
+        starting = {node.role for node in supplied if node.counts and node.node_id in {*expected, *arrived}}
+        for role in missing:
+            if role in starting:
                 continue
             if not self._lease.holds(epoch):
                 return  # another conductor starts them, or dies, and this one goes on

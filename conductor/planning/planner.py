@@ -202,8 +202,12 @@ class Planner:
             expected, gives_up = supply.look(own, joined, join_s, now_s, refused)
         if held.epoch and self.mode == ACT:
             for node_id, why in gives_up.items():
-                metrics.given_up.labels(role).inc()
-                await self._give_up(node_id, why, held.epoch)
+                try:
+                    await self._admin.stop(node_id, why, fence=held.epoch)
+                    metrics.given_up.labels(role).inc()
+                except ProviderFailed as error:
+                    log.warning("%s was given up, and could not be stopped: %s", node_id, error)
+                    supply.still_runs(node_id)
         removable = {node.node_id for node in own if node.counts and node.can_stop} & serving
         state = RoleState(
             [self._admin.removable(name) for name in sorted(removable)],
@@ -222,12 +226,6 @@ class Planner:
         (other,) = set(STAGES) - {role}
         records = [one.record for one in self._registry.members.values() if one.owner == node_id]
         return all(one.role == role and can_become(one, other) for one in records)
-
-    async def _give_up(self, node_id: str, why: str, epoch: int) -> None:
-        try:
-            await self._admin.stop(node_id, why, fence=epoch)
-        except ProviderFailed as error:
-            log.warning("%s was given up, and could not be stopped: %s", node_id, error)
 
     # ------------------------------------------------------------------ decisions
 

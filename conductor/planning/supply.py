@@ -26,7 +26,7 @@ class Supply:
     held_until_s: float = 0.0
     why: str = ""
     _counted: set[str] = field(default_factory=set)  # nodes that joined once, or were counted as failed
-    _ended: set[str] = field(default_factory=set)  # nodes that were given up
+    _ended: dict[str, bool] = field(default_factory=dict)  # nodes given up: whether counted before
     _seen_s: dict[str, float] = field(default_factory=dict)  # when each was first looked at
     _away_s: dict[str, float] = field(default_factory=dict)  # since when nodes are gone that had joined
     _departures: Counter[str] = field(default_factory=Counter)
@@ -90,16 +90,20 @@ class Supply:
             elif node.counts and not known:
                 expected.append(name)
         for name, why in gives_up.items():
+            self._ended[name] = name in self._counted
             self._counted.add(name)
-            self._ended.add(name)
             self.failed(f"{name}: {why}", now_s)
         self._forget({node.node_id for node in supplied})
         return expected, gives_up
 
+    def still_runs(self, node_id: str) -> None:
+        """A node that was given up could not be stopped: the next look gives it up again."""
+        if not self._ended.pop(node_id):
+            self._counted.remove(node_id)
+
     def _forget(self, but: Collection[str]) -> None:
         """Keep what is known of these nodes alone."""
         self._counted.intersection_update(but)
-        self._ended.intersection_update(but)
-        for known in (self._seen_s, self._away_s, self._departures):
+        for known in (self._ended, self._seen_s, self._away_s, self._departures):
             for name in known.keys() - but:
                 del known[name]

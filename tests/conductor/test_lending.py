@@ -23,6 +23,7 @@ from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.planning.arbiter import Arbiter, Borrower
 from moonpool.conductor.planning.lease import PlannerLease
 from moonpool.conductor.planning.lending import ModelState, OwnNode, lend
+from moonpool.conductor.planning.on_demand import OnDemand
 from moonpool.conductor.planning.plan import ADD, Bounds, Rules
 from moonpool.conductor.planning.planner import Planner
 from moonpool.kvstore.index.redis.client import connect
@@ -130,6 +131,11 @@ class Half(Fleet):
         self.take(SuppliedNode(name, role, RUNNING))
         return name
 
+    def lose(self, node_id: str) -> SuppliedNode:
+        node = self.nodes.pop(node_id)
+        self._tables[node.role].remove(self.members.pop(node_id).view)
+        return node
+
     def take(self, node: SuppliedNode) -> None:
         self.nodes[node.node_id] = node
         self.join(node.node_id)
@@ -143,8 +149,7 @@ class Half(Fleet):
         if self.spoilt:
             self.other.nodes[node_id] = SuppliedNode(node_id, role, REFUSED, "it did not start")
             return
-        self._tables[role].remove(self.members.pop(node_id).view)
-        self.other.take(self.nodes.pop(node_id))
+        self.other.take(self.lose(node_id))
 
 
 @dataclass
@@ -164,6 +169,7 @@ class Pair:
     a: Side
     b: Side
     arbiter: Arbiter
+    lease: PlannerLease
     clock: Clock
     said: list[str]
 
@@ -216,13 +222,40 @@ async def two(url: str, *, mode: str = "act", nodes: int = 4, rules: Rules = RUL
 
     arbiter = Arbiter(borrowers, lease, clock=clock, on_decision=decided)
     try:
-        yield Pair(*sides, arbiter, clock, said)
+        yield Pair(*sides, arbiter, lease, clock, said)
     finally:
         await client.aclose()
 
 
 def stranded_s(label: str) -> float:
     return metrics.stranded.labels(label)._value.get()
+
+
+async def test_a_model_that_sleeps_borrows_the_nodes_that_cannot_be_started(url: str) -> None:
+    """Its first request wants one of each role, and the machine has no room."""
+    async with two(url) as pair:
+        sleeper, registry = pair.a.fleet, cast(NodeRegistry, pair.a.fleet)
+        for name in list(sleeper.nodes):
+            sleeper.lose(name)
+        pair.b.fleet.add("decode")
+        admin = FleetAdmin(registry, sleeper, "a", pair.clock, lambda *change: None)
+        nodes = OnDemand(
+            registry,
+            admin,
+            pair.lease,
+            roles=STAGES,
+            min_warm=0,
+            idle_s=300.0,
+            activity=lambda: (0, 1),
+            clock=pair.clock,
+        )
+        pair.a.planner._stands_back = lambda: nodes.decides
+        for _ in range(60):
+            nodes.ask()
+            await nodes.round()
+            await pair.run(5)
+        assert (sleeper.count("prefill"), sleeper.count("decode")) == (1, 1)
+        assert sorted(text.split("-")[0] for text in pair.said) == ["lend decode", "lend prefill"]
 
 
 async def test_a_model_that_lacks_nodes_gets_the_idle_ones_of_another_down_to_its_floor(url: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -18,8 +19,9 @@ from moonpool.conductor.errors import NoNodes
 from moonpool.conductor.fleet.errors import ProviderFailed
 from moonpool.conductor.fleet.providers.provider import FAILED, RUNNING, STARTING, STOPPING, SuppliedNode
 from moonpool.conductor.planning import on_demand
-from moonpool.conductor.planning.lease import PlannerLease
+from moonpool.conductor.planning.lease import Held, PlannerLease
 from moonpool.runtime.config.options import PlannerOptions
+from moonpool.runtime.service.vital import cancel_and_wait
 from tests.conductor.core_nodes import (
     LEASE_TTL_S,
     PROMPT,
@@ -52,6 +54,7 @@ class Machines:
         self.num_listed = 0  # calls
         self.at_once = 1  # so many lists are made before the first is answered
         self.may_list = asyncio.Event()
+        self.num_stops_lost = 0
         self.on_stop: Callable[[], Awaitable[None]] | None = None
         self.started: list[str] = []
         self.stopped: list[str] = []
@@ -85,6 +88,9 @@ class Machines:
 
     async def stop(self, node_id: str, fence: int = 0) -> None:
         assert self.cluster is not None
+        if self.num_stops_lost:
+            self.num_stops_lost -= 1
+            raise ProviderFailed("it did not answer")
         if node_id not in self.stopped:
             self.stopped.append(node_id)
             self.states[node_id] = replace(self.states[node_id], state=STOPPING)
@@ -220,6 +226,88 @@ async def test_a_node_that_cannot_serve_the_model_is_named_and_starts_no_other(
             await cluster.generate(request(deadline_s=30.0))
         await cluster.until(lambda: set(machines.stopped) == {"p0", "d1"})
         assert machines.started == ["p0", "d1"]
+
+
+async def test_nodes_that_were_given_up_and_could_not_be_stopped_are_stopped_later(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_demand, "NODE_WAIT_S", 60.0)
+    machines = Machines()
+    machines.facts = {"layout": "other"}
+    machines.num_stops_lost = 1
+    async with running(url, namespace=uuid4().hex, provider=machines, planner=ON_DEMAND) as cluster:
+        machines.cluster = cluster
+        asked = asyncio.create_task(cluster.generate(request()))
+        await cluster.until(lambda: set(machines.stopped) == {"p0", "d1"})
+        await cancel_and_wait(asked)
+
+
+async def test_a_provider_that_fails_late_is_not_asked_at_once_again() -> None:
+    """It took longer to fail than the pause after a failure is."""
+    times, starts = [100.0], list[float]()
+
+    async def supplied() -> Sequence[SuppliedNode]:
+        return []
+
+    async def start(role: str, why: str) -> str:
+        starts.append(times[-1])
+        times.append(times[-1] + 30.0)
+        raise ProviderFailed("no answer within 30 s")
+
+    nodes = alone(times, SimpleNamespace(provider="fake", supplied=supplied, start=start))
+    nodes.ask()
+    await nodes.round()
+    prospect = nodes.ask()
+    assert "no answer within 30 s" in prospect.why
+    assert prospect.wait_s == on_demand.NODE_WAIT_S
+    assert not nodes.decides, "the planner may borrow a node"
+    times.append(131.0)
+    await nodes.round()
+    assert starts == [100.0]
+
+
+async def test_nodes_that_stay_out_of_reach_are_named() -> None:
+    times, calls = [100.0], list[str]()
+
+    async def supplied() -> Sequence[SuppliedNode]:
+        return [SuppliedNode("n", "both", RUNNING, age_s=times[-1] - 90.0)]
+
+    async def start(role: str, why: str) -> str:
+        calls.append(role)
+        return "another"
+
+    nodes = alone(times, SimpleNamespace(provider="fake", supplied=supplied, start=start), "n")
+    for now_s in range(100, 130):
+        times.append(float(now_s))
+        assert nodes.ask().wait_s == math.inf
+        await nodes.round()
+        assert nodes.decides
+    times.append(131.0)
+    await nodes.round()
+    assert "n: in the index, but out of reach for 30 s" in nodes.ask().why
+    assert not nodes.decides, "a planner may start another one"
+    assert calls == []
+
+
+def alone(times: list[float], admin: SimpleNamespace, *joined: str) -> on_demand.OnDemand:
+    """For one request that waits, with nodes that joined and that no request may go to."""
+
+    async def take() -> Held:
+        return Held("c", 1, math.inf)
+
+    record = SimpleNamespace(load=SimpleNamespace(num_running=0, num_waiting=0))
+    members = {name: SimpleNamespace(owner=name, record=record, stages=("prefill",)) for name in joined}
+    registry = SimpleNamespace(members=members, available=lambda stage: 0, incompatible=lambda record: "")
+    return on_demand.OnDemand(
+        cast(Any, registry),
+        cast(Any, admin),
+        cast(Any, SimpleNamespace(take=take, holds=lambda epoch: True)),
+        roles=("both",),
+        min_warm=0,
+        idle_s=300.0,
+        activity=lambda: (0, 1),
+        clock=lambda: times[-1],
+    )
 
 
 async def test_a_request_that_may_not_go_to_the_nodes_that_serve_is_not_told_that_one_starts(

@@ -83,6 +83,9 @@ class Fleet:
     def fleet(self, role: str) -> NodeTable:
         return self._tables[role]
 
+    def available(self, role: str) -> int:
+        return len(self._tables[role])
+
     def add(self, role: str) -> str:
         name = f"{role}-{len(self.nodes)}"
         self.nodes[name] = SuppliedNode(name, role, RUNNING if self.joins else STARTING)
@@ -97,6 +100,7 @@ class Fleet:
         record = NodeRecord(name, 1, role, extra={"join_s": 4.0}, stages=STAGES)
         self.members[name] = SimpleNamespace(
             record=record,
+            stages=(role,),
             node_id=name,
             owner=name,
             state="ready",
