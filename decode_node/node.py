@@ -84,9 +84,14 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
     def num_requests(self) -> int:
         return len(self._requests)
 
+    def is_behind(self) -> bool:
+        return any(outbox.is_behind for outbox in self._outboxes.values())
+
     async def stop(self) -> None:
         for key in list(self._requests):
             self.cancel(key)
+        for outbox in self._outboxes.values():
+            outbox.finish()
 
     def restart(self) -> None:
         super().restart()

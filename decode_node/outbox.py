@@ -40,6 +40,8 @@ class Outbox:
         self._news = asyncio.Event()
         self._reader = 0  # number of the current stream; older ones end
         self._reading: asyncio.Task[Any] | None = None  # sends the current stream
+        self._sending = False  # a message that its stream has not sent yet
+        self._finished = False
         self._unread_since_s = clock()
         self.unread_nbytes = 0
         self.interval_s = INTERVAL_S  # as its reader's connection wants it
@@ -88,8 +90,13 @@ class Outbox:
             return 0.0
         return self._clock() - self._unread_since_s
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is a stream that has not sent everything yet."""
+        return self._reading is not None and bool(self._messages or self._unsent or self._sending)
+
     async def messages(self) -> AsyncIterator[node_pb2.StepTokens]:
-        """Yield messages for ever, beginning with the unread ones. A new reader ends the one before."""
+        """Yield messages, the unread ones first, until ``finish``. A new reader ends the one before."""
         self._reader += 1
         me = self._reader
         self._reading = asyncio.current_task()
@@ -101,13 +108,24 @@ class Outbox:
                     message = self._messages.popleft()
                     self.unread_nbytes -= message.ByteSize()
                     self._unread_since_s = self._clock()
+                    self._sending = True
                     yield message
+                    self._sending = False
+                if self._finished:
+                    return
                 self._news.clear()
                 await self._news.wait()
         finally:
             if me == self._reader:
-                self._reading = None
+                self._reading, self._sending = None, False
                 self._unread_since_s = self._clock()
+
+    def finish(self) -> None:
+        """Let streams end once they have sent what there is."""
+        if self._unsent:
+            self._send()
+        self._finished = True
+        self._news.set()
 
     def end(self, error: MoonpoolError) -> None:
         """Drop the unread messages, and end the stream with ``error``."""

@@ -33,6 +33,8 @@ _REOPEN_FIRST_S = 0.05
 _REOPEN_LONGEST_S = 1.0
 # Undelivered cancels kept for an unreachable node.
 _MAX_CANCELS = 4096
+# How much later than the loss of its connection the last tokens of a node may be read.
+_LAST_TOKENS_S = 0.25
 
 RequestKey = tuple[str, int]  # request id, attempt
 _Reply = TypeVar("_Reply", bound=Message)
@@ -248,6 +250,8 @@ class DecodeClient(NodeClient):
             losing = asyncio.create_task(self._loss())
             try:
                 await asyncio.wait((following, losing), return_when=asyncio.FIRST_COMPLETED)
+                # A node that ends has sent its last tokens before it closes the connection.
+                await asyncio.wait((following,), timeout=_LAST_TOKENS_S)
                 reason = (following if following.done() else losing).result()
             finally:
                 await cancel_and_wait(following, losing)

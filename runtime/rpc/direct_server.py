@@ -74,7 +74,9 @@ class DirectServer:
         self._loop.add_reader(self._sock, self._accept)
 
     async def stop(self, grace: float | None) -> None:
-        """Take no more calls; cancel those that have not ended after ``grace`` seconds."""
+        """Take no more calls; cut off those that have not ended after ``grace`` seconds, and
+        answers that callers have not taken by then."""
+        ends_s = self._loop.time() + (grace or 0.0)
         self._loop.remove_reader(self._sock)
         self._sock.close()
         for connection in self._connections:
@@ -82,6 +84,9 @@ class DirectServer:
         tasks = [task for connection in self._connections for task in connection.calls.values()]
         if tasks and grace:
             await asyncio.wait(tasks, timeout=grace)
+        # Polled: an event would burden every frame for the sake of the last ones.
+        while any(one.backlog_nbytes for one in self._connections) and self._loop.time() < ends_s:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         for connection in list(self._connections):
             connection.close()
         if tasks:
@@ -118,6 +123,11 @@ class _Connection:
         self._on_closed = on_closed
         self._loop = asyncio.get_running_loop()
         self._frames = FrameSocket(sock, self._received, self._lost)
+
+    @property
+    def backlog_nbytes(self) -> int:
+        """Bytes of answers that the caller has not taken yet."""
+        return self._frames.backlog_nbytes
 
     def close(self) -> None:
         self._frames.close()

@@ -53,6 +53,27 @@ async def test_short_steps_share_messages_and_none_is_lost() -> None:
     assert len(messages) < 51
 
 
+async def test_a_stream_ends_when_all_is_sent() -> None:
+    """Until then its node waits, also for the message that is being sent."""
+    outbox = new_outbox()
+    outbox.put_step(step(0))
+    assert not outbox.is_behind, "there is no stream"
+    reader = outbox.messages()
+    async with asyncio.timeout(60):
+        assert [token.index for token in (await anext(reader)).tokens] == [0]
+        assert outbox.is_behind, "it is not sent yet"
+        following = asyncio.ensure_future(anext(reader))
+        while outbox.is_behind:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        outbox.put_step(step(1))
+        assert outbox.is_behind, "it waits for more steps"
+        outbox.finish()
+        assert [token.index for token in (await following).tokens] == [1]
+        with pytest.raises(StopAsyncIteration):
+            await anext(reader)
+    assert not outbox.is_behind
+
+
 async def test_an_unsent_message_goes_by_itself() -> None:
     outbox = new_outbox()
     outbox.put_step(step(0))

@@ -19,6 +19,7 @@ from moonpool.runtime.config.security_options import SecurityOptions
 from moonpool.runtime.errors import ConfigError, NodeUnavailable, RemoteError
 from moonpool.runtime.observing.log import request_id
 from moonpool.runtime.rpc import frames
+from moonpool.runtime.rpc.direct_client import DirectConnection
 from moonpool.runtime.security import certificates, process
 from moonpool.runtime.security.process import Security
 from moonpool.runtime.security.roles import Caller
@@ -249,6 +250,33 @@ async def test_a_method_ends_with_its_caller(how: str) -> None:
             await asking
         async with asyncio.timeout(60):
             await node.ended.wait()
+
+
+async def test_a_server_that_stops_sends_the_rest_of_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its caller stands still for a while, and the kernel has no room for all."""
+    ends: list[frames.FrameSocket] = []
+    connect = DirectConnection._connect
+
+    def connected(connection: DirectConnection) -> frames.FrameSocket | None:
+        if (end := connect(connection)) is not None:
+            ends.append(end)
+        return end
+
+    monkeypatch.setattr(DirectConnection, "_connect", connected)
+    async with served() as (_, _, server, stub):
+        await stub.Status(node_pb2.StatusRequest())
+        (ours,) = ends
+        ours.pause()
+        asking = asyncio.ensure_future(stub.Lease(node_pb2.LeaseRequest()))
+        assert server._direct is not None
+        (theirs,) = server._direct._connections
+        while not theirs._frames.backlog_nbytes or theirs.calls:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        stopping = asyncio.create_task(server.stop(60))
+        await asyncio.wait((stopping,), timeout=0.1)
+        ours.resume()
+        assert len((await asyncio.wait_for(asking, 60)).blocks.offset) == 1 << 16
+        await asyncio.wait_for(stopping, 60)
 
 
 async def test_calls_of_a_server_that_stops_fail_at_once_and_it_is_reached_again() -> None:
