@@ -11,6 +11,7 @@ from typing import Any
 from moonpool.kvstore.blocks.shards import BlockShard, ShardableLayout, overlaps
 from moonpool.kvstore.remote.rank_reader import AgentReader, RankRead, RankReader
 from moonpool.protos import node_pb2
+from moonpool.runtime.service.vital import cancel_and_wait
 from moonpool.transfer import ChecksumMismatch, JointRead, TransferReport
 
 
@@ -135,15 +136,12 @@ class ShardedReader:
 
 
 async def _all_of(calls: Sequence[Coroutine[Any, Any, str]]) -> list[str]:
-    """Run calls together. If one fails or the wait is cancelled, raise after all have ended."""
+    """Run calls together. After a failure, or any number of cancellations, raise once all have ended."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-        raise
+    finally:
+        await cancel_and_wait(*tasks)
 
 
 def shard_of(rank: node_pb2.RankMemory) -> BlockShard:

@@ -19,11 +19,13 @@ from moonpool.kvstore.blocks.layout import KVLayout, OpaqueLayout
 from moonpool.kvstore.blocks.shards import BlockShard
 from moonpool.kvstore.errors import LayoutError
 from moonpool.kvstore.remote.peer_leases import RemoteLeases
-from moonpool.kvstore.remote.sharded_reader import rank_memory
+from moonpool.kvstore.remote.rank_reader import RankRead
+from moonpool.kvstore.remote.sharded_reader import RankTarget, ShardedReader, rank_memory
 from moonpool.kvstore.store import TieredStore
 from moonpool.kvstore.store_node.kv_shelf import KvShelf
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
+from moonpool.runtime.cancellation import outlast
 from moonpool.runtime.config.options import StoreOptions, TransferOptions
 from moonpool.transfer import ChecksumMismatch, GrantLapsed, TransferAgent, TransferError, checksum
 from tests.transfer.conftest import RemotePeer, StartPeer, shared_peer, start_peer
@@ -216,6 +218,51 @@ async def test_a_rank_that_dies_meanwhile_leaves_nothing(
             assert await held(shelf) == [block.tobytes() for block in source.blocks]
     for rank in ranks[:3]:
         await rank.do("close_regions")
+
+
+class FailingReader:
+    async def read(self, request: RankRead) -> str:
+        raise TransferError("the rank is gone")
+
+
+class LastingReader:
+    """A read that writes until ``ended``, whatever is cancelled."""
+
+    def __init__(self) -> None:
+        self.asked_to_end = asyncio.Event()
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def read(self, request: RankRead) -> str:
+        return await outlast(self.ended, self.asked_to_end.set)
+
+
+async def never_hashed(block_ids: Sequence[int]) -> list[int]:
+    raise AssertionError("blocks that were not read have no checksums")
+
+
+@pytest.mark.parametrize("num_cancels", [0, 1, 2])
+async def test_no_read_of_a_failed_copy_goes_on_after_it(num_cancels: int) -> None:
+    """Its caller frees the memory that the reads write to."""
+    lasting = LastingReader()
+    readers = zip(PLANS["tp 2"], (FailingReader(), lasting), strict=True)
+    reader = ShardedReader(LAYOUT, [RankTarget(*each) for each in readers], never_hashed)
+    source = node_pb2.KvAddress(ranks=[rank_memory(BlockShard.whole(LAYOUT), b"", 0)])
+    reading = asyncio.create_task(reader.read(source, [0], [0], [0], deadline_s=10.0))
+    await lasting.asked_to_end.wait()
+    for _ in range(num_cancels):
+        reading.cancel()
+        await turns_of_the_loop()
+    ended_early = reading.done()
+    lasting.ended.set_result("tcp")
+    assert not ended_early
+    with pytest.raises(asyncio.CancelledError if num_cancels else TransferError):
+        await reading
+
+
+async def turns_of_the_loop() -> None:
+    """Enough for a cancellation to end whatever does not outlast it."""
+    for _ in range(10):
+        await asyncio.sleep(0)
 
 
 async def test_blocks_read_after_their_lease_are_no_blocks(shared_peer: StartPeer) -> None:
