@@ -68,11 +68,8 @@ class KvShelf:
                 return
             if self._being_written is not None and self._being_written != layout:
                 raise self._other(layout, self._being_written)
-            if self.store is not None and self.layout is not None:
-                # A block may be gone and still be read.
-                in_use = self._num_leasing or len(self.store.grants)
-                if in_use or next(iter(self.store.blocks()), None) is not None:
-                    raise self._other(layout, self.layout)
+            self._check_replaceable(layout)
+            if self.store is not None:
                 store, self.store, self.layout = self.store, None, None
                 await store.close()
             store = await self._make_store(layout)
@@ -84,6 +81,15 @@ class KvShelf:
             self.layout, self.store = layout, store
         log.info("keeps KV blocks of layout %s, %d bytes each", layout.fingerprint.hex(), layout.block_nbytes)
 
+    def _check_replaceable(self, layout: OpaqueLayout) -> None:
+        """Raises ``OtherLayout``: the open store is of another layout and has blocks or leases."""
+        if self.store is None or self.layout is None or self.layout == layout:
+            return
+        # A block may be gone and still be read.
+        in_use = self._num_leasing or len(self.store.grants)
+        if in_use or next(iter(self.store.blocks()), None) is not None:
+            raise self._other(layout, self.layout)
+
     def _other(self, wanted: OpaqueLayout, used: OpaqueLayout) -> OtherLayout:
         return OtherLayout(self._node_id, wanted.fingerprint.hex(), used.fingerprint.hex())
 
@@ -93,6 +99,7 @@ class KvShelf:
         ``OtherLayout``."""
         if self._being_written is not None and self._being_written != layout:
             raise self._other(layout, self._being_written)
+        self._check_replaceable(layout)  # first: what will be refused must not keep others from writing
         self._being_written = layout
         self._num_writers += 1
         try:

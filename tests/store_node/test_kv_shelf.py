@@ -142,6 +142,19 @@ async def test_a_node_does_not_take_the_memory_back_for_its_own_layout_during_a_
         assert opened.num_made == 1
 
 
+async def test_a_request_that_is_refused_keeps_nobody_from_writing() -> None:
+    async with shelf_and_source() as (shelf, opened, source):
+        source.may_read.set()
+        assert (await shelf.replicate(source.address(LAYOUTS[0]), KEYS)).num_read == len(KEYS)
+        refused = asyncio.create_task(shelf.replicate(source.address(LAYOUTS[1]), KEYS))
+        await asyncio.sleep(0)  # it has begun
+        async with shelf.writing(LAYOUTS[0]) as store:
+            assert len(list(store.blocks())) == len(KEYS)
+        with pytest.raises(OtherLayout, match=LAYOUTS[0].fingerprint.hex()):
+            await refused
+        assert opened.num_made == 1
+
+
 async def test_an_empty_store_changes_its_layout_once_nobody_uses_it() -> None:
     async with shelf_and_source() as (shelf, _, source):
         first = asyncio.create_task(shelf.replicate(source.address(LAYOUTS[0]), KEYS))
