@@ -20,6 +20,7 @@ from moonpool.kvstore.objects.chunks import SMALL_NBYTES
 from moonpool.kvstore.remote.object_store import RemoteStore
 from moonpool.protos import store_pb2
 from moonpool.runtime.errors import NodeUnavailable, RemoteError
+from moonpool.runtime.service.vital import cancel_and_wait
 from moonpool.transfer import TransferError
 
 log = logging.getLogger(__name__)
@@ -91,8 +92,11 @@ class Putter:
     async def _place(
         self, nodes: Mapping[str, RemoteStore], batch: Sequence[Upload], preferred: str
     ) -> list[str]:
-        """Write each object to the first node in its order that accepts it; returns which. Raises
-        ``PutFailed`` for the first that no node accepts."""
+        """Write each object to the first node in its order that accepts it; returns which.
+
+        Raises ``NoRecords``; ``PutFailed``: for the first that no node accepts. None is being written any
+        more when this raises, or after a cancellation.
+        """
         orders = [iter(_order(each.info.key, nodes, preferred)) for each in batch]
         reasons: list[list[str]] = [[] for _ in batch]
         placed = [""] * len(batch)
@@ -106,9 +110,14 @@ class Putter:
                     failed.append(number)
                 else:
                     by_node.setdefault(node_id, []).append(number)
-            answers = await asyncio.gather(
-                *(self._send(nodes[each], [batch[n] for n in numbers]) for each, numbers in by_node.items())
-            )
+            sends = [
+                asyncio.ensure_future(self._send(nodes[each], [batch[n] for n in numbers]))
+                for each, numbers in by_node.items()
+            ]
+            try:
+                answers = await asyncio.gather(*sends)
+            finally:
+                await cancel_and_wait(*sends)  # they read the buffers of the batch
             waiting = []
             for (node_id, numbers), answer in zip(by_node.items(), answers, strict=True):
                 for number, reason in zip(numbers, answer, strict=True):

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from moonpool.kvstore.client.errors import BadObject, ObjectMissing, PutFailed, UnknownNode
+from moonpool.kvstore.client import putter
+from moonpool.kvstore.client.errors import BadObject, NoRecords, ObjectMissing, PutFailed, UnknownNode
+from moonpool.kvstore.remote.object_store import RemoteStore
 from moonpool.protos import node_pb2, node_pb2_grpc, store_pb2
+from moonpool.runtime.errors import RemoteError
 from tests.store_node.conftest import StoreCluster
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -93,6 +99,29 @@ async def test_batches_keep_their_order(shared: StoreCluster) -> None:
         np.testing.assert_array_equal(outs["n39"], values["n39"])
         assert await store.batch_remove([*values, "absent"]) == len(values)
         assert await store.ls() == []
+
+
+async def test_a_put_without_records_raises_once_no_node_is_sent_bytes(
+    shared: StoreCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its caller may change or free the values then."""
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def send(node: RemoteStore, *_: Any) -> list[str]:
+        if node.node_id == "a":
+            await begun.wait()
+            raise RemoteError("a", "RecordsLost", "UNAVAILABLE", "records are being restored")
+        begun.set()
+        try:
+            return await asyncio.get_running_loop().create_future()
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(putter, "send", send)
+    async with shared.client(tenant="no records") as store:
+        with pytest.raises(NoRecords, match="are being restored"):
+            await store.batch_put({f"n{i}": np.zeros(4) for i in range(40)})
+        assert ended.is_set()
 
 
 async def test_the_last_put_counts_wherever_it_went(shared: StoreCluster) -> None:
