@@ -24,4 +24,6 @@ async def outlast(work: asyncio.Future[Result], on_cancel: Callable[[], object] 
         while not work.done():
             with suppress(asyncio.CancelledError):
                 await asyncio.wait((work,))
+        if not work.cancelled():
+            work.exception()  # retrieved, or asyncio logs it
         raise

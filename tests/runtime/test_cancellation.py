@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 
@@ -20,6 +21,22 @@ async def test_a_caller_that_is_cancelled_again_and_again_waits_for_its_work() -
     work.set_exception(ValueError("too late to be told"))
     with pytest.raises(asyncio.CancelledError):
         await waiting
+
+
+async def test_an_error_that_a_cancelled_caller_is_not_told_is_not_logged_either() -> None:
+    loop, logged = asyncio.get_running_loop(), []
+    loop.set_exception_handler(lambda _, context: logged.append(context))
+    work = loop.create_future()
+    waiting = asyncio.create_task(outlast(work))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.sleep(0)
+    work.set_exception(ValueError("too late to be told"))
+    await asyncio.wait((waiting,))  # awaited itself, Python 3.11 would keep its frames and so the work
+    assert waiting.cancelled()
+    del work, waiting
+    gc.collect()
+    assert not logged
 
 
 async def test_without_a_cancellation_it_is_as_if_the_work_were_awaited() -> None:
