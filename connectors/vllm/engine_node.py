@@ -169,9 +169,13 @@ class EngineNode(StoreNode):
             self._keeping[last].remove(leased)
             if not self._keeping[last]:
                 del self._keeping[last]
-        if given.tail is not None and last not in self._keeping:
-            await store.remove([given.tail])
+        await self._remove_unused(store, given.tail)
         await self._tenants.trim(store)
+
+    async def _remove_unused(self, store: TieredStore, tail: BlockKey | None) -> None:
+        """Remove the partial block of a prompt, unless a ``keep`` or a ``load`` still needs it."""
+        if tail is not None and tail not in self._keeping and tail not in self._loading:
+            await store.remove([tail])
 
     async def claim(self, claim: Claim) -> None:
         """Count the blocks of a prompt towards its tenant's quota."""
@@ -238,7 +242,7 @@ class EngineNode(StoreNode):
             self._loading.subtract(tails)
             if tails and not self._loading[tails[0]]:
                 del self._loading[tails[0]]
-                await store.remove(tails)
+            await self._remove_unused(store, load.tail)
             if load.tenant:
                 await self._tenants.trim(store)
 

@@ -97,6 +97,56 @@ def test_two_loads_of_one_prompt_do_not_remove_each_others_partial_block(
     store.check_integrity()
 
 
+def test_a_load_of_a_prompt_that_is_kept_leaves_its_partial_block(
+    engine: Make, giver: Peer, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_node, "KEEP_S", 3600.0)
+    one, num_tokens = engine("one"), 3 * BLOCK + 5
+    knows(one, giver)
+    store = one.node._kv.store
+    one.serve(Request("q1", num_tokens, kv_transfer_params=GIVE))
+    until(lambda: store.host.num_pinned == 4)
+    answer = one.answer
+    reader = Peer(redis.url, "reader-2")
+    try:
+        params = giver.give("q", num_tokens)
+        assert one.serve(Request("q2", num_tokens, kv_transfer_params=params)) == num_tokens - 1
+        assert answer is not None
+        reader.take("q", num_tokens, answer)
+        until(lambda: len(store.host) == 3 and not store.host.num_pinned and not one.node._keeping)
+        store.check_integrity()
+    finally:
+        reader.close()
+
+
+def test_the_end_of_a_keep_leaves_the_partial_block_of_a_load(
+    engine: Make, giver: Peer, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_node, "KEEP_S", 3600.0)
+    one, num_tokens = engine("one"), 3 * BLOCK + 5
+    knows(one, giver)
+    store = one.node._kv.store
+    one.serve(Request("s1", num_tokens, kv_transfer_params=GIVE))
+    until(lambda: store.host.num_pinned == 4)
+    answer = one.answer
+    params = giver.give("s", num_tokens)
+    reader = Peer(redis.url, "reader-3")
+    try:
+        assert answer is not None
+        stop(giver.pid)
+        one.begin(Request("s2", num_tokens, kv_transfer_params=params))
+        until(lambda: one.node._kv._num_writers)  # what it loads is here, which it asks its giver to keep
+        reader.take("s", num_tokens, answer)
+        until(lambda: not store.host.num_pinned and not one.node._keeping)
+        os.kill(giver.pid, signal.SIGCONT)
+        assert one.await_load() == Outcome({"s2"})
+        until(lambda: len(store.host) == 3 and not store.host.num_pinned)
+        store.check_integrity()
+    finally:
+        os.kill(giver.pid, signal.SIGCONT)
+        reader.close()
+
+
 def test_a_prompt_that_nobody_reads_is_let_go(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_node, "KEEP_S", 0.5)
     one = engine("one")
