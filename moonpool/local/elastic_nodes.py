@@ -27,7 +27,7 @@ _NO_NODES = ("redis", "conductor")
 
 
 class NodeNotSupplied(MoonpoolError):
-    """This process started no node of that name. Nothing was stopped."""
+    """This process has no node of that name, or stopped it before it ran."""
 
     code = "NOT_FOUND"
     failure = FailureClass.REQUEST
@@ -101,6 +101,7 @@ class ElasticNodes:
             ConfigError, TooLittleMemory, NoRoom: see ``Children.another``; or there are ``cluster.most``
                 nodes. Nothing was started.
             OSError: its process could not be started.
+            NodeNotSupplied: it was stopped before its process ran, which has ended.
         """
         # One that was given up has neither its GPUs nor its place any more.
         live = {child.name for child in self.nodes if self._as_supplied(child).state != FAILED}
@@ -111,8 +112,12 @@ class ElasticNodes:
         self._add(child, model or self.served_names[0], role)
         try:
             await child.start()
+            if not self._is_wanted(child.name):
+                raise NodeNotSupplied(f"{child.name} was stopped before its process ran")
         except BaseException:
-            del self.children[child.name]
+            # `stop_node` may have found no process to end.
+            await child.stop(0.0)
+            self.children.pop(child.name, None)
             raise
         self._report(f"{child.name} was asked for and starts")
         self._in_background(self._bring_up(child), child.name)

@@ -102,6 +102,49 @@ async def test_a_node_that_ends_while_it_starts_and_is_stopped_breaks_nothing(
         await cluster.stop()
 
 
+class LateChild(Child):
+    """Its process is started once ``may_start`` is set, or fails to start."""
+
+    def __init__(self, directory: Path, *, fails: bool) -> None:
+        program = "import signal; signal.pause()"
+        command = [sys.executable, "-S", "-c", program]
+        super().__init__("decode-0", command, directory / "log", sends_json=True)
+        self.starts, self.may_start = asyncio.Event(), asyncio.Event()
+        self._fails = fails
+
+    async def start(self) -> None:
+        self.starts.set()
+        await self.may_start.wait()
+        if self._fails:
+            raise OSError("no process")
+        await super().start()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_node_that_is_stopped_before_its_process_runs_does_not_run_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    config = replace(Config(), planner=replace(Config().planner, min_warm=0))
+    cluster = LocalCluster(config, directory=tmp_path)
+    nodes, child = cluster._elastic, LateChild(tmp_path, fails=fails)
+    made = children.Children(config, tmp_path, lambda name, done, total: None)
+    monkeypatch.setattr(made, "another", lambda role, live, settings: child)
+    nodes.begin(config, {"tiny": made}, supervises=True)
+    try:
+        starting = asyncio.create_task(nodes.start_node("decode"))
+        await child.starts.wait()
+        nodes.stop_node("decode-0")
+        await asyncio.wait(nodes._changes)
+        child.may_start.set()
+        (error,) = await asyncio.gather(starting, return_exceptions=True)
+        assert not nodes.children
+        assert (child.returncode is None) == fails, "its process runs"
+        assert isinstance(error, OSError if fails else NodeNotSupplied)
+    finally:
+        await child.stop(0.0)
+        await cluster.stop()
+
+
 async def test_the_pools_of_all_models_together_must_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
