@@ -117,9 +117,11 @@ class Children:
         taken = [span for name, span in self._spans.items() if name in live]
         span = free_gpus(config, taken, self._gpus)
         if span is None:
+            device = config.model.device
+            which = f"GPUs from {device} on" if ":" in device else f"{self._gpus} GPUs of this machine"
             raise NoRoom(
-                f"no {role} node was started: the {self._gpus} GPUs of this machine have nodes; stop one "
-                "first, or let a provider of several machines supply nodes"
+                f"no {role} node was started: the {which} have nodes; stop one first, or let a provider of "
+                "several machines supply nodes"
             )
         return self._node(role, options_on(config, span), span, settings)
 

@@ -81,20 +81,38 @@ def gpu_options(nodes: Sequence[Config], gpus: int) -> list[tuple[str, ...]]:
 
 
 def gpu_spans(nodes: Sequence[Config], gpus: int) -> list[range]:
-    """Return the GPUs of each node, of ``gpus``; 0: they compute on CPUs."""
-    taken: list[range] = []
-    for config in nodes:
-        first, count = taken[-1].stop if taken else 0, num_gpus_of(config) if gpus else 0
-        # A node that does not fit starts again at GPU 0; one that needs too many fails later.
-        taken.append(range(first, first + count) if first + count <= gpus else range(count))
-    return taken
+    """Return the GPUs of each node, of ``gpus``; 0: they compute on CPUs.
+
+    Some have those that their ``model.device`` names; the others avoid these while they can.
+    """
+    own = [_own_gpus(config) if gpus else None for config in nodes]
+    reserved = {gpu for span in own if span for gpu in span}
+    spans: list[range] = []
+    position = 0
+    for config, span in zip(nodes, own, strict=True):
+        if span is None:
+            count = num_gpus_of(config) if gpus else 0
+            starts = range(gpus - count + 1)
+            free = [start for start in starts if reserved.isdisjoint(range(start, start + count))] or starts
+            # A node that does not fit starts again at the first one; one that needs too many fails later.
+            start = next((start for start in free if start >= position), free[0] if free else 0)
+            span = range(start, start + count)
+            position = span.stop
+        spans.append(span)
+    return spans
 
 
 def free_gpus(config: Config, taken: Iterable[range], gpus: int) -> range | None:
     """Return consecutive GPUs that no node has, enough for a node of ``config``; None: there are none."""
-    used, count = {gpu for span in taken for gpu in span}, num_gpus_of(config)
-    spans = (range(first, first + count) for first in range(gpus - count + 1))
-    return next((span for span in spans if not used.intersection(span)), None)
+    used, count, own = {gpu for span in taken for gpu in span}, num_gpus_of(config), _own_gpus(config)
+    spans = [own] if own else [range(first, first + count) for first in range(gpus - count + 1)]
+    return next((span for span in spans if used.isdisjoint(span)), None)
+
+
+def _own_gpus(config: Config) -> range | None:
+    """The GPUs from the one that ``model.device`` names; None: it names none."""
+    first = config.model.device.partition(":")[2]
+    return range(int(first), int(first) + num_gpus_of(config)) if first else None
 
 
 def num_gpus_of(config: Config) -> int:

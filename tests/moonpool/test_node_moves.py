@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import shutil
 from dataclasses import replace
 from itertools import pairwise
@@ -16,6 +17,7 @@ from moonpool.runtime.config.engine_options import shipped
 from moonpool.runtime.config.models_file import served_models
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.errors import ConfigError
+from moonpool.runtime.machine import gpus
 from moonpool.runtime.service.child import Child
 
 MIB = 1 << 20
@@ -81,6 +83,64 @@ def test_the_nodes_of_all_models_divide_the_gpus(tmp_path: Path, monkeypatch: py
     assert devices == ["model.device=cuda:0", "model.device=cuda:1", "model.device=cuda:2"]
     with pytest.raises(NoRoom):
         a.another("both", {*names, "both-b-1"})
+
+
+def gpus_of(child: Child) -> tuple[str, str]:
+    """Its first GPU, and its fraction of GPU memory."""
+    device, memory = (
+        next(one for one in options(child) if one.startswith(key))
+        for key in ("model.device=", "engine.gpu_memory=")
+    )
+    return device.partition("=")[2], memory.partition("=")[2]
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "num_gpus", lambda: 4)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0+cu128")
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_models_on_gpus_of_their_own_have_all_of_their_memory(tmp_path: Path) -> None:
+    a, b = two(tmp_path / "first", "model.device=cuda:1", first=("model.device=cuda:0",))
+    (one,), (other,) = first_nodes({"a": a, "b": b}).values()
+    assert [gpus_of(one), gpus_of(other)] == [("cuda:0", "0.9"), ("cuda:1", "0.9")]
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_a_later_node_needs_only_its_models_own_gpu(tmp_path: Path) -> None:
+    a, b = two(tmp_path, "model.device=cuda:1", first=("model.device=cuda:0",))
+    a.another("both", [])
+    assert gpus_of(b.another("both", ["both-a-0"])) == ("cuda:1", "0.9")
+    with pytest.raises(NoRoom, match="the GPUs from cuda:1 on have nodes"):
+        b.another("both", ["both-a-0", "both-b-0"])
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize(
+    ("own", "count", "expected"),
+    [
+        (3, 3, [("cuda:0", "0.9"), ("cuda:1", "0.9"), ("cuda:2", "0.9")]),
+        # A node that has to share a GPU shares one with its own model.
+        (1, 4, [("cuda:0", "0.45"), ("cuda:2", "0.9"), ("cuda:3", "0.9"), ("cuda:0", "0.45")]),
+    ],
+)
+def test_the_gpu_of_one_model_is_left_to_it_while_there_are_others(
+    tmp_path: Path, own: int, count: int, expected: list[tuple[str, str]]
+) -> None:
+    a, b = two(tmp_path, f"cluster.both={count}", first=(f"model.device=cuda:{own}",))
+    (one,), others = first_nodes({"a": a, "b": b}).values()
+    assert gpus_of(one) == (f"cuda:{own}", "0.9")
+    assert [gpus_of(child) for child in others] == expected
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_nodes_that_find_no_other_gpus_share_those_of_another_model(tmp_path: Path) -> None:
+    ranks = "engine.parallel.tp=2"
+    a, b = two(tmp_path, ranks, "cluster.both=2", first=(ranks, "model.device=cuda:1"))
+    (one,), others = first_nodes({"a": a, "b": b}).values()
+    assert gpus_of(one) == ("cuda:1", "0.45")
+    assert [gpus_of(child) for child in others] == [("cuda:0", "0.45"), ("cuda:2", "0.45")]
 
 
 def test_one_that_needs_other_gpus_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
