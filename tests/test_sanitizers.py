@@ -28,6 +28,7 @@ _TESTS = {
         "tests/kernels/test_rows.py",
         "tests/kernels/test_adapters.py",
         "tests/kernels/test_experts.py",
+        "tests/kernels/test_quantised.py",
         "tests/kernels/test_threads.py",
     ),
 }

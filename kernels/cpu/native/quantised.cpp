@@ -632,6 +632,7 @@ struct Product {
 
 template <Kind KIND, class X>
 void linear(const X* x, const Weight& weight, const float* bias, X* y, int64_t rows) {
+    if (rows == 0) return;  // an expert without tokens: there are no passes to divide by
     const int64_t inputs = weight.inputs;
 #if defined(MP_INTEGERS)
     if constexpr (KIND != FP8)
