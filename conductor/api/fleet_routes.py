@@ -7,6 +7,7 @@ a cluster has several models, ``?model=NAME`` names one; nodes are found by thei
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 
 from aiohttp import web
 
@@ -15,6 +16,7 @@ from moonpool.conductor.api.models.lanes import LANES
 from moonpool.conductor.api.status_routes import reply
 from moonpool.conductor.core import Conductor
 from moonpool.conductor.fleet.administration import MAX_NODES
+from moonpool.conductor.fleet.errors import NodeMissing
 
 WATCH_S = 5.0
 MOST_WATCH_S = 3600.0
@@ -74,8 +76,14 @@ async def abort_rollout(http: web.Request) -> web.Response:
 
 async def drain(http: web.Request) -> web.Response:
     """``POST /v1/fleet/drain/{node}``: answers when the node was told, not when it has ended."""
-    node = http.match_info["node"]
-    return reply(await http.app[LANES].of_node(node).fleet.drain(node))
+    lanes, node = http.app[LANES], http.match_info["node"]
+    has_joined = lanes.of_node(node)
+    # One that starts is known to the provider of its model alone.
+    for lane in lanes:
+        if lane.conductor is not has_joined:
+            with suppress(NodeMissing):
+                return reply(await lane.conductor.fleet.drain(node))
+    return reply(await has_joined.fleet.drain(node))
 
 
 def _conductor(http: web.Request) -> Conductor:

@@ -158,6 +158,8 @@ class LocalCluster:
                 self._report(await self._host.open())
                 self.config = self._host.cluster_config(self.config)
             await self._create_children()
+            # The conductor may have others started meanwhile, and nodes stopped.
+            first = list(self.children)
             if self._ray is not None:
                 await self._ray.connect()
             async with asyncio.TaskGroup() as group:
@@ -169,8 +171,9 @@ class LocalCluster:
             await self.stop()
             # Report the child that failed, not those that were stopped for it.
             raise error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error from None
-        for name in self.children:
-            self._start_watching(name)
+        for name in first:
+            if self._elastic.stays(name):
+                self._start_watching(name)
 
     async def wait_broken(self) -> None:
         """Wait until the cluster cannot go on; raises the error: ``ChildFailed`` if the conductor ended."""
@@ -201,8 +204,6 @@ class LocalCluster:
             await self.redis.start()
         else:
             await self._start_child(self.children[name])
-        if watcher := self._watchers.get(name):
-            watcher.cancel()
         self._start_watching(name)
 
     async def __aenter__(self) -> Self:
@@ -286,6 +287,7 @@ class LocalCluster:
         return {node["node_id"] for node in cluster["nodes"] if node["state"] in ("ready", "unhealthy")}
 
     def _start_watching(self, name: str) -> None:
+        self._stop_watching(name)
         watcher = self._watchers[name] = asyncio.create_task(self._watch(name), name=f"watch {name}")
         watcher.add_done_callback(self._watcher_ended)
 

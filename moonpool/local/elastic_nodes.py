@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any
 
 from moonpool.conductor.fleet.providers.provider import (
     FAILED,
@@ -112,7 +111,7 @@ class ElasticNodes:
         self._add(child, model or self.served_names[0], role)
         try:
             await child.start()
-            if not self._is_wanted(child.name):
+            if not self.is_wanted(child.name):
                 raise NodeNotSupplied(f"{child.name} was stopped before its process ran")
         except BaseException:
             # `stop_node` may have found no process to end.
@@ -201,7 +200,8 @@ class ElasticNodes:
         """A node has failed and is not started again."""
         self._report(str(failure))
         self._failed[name] = str(failure).partition("\n")[0]
-        _keep_latest(self._failed)
+        for old in [other for other in self._failed if other not in self.children][:-_FAILED_KEPT]:
+            del self._failed[old]
 
     async def close(self) -> None:
         """Stop following nodes; those that start or drain stay among ``children``. Idempotent."""
@@ -212,19 +212,23 @@ class ElasticNodes:
         try:
             await child.wait_ready(ready_timeout_s(child))
         except ChildFailed as failure:
-            if self._is_wanted(child.name):
+            if self.is_wanted(child.name):
                 self.gave_up(child.name, failure)
                 child.kill()
                 await child.wait()
                 self.children.pop(child.name, None)
             return
-        if self._is_wanted(child.name):
+        if self.is_wanted(child.name):
             self._report(f"{child.name} is ready after {self._clock() - self._started_s[child.name]:.1f} s")
             self._watch(child.name)
 
-    def _is_wanted(self, name: str) -> bool:
+    def is_wanted(self, name: str) -> bool:
         """Whether the node was not stopped."""
         return name in self.children and name not in self._ending
+
+    def stays(self, name: str) -> bool:
+        """Whether the node is neither stopped nor changes its model."""
+        return self.is_wanted(name) and name not in self._switching
 
     async def _take_down(self, name: str) -> None:
         if (switching := self._switching.get(name)) is not None:
@@ -247,7 +251,8 @@ class ElasticNodes:
             self.children[name] = successor
             if (failure := await _failure_to_start(successor)) is not None:
                 self._refused[name, model] = failure.partition("\n")[0]
-                _keep_latest(self._refused)
+                while len(self._refused) > _FAILED_KEPT:
+                    del self._refused[next(iter(self._refused))]
                 self._report(f"{name} does not serve {model}, and is started with {former} again: {failure}")
                 self._add(child, former, role)
                 if (failure := await _failure_to_start(child)) is not None:
@@ -267,11 +272,6 @@ class ElasticNodes:
         task.add_done_callback(self._changes.discard)
         task.add_done_callback(self._on_ended)
         return task
-
-
-def _keep_latest(reasons: dict[Any, str]) -> None:
-    while len(reasons) > _FAILED_KEPT:
-        del reasons[next(iter(reasons))]
 
 
 async def _failure_to_start(child: Child) -> str | None:

@@ -65,6 +65,10 @@ async def test_a_node_that_is_given_up_leaves_its_place_to_another(
         nodes.children["decode-0"].kill()
         await cluster._watch("decode-0")
         assert {node.node_id: node.state for node in nodes.supplied()}["decode-0"] == FAILED
+        for number in range(5, 30):  # replacements that do not start either
+            nodes._roles[f"decode-{number}"], nodes._model_of[f"decode-{number}"] = "decode", "tiny"
+            nodes.gave_up(f"decode-{number}", "it did not start")
+        assert {node.node_id: node.state for node in nodes.supplied()}["decode-0"] == FAILED
         assert await nodes.start_node("decode") == "decode-1"
         assert "model.device=cuda:1" in nodes.children["decode-1"]._command
         with pytest.raises(children.NoRoom):
@@ -160,5 +164,47 @@ async def test_the_pools_of_all_models_together_must_fit(
     try:
         with pytest.raises(TooLittleMemory):
             await cluster.start()
+    finally:
+        await cluster.stop()
+
+
+async def test_a_node_that_is_added_while_the_cluster_starts_ends_when_it_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has one watcher, so that nothing starts it again."""
+    said: list[str] = []
+    config = replace(Config(), planner=replace(Config().planner, min_warm=0))
+    cluster = LocalCluster(config, directory=tmp_path, restart=True, report=said.append)
+    nodes = cluster._elastic
+    program = "import signal; print('{}', flush=True); signal.pause()"
+    children_of = [sys.executable, "-S", "-c", program]
+    made = children.Children(config, tmp_path, lambda name, done, total: None)
+    added = Child("decode-0", children_of, tmp_path / "log", sends_json=True)
+    monkeypatch.setattr(made, "another", lambda role, live, settings: added)
+
+    async def nothing() -> None: ...
+
+    async def create_children() -> None:
+        cluster.children["conductor"] = Child("conductor", children_of, tmp_path / "c", sends_json=True)
+        nodes.begin(config, {"tiny": made}, supervises=True)
+
+    async def wait_joined(away: object) -> None:
+        await nodes.start_node("decode")
+        while nodes._changes:
+            await asyncio.wait(nodes._changes)
+
+    monkeypatch.setattr(cluster, "_start_redis", nothing)
+    monkeypatch.setattr(cluster, "_create_children", create_children)
+    monkeypatch.setattr(cluster, "_wait_joined", wait_joined)
+    await cluster.start()
+    try:
+        nodes.stop_node("decode-0")
+        while nodes._changes:
+            await asyncio.wait(nodes._changes)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert added.returncode is not None
+        assert set(cluster._watchers) == {"conductor"}
+        assert not any("starting it again" in sentence for sentence in said)
     finally:
         await cluster.stop()

@@ -139,9 +139,11 @@ class Lanes:
         return self.of_request(request_id).timeline(request_id)
 
     def of_node(self, node_id: str) -> Conductor:
-        """The conductor that has a node; the first one, if none has it."""
-        found = (lane.conductor for lane in self if node_id in lane.conductor.nodes)
-        return next(found, self.first.conductor)
+        """The conductor that has a node, or a replica of it; the first one, if none has it."""
+        for lane in self:
+            if any(node_id in (one.node_id, one.owner) for one in lane.conductor.nodes.values()):
+                return lane.conductor
+        return self.first.conductor
 
     def cluster(self) -> dict[str, Any]:
         """That of the first model, with the nodes of all, and a few figures of each model."""

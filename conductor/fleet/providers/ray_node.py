@@ -74,11 +74,15 @@ class RayNode:
             self._stopping.set_result(None)
 
     async def _run(self) -> None:
-        directory = Path(tempfile.mkdtemp(prefix="moonpool-"))  # only this user reads it: it has the key
+        has_served = False
         try:
-            has_served = await self._serve(directory)
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
+            # Only this user reads it: it has the key.
+            with tempfile.TemporaryDirectory(prefix="moonpool-", ignore_cleanup_errors=True) as directory:
+                has_served = await self._serve(Path(directory))
+        except Exception as error:
+            # Whatever it is: nothing runs, and what asks for the state is told.
+            traceback.print_exc()
+            self._reason, self._state = f"{type(error).__name__}: {error}", FAILED
         if self._stopping.done():
             self._state = ENDED
         elif has_served:
