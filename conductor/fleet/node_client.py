@@ -86,10 +86,12 @@ class NodeClient:
         watcher, self._watcher = self._watcher, None
         if watcher is None:
             return
+        # First: it must not connect to the next process at its address.
+        await cancel_and_wait(watcher)
         if self.connected and self._canceller is not None:
             # With its cancels the node need not wait until it misses us.
             await asyncio.wait((self._canceller,), timeout=_CLOSE_WAIT_S)
-        await cancel_and_wait(watcher, self._canceller)
+        await cancel_and_wait(self._canceller)
         self._set_connected(False, "the conductor closed the connection")
         await self._channel.close(None)
 

@@ -375,6 +375,12 @@ class NodeRegistry:
             self._identity = (record.model, record.layout)
             for member in self._members.values():
                 self.touched(member)
+                self._others.joined(member.record, self.incompatible(member.record))
+
+    def _identify_anew(self) -> None:
+        """Another revision may be here, and none of the one in use any more."""
+        for member in list(self._members.values()):
+            self._identify(member.record)
 
     def _rejoined(self, record: NodeRecord) -> Member | None:
         """The former member of this incarnation, if its lease had only lapsed."""
@@ -386,6 +392,9 @@ class NodeRegistry:
         return None
 
     def _new(self, record: NodeRecord) -> Member:
+        for former in [one for one in self._former if one.record.rpc_address == record.rpc_address]:
+            # Its process is gone. Its client would connect to the new one, and take its tokens.
+            self._drop(former, at_once=True)
         engine = None if why_not(record, self._model) else facts_of(record)
         member = Member(
             record,
@@ -417,6 +426,7 @@ class NodeRegistry:
         self._former.add(member)
         self._fleets.drop(member)
         if reason == "left":
+            self._identify_anew()
             # A clean shutdown: it finishes its requests.
             asyncio.get_running_loop().call_later(_LINGER_S, self._drop, member)
         elif reason == "restarted":
@@ -433,6 +443,7 @@ class NodeRegistry:
             asyncio.get_running_loop().call_later(_LINGER_S, self._drop, member)
             return
         self._former.discard(member)
+        self._identify_anew()
         task = asyncio.create_task(member.client.close(), name=f"close {member.node_id}")
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)

@@ -234,10 +234,18 @@ async def test_nodes_of_another_model_or_shape_are_shown_and_not_used(redis: Red
         assert ready
         assert "another engine.block_size" in degraded[0]
         assert "another revision" in degraded[1]
-        # When the old revision is gone, the new one is what is served.
+        # When the old revision is gone, the new one is what is served, also where it has joined before.
+        for name in ("p4", "d4"):
+            node = ScriptedNode(cluster.index, name, "prefill" if name == "p4" else "decode")
+            node.record = replace(node.record, model="tiny-2")
+            cluster.nodes[name] = await node.start()
+            await cluster.until(lambda name=name: cluster.state(name) == "incompatible")
         await cluster.nodes["p0"].leave()
         await cluster.nodes["d0"].leave()
-        await cluster.nodes["d2"].leave()
+        await cluster.until(lambda: cluster.state("p4") == cluster.state("d4") == "ready")
+        assert await cluster.generate(request("newer")) == continuation(PROMPT, 8)
+        for name in ("d2", "p4", "d4"):
+            await cluster.nodes[name].leave()
         for name in ("p3", "d3"):
             node = ScriptedNode(cluster.index, name, "prefill" if name == "p3" else "decode")
             node.record = replace(node.record, model="tiny-2")

@@ -294,6 +294,23 @@ async def test_a_node_that_restarts_elsewhere_takes_no_prefill_along(url: str) -
         await former.die()
 
 
+async def test_a_node_that_comes_back_at_its_address_keeps_its_tokens(url: str) -> None:
+    """The client of its former life does not take them."""
+    async with running(url, "p0", "d0", namespace="same-address") as cluster:
+        former = cluster.nodes["d0"]
+        assert await cluster.generate(request("before")) == continuation(PROMPT, 8)
+        await former.leave()
+        await cluster.until(lambda: "d0" not in cluster.conductor.nodes)
+        node = cluster.nodes["d0"] = ScriptedNode(cluster.index, "d0", "decode")
+        await node.serve(former.port)
+        await node.publisher.start()
+        await cluster.until(lambda: cluster.state("d0") == "ready")
+        for number in range(20):
+            assert await cluster.generate(request(f"r{number}")) == continuation(PROMPT, 8)
+            assert "retry" not in cluster.names(f"r{number}")
+        assert node.cancelled == []
+
+
 @pytest.mark.parametrize("name", ["d0", "p0"])
 async def test_a_defect_in_the_watch_of_a_node_counts_as_the_loss_of_its_connection(
     url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
