@@ -7,7 +7,6 @@ a cluster has several models, ``?model=NAME`` names one; nodes are found by thei
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 
 from aiohttp import web
 
@@ -77,13 +76,15 @@ async def abort_rollout(http: web.Request) -> web.Response:
 async def drain(http: web.Request) -> web.Response:
     """``POST /v1/fleet/drain/{node}``: answers when the node was told, not when it has ended."""
     lanes, node = http.app[LANES], http.match_info["node"]
-    has_joined = lanes.of_node(node)
+    missing: NodeMissing | None = None
     # One that starts is known to the provider of its model alone.
-    for lane in lanes:
-        if lane.conductor is not has_joined:
-            with suppress(NodeMissing):
-                return reply(await lane.conductor.fleet.drain(node))
-    return reply(await has_joined.fleet.drain(node))
+    for conductor in (lanes.of_node(node), *(lane.conductor for lane in lanes)):
+        try:
+            return reply(await conductor.fleet.drain(node))
+        except NodeMissing as error:
+            missing = missing or error
+    assert missing is not None
+    raise missing
 
 
 def _conductor(http: web.Request) -> Conductor:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from moonpool.conductor.api.fleet_routes import drain
+from moonpool.conductor.api.models.lanes import LANES, Lane, Lanes
 from moonpool.conductor.fleet.errors import FleetUnchanged, NodeMissing, ProviderFailed
 from moonpool.runtime.config.options import AuditOptions, SecurityOptions
 from moonpool.runtime.observing.audit import audited
@@ -104,3 +108,33 @@ async def test_what_went_wrong_is_told(api: Api, secured: None, error: Exception
     api.core.fleet.error = error
     answered, answer = await api.post(DRAIN, {}, headers=signed(DRAIN))
     assert (answered, answer["error"]["message"]) == (status, str(error))
+
+
+@pytest.mark.parametrize(
+    "node", ["decode-b-0", "decode-b-0.1", "decode-b-1"], ids=["node", "replica", "starts"]
+)
+async def test_a_node_of_any_model_is_drained(node: str) -> None:
+    """One that starts is known to the provider of its model alone."""
+    drained: list[tuple[str, str]] = []
+
+    def lane(model: str) -> Lane:
+        async def drain(node_id: str) -> dict[str, Any]:
+            if model != "b" or node_id not in ("decode-b-0", "decode-b-0.1", "decode-b-1"):
+                raise NodeMissing(f"there is no node {node_id!r}")
+            drained.append((model, node_id))
+            return {}
+
+        member = SimpleNamespace(node_id=f"decode-{model}-0.1", owner=f"decode-{model}-0")
+        fleet = SimpleNamespace(drain=drain)
+        conductor = cast(Any, SimpleNamespace(nodes={member.node_id: member}, fleet=fleet))
+        context = cast(Any, SimpleNamespace(conductor=conductor))
+        return Lane(model, conductor, lambda: context, loaded=context)
+
+    lanes = Lanes([lane("a"), lane("b")])
+    assert lanes.of_node("decode-b-0") is lanes.of_node("decode-b-0.1") is not lanes.first.conductor
+    http = cast(Any, SimpleNamespace(app={LANES: lanes}, match_info={"node": node}))
+    assert (await drain(http)).status == 200
+    assert drained == [("b", node)]
+    http.match_info["node"] = "decode-c-0"
+    with pytest.raises(NodeMissing):
+        await drain(http)
