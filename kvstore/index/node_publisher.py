@@ -70,7 +70,7 @@ class IndexPublisher:
         self._complete = False  # every block held at registration is published
         self._log_base = 0  # position of the oldest batch of our log
         self._log_blocks = 0  # changes in our log
-        self._next_heartbeat = 0.0
+        self._next_heartbeat = 0.0  # 0: the record was announced and is not published yet
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()  # nothing is left to publish
         self._task: asyncio.Task[None] | None = None
@@ -155,10 +155,11 @@ class IndexPublisher:
         self._collecting = True
         self._complete = not self._held
         self._idle.clear()
+        # Before the call: what is announced during it needs a heartbeat.
+        self._next_heartbeat = time.monotonic() + self._ttl_s / 3
         base = await self._index.register(self._record_fn(), self._ttl_s, complete=self._complete)
         metrics.registrations.inc()
         self._log_base, self._log_blocks = base, 0
-        self._next_heartbeat = time.monotonic() + self._ttl_s / 3
         self._wake.set()
         self._set_connected(True)
 
@@ -182,7 +183,7 @@ class IndexPublisher:
             await self._heartbeat_if_due()
             await self._publish_pending()
             await self._tidy_log()
-            if not self._pending:
+            if not self._pending and self._next_heartbeat:
                 self._idle.set()
             await self._pause()
 
@@ -198,8 +199,9 @@ class IndexPublisher:
 
     async def _heartbeat_if_due(self) -> None:
         if time.monotonic() >= self._next_heartbeat:
-            await self._index.heartbeat(self._record_fn(), self._ttl_s)
+            # Before the call: what is announced during it needs another one.
             self._next_heartbeat = time.monotonic() + self._ttl_s / 3
+            await self._index.heartbeat(self._record_fn(), self._ttl_s)
 
     async def _publish_pending(self) -> None:
         # Later changes are published after these, so a key's changes stay in order.

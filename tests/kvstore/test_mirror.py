@@ -290,6 +290,34 @@ async def test_a_publisher_without_redis_lets_its_node_start(server: Server, ind
     await node.publisher.close()
 
 
+@pytest.mark.parametrize("method", ["heartbeat", "register"])
+async def test_a_record_announced_while_another_is_on_its_way_is_published(
+    index: KVIndex, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called, goes_on = asyncio.Event(), asyncio.Event()
+    call = getattr(index, method)
+
+    async def slow(*arguments: Any, **options: Any) -> Any:
+        called.set()
+        await goes_on.wait()
+        return await call(*arguments, **options)
+
+    node = FakeNode(index, "a", lease_ttl_s=LONG_S)
+    monkeypatch.setattr(index, method, slow)
+    starting = asyncio.create_task(node.start())
+    if method == "heartbeat":
+        await starting
+        node.publisher.announce()
+    await called.wait()
+    node.record = replace(node.record, state="draining")
+    node.publisher.announce()
+    goes_on.set()
+    await starting
+    await node.publisher.flush()
+    assert (await index.nodes())["a"].state == "draining"
+    await node.publisher.close()
+
+
 @pytest.mark.slow
 async def test_a_log_stays_in_proportion_to_what_the_node_holds(index: KVIndex, redis: Any) -> None:
     node = await FakeNode(index, "a", lease_ttl_s=30).start()
