@@ -240,7 +240,9 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         loaded = await self.store.loader.fill(chain, sequence)
         num_tokens = (loaded.num_host + loaded.num_ssd) * self.engine.pool.block_size
         self.engine.seal_received(sequence, sequence.num_computed_tokens + num_tokens)
-        sequence.num_cached_tokens = sequence.num_computed_tokens
+        # A prompt of full blocks may be in the pool by now as a whole: its last block is computed again.
+        num_usable = len(chain) * self.engine.pool.block_size
+        sequence.num_cached_tokens = min(sequence.num_computed_tokens, num_usable)
         return loaded
 
     async def _compute(self, sequence: Sequence) -> StepEvent:

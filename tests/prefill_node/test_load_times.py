@@ -43,6 +43,22 @@ async def test_blocks_that_the_index_named_and_that_were_gone_have_their_share_o
         context.draining.set()
 
 
+async def test_a_prompt_found_whole_after_waiting_for_room_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node, context = PrefillNode(config_of()), ServiceContext("prefill")
+    async with serving(node, context) as stub:
+        assert NUM_TOKENS % node.engine.pool.block_size == 0
+        first = await stub.Prefill(prefill_of("first"))
+        # As if the pool were full, and another request computed the prompt while this one waits.
+        monkeypatch.setattr(node.store.loader, "lacks_room", lambda *arguments: True)
+        again = await stub.Prefill(prefill_of("again"))
+        assert again.token.token_id == first.token.token_id
+        # The last block is computed again: its last row gives the logits.
+        assert again.num_cached_tokens == NUM_TOKENS - node.engine.pool.block_size
+        context.draining.set()
+
+
 async def test_a_load_tells_its_time_on_the_disk(tmp_path: Path) -> None:
     config = config_of()
     ssd = replace(config.store.ssd, path=str(tmp_path), capacity_nbytes=256 << 20, deadline_s=30.0)
