@@ -116,7 +116,7 @@ class Engine:
         self._num_blocks = setup.num_blocks(pool_memory)
         if self._num_blocks is not None:
             self._create_pool(self._num_blocks)
-        self._reservations = Reservations(self._take, self._give_back)
+        self._reservations = Reservations(self._take, self._give_back, self._wake_loop)
         self._num_expected_blocks = 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="moonpool-step")
         self.adapter_reader = ThreadPoolExecutor(1, thread_name_prefix="moonpool-adapters")
@@ -134,7 +134,7 @@ class Engine:
     def _create_pool(self, num_blocks: int) -> None:
         options = self.options
         self.max_model_len = min(self.setup.max_len, num_blocks * options.block_size)
-        self.pool = BlockPool(num_blocks, options.block_size, on_release=self._on_release)
+        self.pool = BlockPool(num_blocks, options.block_size, on_release=self._wake_loop)
         self._scheduler = Scheduler(
             self.pool,
             max_batch_size=options.max_batch_size,
@@ -556,6 +556,6 @@ class Engine:
         if self.on_step is not None:
             self.on_step(events)
 
-    def _on_release(self) -> None:
+    def _wake_loop(self) -> None:
         if self._loop is not None:
             self._loop.wake()

@@ -38,11 +38,18 @@ Reserving = Sequence | AdapterRoom
 
 
 class Reservations:
-    """A queue in the order of turns. ``take``: allocates the blocks of one, or returns False."""
+    """A queue in the order of turns. ``take``: allocates the blocks of one, or returns False.
+    ``on_given_up``: called when one leaves without blocks; there may be room for those after it."""
 
-    def __init__(self, take: Callable[[Reserving], bool], give_back: Callable[[Reserving], None]) -> None:
+    def __init__(
+        self,
+        take: Callable[[Reserving], bool],
+        give_back: Callable[[Reserving], None],
+        on_given_up: Callable[[], None],
+    ) -> None:
         self._take = take
         self._give_back = give_back
+        self._on_given_up = on_given_up
         self._queue: list[Reserving] = []
         self._granted: dict[Reserving, asyncio.Future[None]] = {}  # of those in the queue
         self._closed = False
@@ -74,6 +81,7 @@ class Reservations:
             if one in self._granted:
                 del self._granted[one]
                 self._queue.remove(one)
+                self._on_given_up()
             if granted.done() and not granted.cancelled():
                 # Granted and cancelled in one turn of the loop.
                 self._give_back(one)

@@ -216,6 +216,24 @@ async def test_reservations_are_granted_in_order_as_room_comes(checkpoint, serve
         assert engine.pool.num_used == 0
 
 
+async def test_a_reservation_is_granted_when_the_one_before_it_is_given_up(checkpoint, serve) -> None:
+    async with serve(checkpoint.path, num_blocks=10) as driver:
+        engine = driver.engine
+        first = driver.sequence(prompt(40, seed=1))
+        assert engine.reserve(first)
+        big, small = driver.sequence(prompt(60, seed=2)), driver.sequence(prompt(5, seed=3))
+        waiting = asyncio.create_task(engine.reserved(big))
+        granted = asyncio.create_task(engine.reserved(small))
+        for _ in range(5):
+            await asyncio.sleep(0)  # the engine's loop goes idle
+        assert not granted.done(), "nobody overtakes those who wait"
+        waiting.cancel()
+        await asyncio.wait_for(granted, 60)
+        for sequence in (first, small):
+            engine.release(sequence)
+        assert engine.pool.num_used == 0
+
+
 async def test_younger_sequences_do_not_take_the_room_that_an_older_one_waits_for(checkpoint, serve) -> None:
     async with serve(checkpoint.path, num_blocks=12) as driver:
         engine = driver.engine
