@@ -103,6 +103,9 @@ class EngineNode(ABC):
         self.replica = Replica.ours()
         own_id = config.node.id or f"{self.role}-{config.node.host}-{os.getpid()}"
         self.node_id = self.replica.replica_id if self.replica is not None else own_id
+        # On disk. It must be the same after a restart and a switch of the role; a generated node id contains
+        # the process id.
+        self._folder = config.node.id or (f"{self.role}.{self.replica.number}" if self.replica else self.role)
         self.kept_experts = KeptExperts(
             self.node_id, is_named=bool(config.node.id) or self.replica is not None
         )
@@ -351,9 +354,9 @@ class EngineNode(ABC):
             self.record,
             regrouped_s=self._regrouped_s,
         )
-        # The folder must be the same after a restart, and a generated node id contains the process id.
-        folder = config.node.id or (f"{self.role}.{self.replica.number}" if self.replica else self.role)
-        self.store = await NodeStore.open(config, folder, agent, engine, self.memory, self._on_tier_change)
+        self.store = await NodeStore.open(
+            config, self._folder, agent, engine, self.memory, self._on_tier_change
+        )
         stack.push_async_callback(self.store.close, config.store.flush_s)
         # Before the store's last writes to disk, which may read the ranks' memory.
         stack.push_async_callback(engine.halt)

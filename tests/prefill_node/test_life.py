@@ -9,11 +9,14 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moonpool.engine.errors import RankLost
 from moonpool.kvstore.blocks.keys import pack
+from moonpool.node.node import ComputeNode
 from moonpool.prefill_node.node import PrefillNode
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
@@ -133,3 +136,21 @@ async def test_a_drain_waits_for_prompts_that_are_being_gathered() -> None:
         assert node.num_requests() == 1
         goes_on.set()
         assert (await call).token.has_token
+
+
+async def test_a_node_that_switched_its_role_keeps_its_folder_on_disk(tmp_path: Path) -> None:
+    config = config_of()
+    ssd = replace(config.store.ssd, path=str(tmp_path), capacity_nbytes=64 << 20)
+    config = replace(config, node=replace(config.node, id=""), store=replace(config.store, ssd=ssd))
+    node, context = ComputeNode(config, "both"), ServiceContext("both")
+    async with serving(node, context):
+        await node.switch("decode", 0)
+        assert node.engine._loop is not None
+        node.engine._loop.fail(RankLost(1, "it ended"))
+        async with asyncio.timeout(60):
+            while node.num_starts == 1 or node.state != "ready":  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert node.role == "decode"
+        # Beside what the disk's check writes.
+        assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["both"]
+        context.draining.set()
