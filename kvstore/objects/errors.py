@@ -100,7 +100,8 @@ class RecordsLost(RecordsUnavailable):
 
 
 class ChangeUnknown(StoreError):
-    """Redis did not answer a change of records. It may have been made, or may still be."""
+    """Redis did not answer a change of records, or refused a part of it. It may have been made, or may still
+    be."""
 
     code = "UNKNOWN"
     failure = FailureClass.INDEX

@@ -38,7 +38,8 @@ class _Bucket:
 class Records:
     """Every method raises ``RecordsUnavailable``: Redis does not answer, nothing has changed; and its
     subclass ``RecordsLost`` while the records are restored after Redis lost its data. Those that change
-    records raise ``ChangeUnknown``: Redis did not answer, the change may have been made or may still be.
+    records raise ``ChangeUnknown``: Redis did not answer, or not for all of them; the change may have been
+    made or may still be, in part, too.
     """
 
     def __init__(
@@ -221,8 +222,11 @@ class Records:
         ]
         calls = [(number, [arg for at in places for arg in args_of(items[at])]) for number, places in parts]
         found = await self._calls(calls, script)
+        errors = [each for each in found if isinstance(each, Exception)]
+        if script.failure is ChangeUnknown and 0 < len(errors) < len(found):
+            errors.append(ChangeUnknown(f"a part was changed: {errors[0]}"))
         # An unknown outcome must not be taken for a refusal.
-        raise_one(found, ChangeUnknown)
+        raise_one(errors, ChangeUnknown)
         answers: list[list[bytes]] = [[]] * len(items)
         for (_, places), reply in zip(parts, found, strict=True):
             assert isinstance(reply, list)

@@ -28,7 +28,7 @@ from moonpool.kvstore.client.errors import (
 from moonpool.kvstore.errors import IndexUnavailable, raise_one
 from moonpool.kvstore.index.redis.client import connect
 from moonpool.kvstore.index.redis.kv_index import KVIndex
-from moonpool.kvstore.objects.errors import RecordsLost
+from moonpool.kvstore.objects.errors import ChangeUnknown, RecordsLost
 from moonpool.kvstore.objects.record_values import bucket_of
 from moonpool.kvstore.objects.records import Records
 from moonpool.protos import node_pb2, store_pb2
@@ -271,6 +271,32 @@ async def test_a_node_that_knows_nothing_of_a_loss_is_told_by_those_who_do(clust
     for each in (known, ignorant):
         await until(lambda each=each: asyncio.sleep(0, each.restored(bucket)))
         assert [found and found.storage for found in await each.read([name])] == [1]
+    await redis.aclose()
+
+
+async def test_a_change_of_which_a_part_was_made_is_not_called_refused(cluster: StoreCluster) -> None:
+    """Its caller would drop the bytes that the other part now names."""
+    redis = connect(cluster.url)
+    index = KVIndex(redis)
+    records = Records(index, restoring_s=60.0)
+    owner = bytes(16)
+    names = [(owner, bytes([number]) * 16) for number in range(2)]
+    buckets = [bucket_of(key) for _, key in names]
+    assert buckets[0] != buckets[1]
+
+    def versions(storage: int) -> list[tuple[store_pb2.ObjectRecord, int]]:
+        infos = [store_pb2.ObjectInfo(key=key, storage=storage) for _, key in names]
+        return [(store_pb2.ObjectRecord(owner=owner, info=info, places=["a"]), 0) for info in infos]
+
+    await records.put(versions(1))
+    await redis.delete(f"{index.namespace}:objects:{buckets[1]}")
+    with pytest.raises(ChangeUnknown, match=r"a part was changed.*Redis lost its data"):
+        await records.put(versions(2))
+    (changed,) = await records.read(names[:1])
+    assert changed is not None
+    assert changed.storage == 2
+    with pytest.raises(RecordsLost):  # the loss is known: nothing is sent
+        await records.put(versions(3))
     await redis.aclose()
 
 
