@@ -37,7 +37,7 @@ class Inventory:
         self._object_of: dict[BlockKey, int] = {}  # by chunk
         self._runs: dict[int, list[ChainRun]] = {}  # of each object; cached, because making keys is slow
         self._pinned: dict[int, list[int]] = {}  # slots of objects that are never evicted
-        self._removals: set[asyncio.Task[None]] = set()
+        self._removals: dict[asyncio.Task[None], int] = {}  # of chunks of this storage id
         # Called with an object that was dropped although a record may name it, and whether it was evicted
         # (else it was damaged).
         self.on_lost: Callable[[store_pb2.StoredObject, bool], None] = lambda record, evicted: None
@@ -148,8 +148,14 @@ class Inventory:
                 await self._store.remove(run.keys)
 
         removal = asyncio.create_task(discard())
-        self._removals.add(removal)
-        removal.add_done_callback(self._removals.discard)
+        self._removals[removal] = cut.storage
+        removal.add_done_callback(self._removals.pop)
+
+    async def removed(self, storage: int) -> None:
+        """Wait until no former chunks of a storage id are being removed."""
+        removals = [task for task, each in self._removals.items() if each == storage]
+        if removals:
+            await asyncio.wait(removals)
 
     def chunk_changed(self, key: BlockKey, tier: Tier | None) -> None:
         if tier is None and (storage := self._object_of.get(key)) is not None:

@@ -93,13 +93,17 @@ class ObjectShelf:
         The id is 0 if there is nothing to write: the object is small and here, with its ``data``, or it was
         here before. An owner over its quota loses its least recently used objects.
 
-        Raises ``StoreFull``, ``OverQuota``, ``BadRequest``; nothing is reserved then.
+        Raises ``StoreFull``, ``OverQuota``, ``BadRequest``; ``PutBroken``: another put of the same storage id
+        is running. Nothing is reserved then.
         """
         record = store_pb2.StoredObject(info=info, owner=owner, chunk_nbytes=self.chunk_nbytes)
         record.info.checksum = 0
         put = Put(self._store, record)
         if self._is_here(record):
             return 0, put
+        if any(each.record.info.storage == info.storage for each in self._under_way):
+            # They have the same chunks: the end of one would remove those of the other.
+            raise PutBroken("another put of this version is running")
         self._beginning.add(put)
         try:
             if is_small(info):
@@ -110,7 +114,9 @@ class ObjectShelf:
                 raise StoreFull(self._node_id, info.nbytes, self.capacity_nbytes)
             await self._keep_quota(put)
             await self._make_room(put)
-            await self._reserve(put)
+            await self.inventory.removed(info.storage)
+            await self._store.room()
+            self._reserve(put)
         except BaseException:
             put.abort()
             raise
@@ -146,10 +152,9 @@ class ObjectShelf:
             self._store.grants.change(put.grant, ())
         try:
             if not put.complete:
-                await self._reserve(put)
-                if self._puts.get(put_id) is not put:
-                    self.inventory.discard(put.abort())  # it lapsed while it waited for room
-                    raise PutUnknown(put_id)
+                await self._store.room()
+                self._put(put_id)  # it may have lapsed meanwhile
+                self._reserve(put)
                 if put.grant is not None:
                     self._store.grants.change(put.grant, put.slots)
                 return put
@@ -241,8 +246,8 @@ class ObjectShelf:
             metrics.EVICTED_OBJECTS.labels(reason).inc()
             self.inventory.lose(record, evicted=True)
 
-    async def _reserve(self, put: Put) -> None:
-        await self._store.room()
+    def _reserve(self, put: Put) -> None:
+        """After ``room`` of the store."""
         if not put.reserve():
             capacity = self._store.host.capacity
             raise StoreFull(self._node_id, put.record.info.nbytes, capacity * self.chunk_nbytes)

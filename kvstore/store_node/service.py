@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import grpc.aio
 
@@ -59,6 +61,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
         self._deadline_s = deadline_s
         self._check_takes_work = check_takes_work
         self._shelves = shelves
+        self._copying = WeakValueDictionary[tuple[bytes, int], asyncio.Lock]()  # by owner and storage
 
     @property
     def _objects(self) -> ObjectShelf:
@@ -175,8 +178,13 @@ class StoreService(store_pb2_grpc.StoreServicer):
 
     async def Copy(self, request: store_pb2.CopyRequest, context: Context) -> store_pb2.CopyReply:
         self._check_takes_work()
-        began_s = time.monotonic()
         owner = _key(request.owner, "owner")
+        # Whoever asks for the same copy meanwhile finds it here afterwards.
+        async with self._copying.setdefault((owner, request.storage), asyncio.Lock()):
+            return await self._copy(owner, request)
+
+    async def _copy(self, owner: bytes, request: store_pb2.CopyRequest) -> store_pb2.CopyReply:
+        began_s = time.monotonic()
         wanted = store_pb2.OpenObject(key=_key(request.key, "key"), storage=request.storage)
         objects, address = self._objects, request.source.rpc_address
         assert self._region is not None

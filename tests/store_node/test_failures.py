@@ -57,6 +57,17 @@ async def test_copies_survive_a_node(cluster: StoreCluster) -> None:
             np.testing.assert_array_equal(await store.get(name), value)
 
 
+async def test_two_clients_may_replicate_an_object_at_once(cluster: StoreCluster) -> None:
+    await asyncio.gather(cluster.start("a"), cluster.start("b"))
+    async with cluster.client() as store, cluster.client() as other:
+        value = rng.integers(0, 255, 12 << 20, np.uint8)
+        await store.put("hot", value, node="a")
+        calls = [each.replicate("hot", 2) for each in (store, other)]
+        assert {tuple(sorted(found)) for found in await asyncio.gather(*calls)} == {("a", "b")}
+        await cluster.kill("a")
+        assert (await other.get("hot") == value).all()
+
+
 async def test_an_unhealthy_node_is_given_objects_only_where_there_is_no_other(cluster: StoreCluster) -> None:
     """It wants more memory than any host has."""
     ill = {"health__host_memory_free": 0.999, "health__bad_readings": 1}

@@ -6,13 +6,16 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from moonpool.kvstore.blocks.layout import OpaqueLayout
+from moonpool.kvstore.objects.errors import PutBroken, PutUnknown
+from moonpool.kvstore.objects.put import Put
 from moonpool.kvstore.objects.shelf import ObjectShelf
 from moonpool.kvstore.store import TieredStore
 from moonpool.kvstore.tiers.ssd import SsdTier
@@ -56,14 +59,26 @@ async def shelf_of(
     await shelf.close()
 
 
-async def put(shelf: ObjectShelf, number: int, *, surplus: bool = False) -> store_pb2.StoredObject:
-    """Four chunks."""
-    info = store_pb2.ObjectInfo(
-        key=b"%016d" % number, storage=number + 1, name=f"{number}", nbytes=4 * CHUNK, surplus=surplus
+def info_of(number: int, num_chunks: int = 4, *, surplus: bool = False) -> store_pb2.ObjectInfo:
+    return store_pb2.ObjectInfo(
+        key=b"%016d" % number,
+        storage=number + 1,
+        name=f"{number}",
+        nbytes=num_chunks * CHUNK,
+        surplus=surplus,
     )
-    put_id, under_way = await shelf.begin(OWNER, info, 60.0)
+
+
+async def write(shelf: ObjectShelf, put_id: int, under_way: Put) -> Put:
+    return await shelf.commit(put_id, [checksum(bytes(CHUNK))] * len(under_way.offsets))
+
+
+async def put(
+    shelf: ObjectShelf, number: int, num_chunks: int = 4, *, surplus: bool = False
+) -> store_pb2.StoredObject:
+    put_id, under_way = await shelf.begin(OWNER, info_of(number, num_chunks, surplus=surplus), 60.0)
     while under_way.offsets:
-        under_way = await shelf.commit(put_id, [checksum(bytes(CHUNK))] * len(under_way.offsets))
+        under_way = await write(shelf, put_id, under_way)
     found = shelf.inventory.get(number + 1)
     assert found is not None
     return found
@@ -104,3 +119,41 @@ async def test_puts_at_once_make_room_of_the_same_surplus_copies() -> None:
         now_s += 60.0
         await asyncio.gather(*(put(shelf, number) for number in range(4, 8)))
         assert sorted(record.info.name for record in shelf.inventory) == ["4", "5", "6", "7"]
+
+
+async def test_a_second_put_of_the_same_bytes_leaves_the_first_alone() -> None:
+    async with shelf_of(16) as shelf:
+        first, under_way = await shelf.begin(OWNER, info_of(0), 60.0)
+        second = 0
+        with suppress(PutBroken):
+            second, _ = await shelf.begin(OWNER, info_of(0), 60.0)
+        await write(shelf, first, under_way)
+        shelf.abort(second)
+        await shelf.inventory.settle()
+        await asyncio.sleep(0)  # what was removed is seen to be gone in the loop's next turn
+        (held,) = shelf.inventory
+        assert shelf.inventory.is_whole(held)
+
+
+async def test_a_put_may_follow_at_once_on_an_aborted_one_of_the_same_bytes() -> None:
+    async with shelf_of(16) as shelf:
+        put_id, under_way = await shelf.begin(OWNER, info_of(0, 8), 60.0)
+        await write(shelf, put_id, under_way)
+        shelf.abort(put_id)
+        # The chunks that it had written are still being removed.
+        held = await put(shelf, 0, 8)
+        await shelf.inventory.settle()
+        assert shelf.inventory.is_whole(held)
+
+
+async def test_a_put_that_lapses_while_it_waits_for_room_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with shelf_of(16) as shelf:
+        put_id, under_way = await shelf.begin(OWNER, info_of(0, 8), 60.0)
+
+        async def lapses() -> None:
+            shelf.abort(put_id)
+            await shelf.inventory.settle()
+
+        monkeypatch.setattr(shelf._store, "room", lapses)
+        with pytest.raises(PutUnknown):
+            await write(shelf, put_id, under_way)
