@@ -109,9 +109,12 @@ class ObjectShelf:
             if is_small(info):
                 await self._add_small(put, data)
                 return 0, put
-            if self.inventory.taken_nbytes(record) > self.capacity_nbytes:
-                # Otherwise it would evict everything else before it turned out not to fit.
-                raise StoreFull(self._node_id, info.nbytes, self.capacity_nbytes)
+            self._check_fits(put)
+            if self._store.disk is not None:
+                # Where its filesystem is full it would evict chunks, also pinned ones, to write these.
+                wanted_nbytes = self._quotas.chunks_nbytes + self._under_way_nbytes
+                await self._store.disk.provide(wanted_nbytes // self.chunk_nbytes)
+                self._check_fits(put)
             await self._keep_quota(put)
             await self._make_room(put)
             await self.inventory.removed(info.storage)
@@ -220,10 +223,20 @@ class ObjectShelf:
     def _under_way(self) -> set[Put]:
         return {*self._puts.values(), *self._beginning}
 
+    @property
+    def _under_way_nbytes(self) -> int:
+        """What the chunks of the puts under way will take."""
+        under_way = [each.record for each in self._under_way if not is_small(each.record.info)]
+        return sum(map(self.inventory.taken_nbytes, under_way))
+
+    def _check_fits(self, put: Put) -> None:
+        """Otherwise it would evict everything else before it turned out not to fit."""
+        if self.inventory.taken_nbytes(put.record) > self.capacity_nbytes:
+            raise StoreFull(self._node_id, put.record.info.nbytes, self.capacity_nbytes)
+
     async def _make_room(self, put: Put) -> None:
         """Drop whole objects, so that no tier has to choose a chunk to evict."""
-        under_way = [each.record for each in self._under_way if not is_small(each.record.info)]
-        wanted = sum(map(self.inventory.taken_nbytes, under_way))
+        wanted = self._under_way_nbytes
 
         def excess() -> int:
             return self._quotas.chunks_nbytes + wanted - self.capacity_nbytes

@@ -76,6 +76,9 @@ class DiskTier(Protocol):
     def capacity(self) -> int:
         """Most blocks that it holds at a time."""
 
+    async def provide(self, num_blocks: int) -> None:
+        """Take the space for this many blocks in all. Afterwards ``capacity`` is less if there is none."""
+
     def __contains__(self, key: object) -> bool: ...
 
     def __len__(self) -> int: ...

@@ -47,6 +47,9 @@ class MemoryDisk:
     def capacity(self) -> int:
         return self._cache.capacity
 
+    async def provide(self, num_blocks: int) -> None:
+        pass
+
     def __contains__(self, key: object) -> bool:
         return key in self._cache
 

@@ -180,6 +180,7 @@ async def test_a_disk_that_was_full_is_used_again_when_it_has_room(small_disk: P
             await put_chain(tier, chain(10, number))
         full = len(tier)
         assert tier.stats.num_no_space == 1
+        assert full <= tier.capacity < 100
         ballast.unlink()
         now[0] += 60
         for number in range(8):
@@ -191,7 +192,7 @@ async def test_a_read_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     """The kernel's own EIO: the descriptor of a segment becomes that of a file that cannot be read there."""
     async with await open_tier(tmp_path, slots=48) as tier:
         await put_chain(tier, chain(40))
-        before = counted_failures()
+        before, capacity = counted_failures(), tier.capacity
         victim = tier._disk.segments._fds[1]
         unreadable = os.open("/proc/self/mem", os.O_RDWR)
         kept = os.dup(victim)
@@ -202,6 +203,7 @@ async def test_a_read_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
             r"segment-00001\.kv at 0: block \w+ cannot be read: .*Input/output error", caplog.text
         )
         assert counted_failures() - before == tier.stats.num_read_errors >= 1
+        assert tier.capacity == capacity - tier.stats.num_read_errors  # without the bad slots
         assert await check_every_block(tier) == 16
         # Writing there fails as well; the other segments take the blocks that fit.
         await put_chain(tier, chain(30, 1))

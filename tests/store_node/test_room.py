@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import random
 import time
 from collections.abc import AsyncIterator, Callable
@@ -19,6 +21,7 @@ from moonpool.kvstore.objects.put import Put
 from moonpool.kvstore.objects.shelf import ObjectShelf
 from moonpool.kvstore.store import TieredStore
 from moonpool.kvstore.tiers.ssd import SsdTier
+from moonpool.kvstore.tiers.ssd.files.segments import Segments
 from moonpool.protos import store_pb2
 from moonpool.runtime.config.options import HostTierOptions, StoreOptions
 from moonpool.transfer import checksum
@@ -98,6 +101,48 @@ async def test_a_node_that_is_full_to_the_last_slot_of_its_disk_keeps_what_is_pi
         # Dropped to make room, whole and the oldest first.
         assert lost == [f"{number}" for number in range(1, len(lost) + 1)]
         assert shelf.inventory.is_whole(pinned)
+
+
+async def test_a_node_whose_filesystem_is_full_keeps_what_is_pinned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_chunks, now_s = 128, 0.0
+    ssd = await SsdTier.open(
+        tmp_path,
+        LAYOUT,
+        capacity_nbytes=num_chunks * CHUNK,
+        segment_nbytes=num_chunks // 2 * CHUNK,
+        io_deadline_s=60.0,
+        clock=lambda: now_s,
+    )
+    most_chunks = ssd.capacity
+    grow = Segments.grow
+
+    def grow_once(segments: Segments) -> None:
+        if segments.num_segments:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        grow(segments)
+
+    lost: list[str] = []
+    async with shelf_of(16, ssd=ssd) as shelf:
+        shelf.inventory.on_lost = lambda record, evicted: lost.append(record.info.name)
+        with monkeypatch.context() as full:
+            full.setattr(Segments, "grow", grow_once)
+            pinned = await put(shelf, 0)
+            shelf.name(pinned, store_pb2.ObjectRecord(version=1, pin=store_pb2.HARD, places=["a"], copies=1))
+            for number in range(1, 20):
+                await put(shelf, number)
+            await shelf._store.flush(60.0)
+            # Dropped to make room, whole and the oldest first.
+            num_kept = (most_chunks - num_chunks // 2) // 4
+            assert lost == [f"{number}" for number in range(1, 21 - num_kept)]
+            assert shelf.inventory.is_whole(pinned)
+        # Another segment is made when the filesystem may have room again.
+        now_s += 60.0
+        await put(shelf, 20)
+        assert ssd.capacity == most_chunks
+        assert shelf.inventory.is_whole(pinned)
+        assert len(lost) == 20 - num_kept
 
 
 async def test_puts_at_once_count_together() -> None:

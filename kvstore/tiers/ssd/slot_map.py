@@ -77,6 +77,7 @@ class SlotMap:
         self._sequences = array("Q")  # of the record of what a slot holds
         self._sequence = found.next_sequence
         self._evicted_now: list[BlockKey] = []  # ``on_dropped`` is still to be called for these
+        self._bad: set[int] = set()  # slots that are not used again
         # Slots with an out-of-date record on disk: it is deleted before they are written.
         self._stale: dict[int, StaleRecord] = {}
         self.grow()
@@ -90,6 +91,10 @@ class SlotMap:
         self.cache.grow(more)
         self._checksums.frombytes(bytes(8 * more))
         self._sequences.frombytes(bytes(8 * more))
+
+    def most_blocks(self, num_slots: int) -> int:
+        """Most blocks that are held at a time in this many slots."""
+        return max(num_slots - self.cache.num_spare - len(self._bad), 0)
 
     def checksum_of(self, slot: int) -> int:
         return self._checksums[slot]
@@ -228,6 +233,7 @@ class SlotMap:
 
     def _retire(self, slot: int, error: OSError | None) -> None:
         if error is not None and error.errno not in _NOT_THE_SLOT:
+            self._bad.add(slot)
             self.cache.retire(slot)
 
     def stale(self, slots: Collection[int] = ()) -> tuple[list[StaleRecord], list[StaleRecord]]:

@@ -57,6 +57,7 @@ class SsdTier:
         self._being_written: dict[BlockKey, WriteJob] = {}
         self._growing = asyncio.Lock()
         self._grow_from_s = -_ROOM_RETRY_S
+        self._is_full = False  # the last attempt to make a segment failed
         self._cleaning: set[asyncio.Task[bool]] = set()
 
     @classmethod
@@ -114,8 +115,10 @@ class SsdTier:
 
     @property
     def capacity(self) -> int:
-        """Most blocks that it holds at a time, if the disk has room for all segments."""
-        return self._disk.segments.max_slots - self._cache.num_spare
+        """Most blocks that it holds at a time: in all its segments, or in those there are if the disk had no
+        room for another one."""
+        segments = self._disk.segments
+        return self._slot_map.most_blocks(segments.num_slots if self._is_full else segments.max_slots)
 
     def __contains__(self, key: object) -> bool:
         return key in self._cache
@@ -213,7 +216,7 @@ class SsdTier:
     ) -> None:
         """Return when the admitted blocks are stored, have failed, or were given up."""
         num_new = sum(key not in self._cache for key in keys)
-        await self._grow(num_new)
+        await self._grow(lambda: self._cache.num_free < num_new)
         while others := [self._being_written[key] for key in keys if key in self._being_written]:
             if not await self._disk.ended(others[0].batch):
                 self._slot_map.counts.num_given_up += num_new
@@ -233,12 +236,18 @@ class SsdTier:
         self._being_written.update((block.key, writing) for block in blocks)
         await writing.batch.wait()
 
-    async def _grow(self, num_blocks: int) -> None:
-        """Make segments until this many blocks need no eviction, or there are no more."""
+    async def provide(self, num_blocks: int) -> None:
+        """Make segments for this many blocks in all. Afterwards ``capacity`` is less if the disk has no room
+        for them."""
+        segments = self._disk.segments
+        await self._grow(lambda: self._slot_map.most_blocks(segments.num_slots) < num_blocks)
+
+    async def _grow(self, is_wanted: Callable[[], bool]) -> None:
+        """Make segments as long as another one is wanted and possible."""
         segments = self._disk.segments
         async with self._growing:
             while (
-                self._cache.num_free < num_blocks
+                is_wanted()
                 and segments.num_segments < segments.max_segments
                 and self._clock() >= self._grow_from_s
                 and not self._disk.is_stalled
@@ -247,6 +256,7 @@ class SsdTier:
 
     def _grown(self, error: OSError | IndexWriteFailed | None) -> None:
         self._slot_map.grow()
+        self._is_full = error is not None
         if error is not None:
             self._grow_from_s = self._clock() + _ROOM_RETRY_S
             self._slot_map.counts.num_no_space += 1
