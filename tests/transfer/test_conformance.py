@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moonpool.runtime.config.options import TransferOptions
+from moonpool.runtime.config.options import TcpOptions, TransferOptions
 from moonpool.runtime.security import process
 from moonpool.transfer import (
     Batch,
@@ -26,11 +28,13 @@ from moonpool.transfer import (
     agent_memory,
     checksum,
 )
+from moonpool.transfer.connections import byte_stream
 from moonpool.transfer.connections import wire as wire_format
 from moonpool.transfer.copying import peer_memory
 from moonpool.transfer.native.compiled_copy import compiled_copy
 from moonpool.transfer.native.ucx import load_ucx
-from moonpool.transfer.paths.tcp import stream_path
+from moonpool.transfer.paths.tcp import stream, stream_path, stream_server
+from moonpool.transfer.paths.tcp.stream_path import StreamPath
 from tests.transfer.conftest import StartPeer
 from tests.transfer.device import DeviceRegion, use_gpu, use_stand_in
 from tests.transfer.faults import settled
@@ -221,6 +225,58 @@ async def test_batches_at_the_same_time_do_not_mix(wire: Wire) -> None:
     ]
     await asyncio.gather(*batches)
     assert np.array_equal(wire.memory.array, source.reshape(8, nbytes)[::-1].reshape(-1))
+
+
+@pytest.mark.parametrize("first", ["read", "write"])
+async def test_a_large_read_and_a_large_write_share_a_connection(
+    monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """Neither fits the buffers of the sockets, and the second is queued before the first is answered."""
+    queued = threading.Event()
+    queued.set()
+    real_stream, next_task = byte_stream.byte_stream, StreamPath.next_task
+
+    def small(sock: socket.socket, slice_nbytes: int) -> byte_stream.ByteStream:
+        for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            sock.setsockopt(socket.SOL_SOCKET, buffer, 64 << 10)
+        return real_stream(sock, slice_nbytes)
+
+    def next_queued(path: StreamPath, block: bool) -> stream.Task | None:
+        if not block:
+            queued.wait(DEADLINE_S)
+        return next_task(path, block)
+
+    monkeypatch.setattr(stream_path, "byte_stream", small)
+    monkeypatch.setattr(stream_server, "byte_stream", small)
+    monkeypatch.setattr(StreamPath, "next_task", next_queued)
+    options = TransferOptions(transports=("tcp",), checksum=False, tcp=TcpOptions(streams=1))
+    async with (
+        await TransferAgent.start(options, agent_id="here", epoch=1) as agent,
+        await TransferAgent.start(options, agent_id="peer", epoch=1) as theirs,
+    ):
+        nbytes = 32 << 20
+        here, there = agent.allocate(2 * nbytes, "ours"), theirs.allocate(2 * nbytes, "theirs")
+        theirs.allow_writes(there)
+        there.array[:nbytes], here.array[nbytes:] = pattern(nbytes, 1), pattern(nbytes, 2)
+        peer = await agent.connect(theirs.describe())
+        await peer.read([Span(here.id, 0, 1 << 20)], [Span(there.id, 0, 1 << 20)], deadline_s=DEADLINE_S)
+        (path,) = peer.paths
+        assert isinstance(path, StreamPath)
+        queued.clear()
+        num_put = path._num_put
+        offsets = {"read": 0, "write": nbytes}
+        batches = [
+            getattr(peer, direction)(
+                *([Span(each.id, offsets[direction], nbytes)] for each in (here, there)),
+                deadline_s=DEADLINE_S,
+            )
+            for direction in sorted(offsets, key=lambda direction: direction != first)
+        ]
+        while path._num_put < num_put + 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        queued.set()
+        await asyncio.gather(*batches)
+        assert np.array_equal(here.array, there.array)
 
 
 async def test_right_checksums_pass_and_wrong_ones_are_named(wire: Wire) -> None:

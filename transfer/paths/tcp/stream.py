@@ -37,6 +37,7 @@ from moonpool.transfer.errors import (
     SpanError,
     TransferError,
 )
+from moonpool.transfer.memory.chunks import Rows
 from moonpool.transfer.memory.span import Spans
 from moonpool.transfer.native.arrays import Index
 from moonpool.transfer.paths.base import WrittenNow
@@ -44,7 +45,7 @@ from moonpool.transfer.paths.base import WrittenNow
 # Requests sent before the first is answered: the server starts the next while the last bytes travel.
 _DEPTH = 2
 # A request that follows an unanswered one must fit the server's smallest receive buffer: the server may be
-# blocked sending what we do not receive yet.
+# blocked sending what we do not receive yet. After a read its payload counts too.
 _MAX_AHEAD_NBYTES = 16 << 10
 # The longest wait for a peer's reply on the caller's thread.
 _NOW_S = 2e-3
@@ -206,12 +207,20 @@ class Stream:
             head = request.pack() + pack_spans(spans)
         if task.op in PULLS:
             head += pack_sources(attempt.local_spans(rows))
-        while len(self._sent) > 1 and len(head) > _MAX_AHEAD_NBYTES:
+        while len(self._sent) > 1 and self._ahead_nbytes(task, len(head), rows) > _MAX_AHEAD_NBYTES:
             self._receive()
         if task.op is Op.WRITE:
             send(self.bytes, head, attempt.hold, rows.address, rows.nbytes)
         else:
             self.bytes.send(head)
+
+    def _ahead_nbytes(self, task: Task, head_nbytes: int, rows: Rows) -> int:
+        """Bytes of ``task``'s request that may have to wait in the server's receive buffer.
+
+        A reply to anything but a read fits our receive buffer: the server goes on and takes the payload.
+        """
+        reads = any(sent.op is Op.READ for sent in self._sent if sent is not task)
+        return head_nbytes + (rows.total_nbytes if reads and task.op is Op.WRITE else 0)
 
     def _receive(self) -> None:
         """Receive the reply to the oldest request."""
