@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from moonpool.transfer.connections.wire import Op
 from moonpool.transfer.copying.attempt import Attempt
 from moonpool.transfer.native.ucx import load_ucx
 from moonpool.transfer.paths.ucx import rma_read
+from moonpool.transfer.paths.ucx.endpoint import Endpoint
 from moonpool.transfer.paths.ucx.rma_path import UcxPath
 from moonpool.transfer.paths.ucx.rma_read import Read
 from moonpool.transfer.peers import failover
@@ -123,6 +125,37 @@ async def test_where_the_target_cannot_reach_us_the_bytes_are_sent(
     assert pair.write_op is Op.WRITE
     assert not pair.peer.lost
     await pair.write(pair.ours)
+
+
+async def test_a_read_that_is_slow_stays_on_its_path(
+    start_peer: StartPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes several times as long as one without progress may, and a chunk arrives now and then."""
+    choose("ucx", monkeypatch)
+    monkeypatch.setattr(failover, "_MAX_STALL_S", 0.5)
+    monkeypatch.setattr(rma_read, "_CHUNKS_IN_FLIGHT", 1)
+    post = Read._post
+    posted_s = [0.0]
+
+    def post_later(read: Read, endpoint: Endpoint) -> bool:
+        if not read._in_flight and time.monotonic() < posted_s[0] + 0.1:
+            read._worker.wake()
+            return False
+        posted_s[0] = time.monotonic()
+        return post(read, endpoint)
+
+    monkeypatch.setattr(Read, "_post", post_later)
+    nbytes, size = 64 << 20, 1 << 20
+    theirs = start_peer("ucx,tcp")
+    async with await start_here("ucx,tcp") as agent:
+        remote = (await theirs.do("allocate", nbytes=nbytes, seed=1))["region"]
+        peer, memory = await agent.connect(theirs.descriptor), agent.allocate(nbytes, "memory")
+        ours, spans = (
+            [Span(each, at, size) for at in range(0, nbytes, size)] for each in (memory.id, remote)
+        )
+        report = await peer.read(ours, spans, deadline_s=20)
+        assert report.transport == "ucx"
+        assert np.array_equal(memory.array, pattern(nbytes, 1))
 
 
 @dataclass

@@ -48,6 +48,7 @@ class Attempt:
         self.verify_remote = verify_remote
         self.unfinished_streams = unfinished_streams
         self.chunks_left = len(plan.chunks)
+        self.num_arrived = 0  # chunks; threads that add at the same time may lose one
         self.stop_byte: Stop = np.zeros(1, np.uint8)
         self.error: Exception | None = None
         self._on_end = on_end
@@ -135,6 +136,7 @@ class Attempt:
 
     def arrived(self, chunk: int) -> Index:
         """Note that a chunk was moved. Returns the spans to verify that this completed. Call inside."""
+        self.num_arrived += 1
         if self.request.checksums is None and not self.verify_remote:
             return _NONE
         return self.plan.done(chunk)

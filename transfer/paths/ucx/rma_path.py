@@ -127,7 +127,7 @@ class UcxPath(Path):
 
     def progress(self, attempt: Attempt) -> dict[object, int]:
         # The peer fetches the bytes of a write, and watches that itself.
-        return {self: attempt.chunks_left} if attempt.request.direction == "read" else {}
+        return {self: attempt.num_arrived} if attempt.request.direction == "read" else {}
 
     async def close(self) -> None:
         if self._writes is not None:
