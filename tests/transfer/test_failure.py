@@ -332,6 +332,37 @@ async def test_a_read_over_ucx_goes_on_over_tcp_when_its_cable_is_pulled(
     assert copied == await there.do("checksum", region=remote, offset=0, nbytes=NBYTES)
 
 
+@pytest.mark.parametrize("ours", [True, False])
+async def test_a_batch_goes_on_where_the_system_has_no_thread_for_a_connection(
+    monkeypatch: pytest.MonkeyPatch, ours: bool
+) -> None:
+    """Neither here, for the connection that is made, nor at the peer, for the one that it accepts."""
+    refused: list[str] = []
+    start = threading.Thread.start
+
+    def refuse_one(thread: threading.Thread) -> None:
+        if not refused and (thread.name.endswith(" stream") if ours else thread.name.startswith("serve ")):
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_one)
+    async with await start_here("shm,tcp") as theirs, await start_here("shm,tcp") as agent:
+        remote, memory = theirs.allocate(2 << 20, "theirs"), agent.allocate(2 << 20, "ours")
+        theirs.allow_writes(remote)
+        memory.array[:] = pattern(2 << 20, 1)
+        peer = await agent.connect(theirs.describe())
+        for _ in range(2):
+            remote.array[:] = 0
+            report, seconds = await outcome(
+                peer.write([Span(memory.id, 0, 2 << 20)], [Span(remote.id, 0, 2 << 20)], deadline_s=20)
+            )
+            assert isinstance(report, TransferReport)
+            assert seconds < 10
+            assert np.array_equal(remote.array, memory.array)
+        assert len(refused) == 1
+
+
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 async def test_a_peer_that_goes_while_we_connect_is_lost(
     start_peer: StartPeer, transport: str, monkeypatch: pytest.MonkeyPatch

@@ -162,10 +162,16 @@ class StreamPath(Path):
             raise
 
     def _add(self, rail: Rail, stream: Stream) -> None:
+        """Raises PathFailed, and closes the stream, if the system has no thread for it."""
+        # Under the lock: no batch may be given to a stream that does not start. Its thread waits until then.
         with self._lock:
+            try:
+                stream.start()
+            except RuntimeError as error:
+                stream.bytes.close()
+                raise PathFailed(self.name, str(error)) from error
             self._streams[stream] = rail
             rail.num_streams += 1
-        stream.start()
 
     async def close(self) -> None:
         connecting = [rail.connecting for rail in self._rails if rail.connecting is not None]

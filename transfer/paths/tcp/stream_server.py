@@ -90,9 +90,15 @@ class StreamServer:
         """Serve a connection, and close its socket in the end."""
         served = ServerConnection(byte_stream(sock, self.slice_nbytes), remote, self)
         thread = threading.Thread(target=served.run, name=f"serve {remote.identity.agent_id}", daemon=True)
+        # Under the lock: ``close`` joins only threads that have started. This one waits for it when it ends.
         with self._lock:
+            try:
+                thread.start()
+            except RuntimeError as error:
+                _log.error("data connection of %s is refused: %s", remote.identity.agent_id, error)
+                served.stream.close()
+                return
             self._threads[thread] = served
-        thread.start()
 
     def forget(self, incarnation: bytes, region_id: int) -> None:
         """A client closed one of its regions."""
