@@ -14,9 +14,11 @@ import pytest
 
 from moonpool.runtime.config.options import TransferOptions
 from moonpool.transfer import DeadlineExceeded, PathFailed, Peer, Region, RegionError, Span, TransferAgent
+from moonpool.transfer.connections.backoff import Backoff
 from moonpool.transfer.connections.wire import Op
 from moonpool.transfer.copying.attempt import Attempt
 from moonpool.transfer.native.ucx import load_ucx
+from moonpool.transfer.paths.tcp.stream_path import StreamPath
 from moonpool.transfer.paths.ucx import rma_read
 from moonpool.transfer.paths.ucx.endpoint import Endpoint
 from moonpool.transfer.paths.ucx.rma_path import UcxPath
@@ -42,11 +44,15 @@ class Pair:
     theirs: Region
 
     @property
-    def write_op(self) -> Op:
+    def writes(self) -> StreamPath:
         path = self.peer.paths.ranked()[0]
         assert isinstance(path, UcxPath)
         assert path._writes is not None
-        return path._writes.write_op
+        return path._writes
+
+    @property
+    def write_op(self) -> Op:
+        return self.writes.write_op
 
     async def write(self, region: Region) -> None:
         size = 1 << 16
@@ -108,23 +114,43 @@ async def test_a_region_written_from_is_unmapped_once_the_target_has_released_it
 async def test_where_the_target_cannot_reach_us_the_bytes_are_sent(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It is asked again after a pause, which is longer if it fails again."""
     connect_back = Dialer.connect_back
+    num_failures = 0
 
-    def unreachable(*arguments: Any) -> Peer:
+    def unreachable_twice(*arguments: Any) -> Peer:
         writer = connect_back(*arguments)
+        (path,) = writer.paths
+        start = path.start
 
         def fail(attempt: Attempt) -> None:
+            nonlocal num_failures
+            if num_failures == 2:
+                start(attempt)
+                return
+            num_failures += 1
             attempt.stop(PathFailed("ucx", "no way back"))
 
-        for path in writer.paths:
-            path.start = fail  # type: ignore[method-assign]
+        path.start = fail  # type: ignore[method-assign]
         return writer
 
-    monkeypatch.setattr(Dialer, "connect_back", unreachable)
+    monkeypatch.setattr(Dialer, "connect_back", unreachable_twice)
+    # The target tries its path to us once a write.
+    monkeypatch.setattr(failover, "_MAX_TRIES_A_PATH", 1)
+    now = [5.0]
+    monkeypatch.setattr(pair.writes, "_pulls", Backoff(lambda: now[0]), raising=False)
+    for failures, pause_s in ((1, 0.1), (2, 0.2)):
+        assert pair.write_op is Op.FETCH
+        await pair.write(pair.ours)
+        assert num_failures == failures
+        assert pair.write_op is Op.WRITE
+        await pair.write(pair.ours)
+        assert not pair.peer.lost
+        now[0] += pause_s + 0.001
+    assert pair.write_op is Op.FETCH
     await pair.write(pair.ours)
-    assert pair.write_op is Op.WRITE
-    assert not pair.peer.lost
-    await pair.write(pair.ours)
+    assert num_failures == 2
+    assert pair.write_op is Op.FETCH
 
 
 async def test_a_read_that_is_slow_stays_on_its_path(

@@ -75,7 +75,10 @@ class StreamOwner(Protocol):
         """None: there is no task now, or, if it blocks, the stream must end."""
 
     def cannot_pull(self) -> None:
-        """The peer cannot read our memory."""
+        """The peer could not read our memory."""
+
+    def pulled(self) -> None:
+        """The peer has read our memory."""
 
     def answered(self, stream: Stream) -> None:
         """The peer has replied on it."""
@@ -248,6 +251,8 @@ class Stream:
         attempt = task.attempt
         if task.op is Op.END:
             return True
+        if task.op in PULLS:
+            self._path.pulled()
         if task.op is Op.PULL_CHECKED:
             task.written = attempt.arrived(task.chunk)
         if task.op in (Op.CHECKSUM, Op.PULL_CHECKED):

@@ -98,8 +98,8 @@ class StreamPath(Path):
         """
         self.name = name
         self.networked = name == "tcp"
-        self.write_op = write_op
-        self.device_write_op = device_write_op
+        self._write_op = write_op
+        self._device_write_op = device_write_op
         self._rails = [Rail(connect) for connect in connects]
         self._num_streams = streams
         self._slice_nbytes = slice_nbytes
@@ -112,6 +112,17 @@ class StreamPath(Path):
         self._num_taken = 0
         self._quick = Backoff()  # of requests on the event loop's thread, after slow ones
         self._usual_s = 0.0  # that they take
+        self._pulls = Backoff()  # after the peer could not read our memory
+
+    @property
+    def write_op(self) -> Op:
+        """WRITE while the peer is not asked to read our memory, because it could not lately."""
+        return self._write_op if self._pulls.ready else Op.WRITE
+
+    @property
+    def device_write_op(self) -> Op:
+        """As ``write_op``, for device memory."""
+        return self._device_write_op if self._pulls.ready else Op.WRITE
 
     def chunking(self, direction: Direction, nbytes: int, verified: bool) -> Chunking:
         if direction == "write" and self.write_op in (Op.PULL, Op.FETCH):
@@ -318,7 +329,10 @@ class StreamPath(Path):
         self._tasks.put(task)
 
     def cannot_pull(self) -> None:
-        self.write_op = self.device_write_op = Op.WRITE
+        self._pulls.failed()
+
+    def pulled(self) -> None:
+        self._pulls.succeeded()
 
     def answered(self, stream: Stream) -> None:
         self._streams[stream].backoff.succeeded()
