@@ -195,8 +195,10 @@ class Follower:
         self.suspects |= copy.doubted
         copy.doubted = set()
         while self.suspects:
-            node_id = self.suspects.pop()
-            if not await self._read_node(node_id) and node_id in copy.nodes:
+            node_id = next(iter(self.suspects))
+            is_there = await self._read_node(node_id)
+            self.suspects.discard(node_id)  # only now: Redis may not have answered
+            if not is_there and node_id in copy.nodes:
                 copy.leave(node_id, "left")
         if self._behind is None or self.seq >= self._behind[0]:
             self._behind = (tip.seq, now_s) if self.seq < tip.seq else None

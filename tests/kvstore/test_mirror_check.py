@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.errors import IndexUnavailable
 from moonpool.kvstore.index import metrics
 from moonpool.kvstore.index.mirror import IndexMirror
 from moonpool.kvstore.index.mirror_check import NUM_PARTS
 from moonpool.kvstore.index.redis.changes import encode
+from moonpool.kvstore.index.redis.entries import LogPage
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from tests.kvstore.nodes import FakeNode, chain, next_batch
 from tests.kvstore.redis_servers import until
@@ -73,6 +75,24 @@ async def test_a_change_that_never_reached_the_stream_is_found(
     await redis.rpush(index._log_prefix + "a", batch)
     assert await mirror.check() == 3
     await mended(mirror, {**node.held, **dict.fromkeys(extra, Tier.POOL)})
+
+
+async def test_a_repair_that_redis_interrupts_is_made_afterwards(
+    mirror: IndexMirror, node: FakeNode, index: KVIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_log, failed = index.read_log, asyncio.Event()
+
+    async def fail_once(node_id: str, position: int) -> LogPage | None:
+        if position > 0 and not failed.is_set():
+            failed.set()
+            raise IndexUnavailable("read a log", "connection reset")
+        return await read_log(node_id, position)
+
+    monkeypatch.setattr(index, "read_log", fail_once)
+    mirror._copy.blocks.store("a", b"".join(chain(20, number=7)), Tier.HOST)
+    mirror._follower.suspects.add("a")
+    await failed.wait()
+    await mended(mirror, node.held)
 
 
 async def test_nodes_the_mirror_lost_or_kept_are_found(
