@@ -95,7 +95,8 @@ async def test_pages_may_be_mapped_later_while_they_are_in_use(
     assert mapped_nbytes(region.address) < 40 << 20
     closed.close()
     await agent.map_pages()
-    assert mapped_nbytes(region.address) == 40 << 20
+    # The kernel may take single pages away again at once, as it moves them or wants memory; a step is 8 MiB.
+    assert mapped_nbytes(region.address) > 39 << 20
     assert (used == 7).all()
     assert int(region.array.sum()) == 7 << 20
 
