@@ -136,6 +136,8 @@ class OnDemand:
             metrics.woken_seconds.observe(self._took_s)
             self._began_s, self._starting = None, ()
         self._is_wanted &= num_running > 0 and not serves
+        if not self._is_wanted:
+            self._unreached_s = {}
         is_idle, slept = now_s - self._busy_s >= self._idle_s, self.asleep
         self.asleep = not self._is_wanted and (is_idle or not serves)
         try:
@@ -172,7 +174,7 @@ class OnDemand:
                 await self._admin.stop(node_id, why)
             except ProviderFailed as error:
                 log.warning("%s was given up, and could not be stopped: %s", node_id, error)
-                self._supply.still_runs(node_id)
+                self._supply.still_runs(node_id, why, now_s)
         missing = [role for role in self._roles if not all(map(self._registry.available, stages_of(role)))]
         # Those in the index are waited for, too: a conductor needs a moment to reach them.
         arrived = {node.node_id for node in supplied if node.counts and node.role in missing} & joined

@@ -207,7 +207,7 @@ class Planner:
                     metrics.given_up.labels(role).inc()
                 except ProviderFailed as error:
                     log.warning("%s was given up, and could not be stopped: %s", node_id, error)
-                    supply.still_runs(node_id)
+                    supply.still_runs(node_id, why, now_s)
         removable = {node.node_id for node in own if node.counts and node.can_stop} & serving
         state = RoleState(
             [self._admin.removable(name) for name in sorted(removable)],

@@ -16,6 +16,8 @@ _MOST_DEPARTURES = 3
 # After a failure of a provider or of a node's start: doubled with each one in a row.
 _FIRST_PAUSE_S = 15.0
 _LONGEST_PAUSE_S = 600.0
+# A node that could not be stopped is asked to stop again after this time.
+_STOP_AGAIN_S = 5.0
 
 
 @dataclass(slots=True)
@@ -26,7 +28,9 @@ class Supply:
     held_until_s: float = 0.0
     why: str = ""
     _counted: set[str] = field(default_factory=set)  # nodes that joined once, or were counted as failed
-    _ended: dict[str, bool] = field(default_factory=dict)  # nodes given up: whether counted before
+    _ended: set[str] = field(default_factory=set)  # nodes that were given up
+    # Of these, the ones that could not be stopped: why they are to be, and when to try again.
+    _unstopped: dict[str, tuple[str, float]] = field(default_factory=dict)
     _seen_s: dict[str, float] = field(default_factory=dict)  # when each was first looked at
     _away_s: dict[str, float] = field(default_factory=dict)  # since when nodes are gone that had joined
     _departures: Counter[str] = field(default_factory=Counter)
@@ -67,13 +71,18 @@ class Supply:
             self._seen_s.setdefault(name, now_s)
             # A node that starts again is as old as at first: count from when it was seen here.
             waited_s = min(node.age_s, now_s - self._seen_s[name])
-            if name in refused and not known:
+            if name in self._unstopped and (name in refused or name not in joined):
+                why, again_s = self._unstopped[name]
+                if node.counts and now_s >= again_s:
+                    gives_up[name] = why
+            elif name in refused and not known:
                 gives_up[name] = f"it cannot serve here: {refused[name]}"
             elif name in joined:
                 if not known:
                     self._counted.add(name)
                     self.num_failures = 0
                 self._away_s.pop(name, None)
+                self._unstopped.pop(name, None)
             elif node.state == FAILED and not known:
                 self._counted.add(name)
                 self.failed(f"{name} {node.reason}", now_s)
@@ -90,20 +99,21 @@ class Supply:
             elif node.counts and not known:
                 expected.append(name)
         for name, why in gives_up.items():
-            self._ended[name] = name in self._counted
-            self._counted.add(name)
-            self.failed(f"{name}: {why}", now_s)
+            if self._unstopped.pop(name, None) is None:  # else it was counted when it was first given up
+                self._counted.add(name)
+                self._ended.add(name)
+                self.failed(f"{name}: {why}", now_s)
         self._forget({node.node_id for node in supplied})
         return expected, gives_up
 
-    def still_runs(self, node_id: str) -> None:
-        """A node that was given up could not be stopped: the next look gives it up again."""
-        if not self._ended.pop(node_id):
-            self._counted.remove(node_id)
+    def still_runs(self, node_id: str, why: str, now_s: float) -> None:
+        """A node that was given up could not be stopped: a later look gives it up again, unless it serves."""
+        self._unstopped[node_id] = why, now_s + _STOP_AGAIN_S
 
     def _forget(self, but: Collection[str]) -> None:
         """Keep what is known of these nodes alone."""
         self._counted.intersection_update(but)
-        for known in (self._ended, self._seen_s, self._away_s, self._departures):
+        self._ended.intersection_update(but)
+        for known in (self._unstopped, self._seen_s, self._away_s, self._departures):
             for name in known.keys() - but:
                 del known[name]

@@ -18,7 +18,7 @@ from moonpool.conductor.api.errors import as_api_error
 from moonpool.conductor.errors import NoNodes
 from moonpool.conductor.fleet.errors import ProviderFailed
 from moonpool.conductor.fleet.providers.provider import FAILED, RUNNING, STARTING, STOPPING, SuppliedNode
-from moonpool.conductor.planning import on_demand
+from moonpool.conductor.planning import on_demand, supply
 from moonpool.conductor.planning.lease import Held, PlannerLease
 from moonpool.runtime.config.options import PlannerOptions
 from moonpool.runtime.service.vital import cancel_and_wait
@@ -232,6 +232,7 @@ async def test_nodes_that_were_given_up_and_could_not_be_stopped_are_stopped_lat
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(on_demand, "NODE_WAIT_S", 60.0)
+    monkeypatch.setattr(supply, "_STOP_AGAIN_S", 0.1)
     machines = Machines()
     machines.facts = {"layout": "other"}
     machines.num_stops_lost = 1
@@ -289,7 +290,27 @@ async def test_nodes_that_stay_out_of_reach_are_named() -> None:
     assert calls == []
 
 
-def alone(times: list[float], admin: SimpleNamespace, *joined: str) -> on_demand.OnDemand:
+async def test_a_node_that_served_and_is_lost_for_a_moment_is_not_out_of_reach() -> None:
+    times, serving = [100.0], []
+
+    async def supplied() -> Sequence[SuppliedNode]:
+        return [SuppliedNode("n", "both", RUNNING)]
+
+    nodes = alone(times, SimpleNamespace(provider="fake", supplied=supplied), "n", serving=serving)
+    nodes.ask()
+    await nodes.round()
+    serving.append("n")
+    await nodes.round()
+    serving.clear()
+    times.append(140.0)
+    assert nodes.ask().wait_s == math.inf
+    await nodes.round()
+    assert nodes.ask().wait_s == math.inf
+
+
+def alone(
+    times: list[float], admin: SimpleNamespace, *joined: str, serving: Sequence[str] = ()
+) -> on_demand.OnDemand:
     """For one request that waits, with nodes that joined and that no request may go to."""
 
     async def take() -> Held:
@@ -297,7 +318,7 @@ def alone(times: list[float], admin: SimpleNamespace, *joined: str) -> on_demand
 
     record = SimpleNamespace(load=SimpleNamespace(num_running=0, num_waiting=0))
     members = {name: SimpleNamespace(owner=name, record=record, stages=("prefill",)) for name in joined}
-    registry = SimpleNamespace(members=members, available=lambda stage: 0, incompatible=lambda record: "")
+    registry = SimpleNamespace(members=members, available=lambda _: len(serving), incompatible=lambda _: "")
     return on_demand.OnDemand(
         cast(Any, registry),
         cast(Any, admin),

@@ -372,6 +372,22 @@ def test_nodes_that_fail_together_are_one_failure() -> None:
     assert (supply.num_failures, supply.held_until_s) == (2, 50.0)
 
 
+def test_a_node_that_cannot_be_stopped_holds_up_no_other() -> None:
+    supply, node = Supply(), SuppliedNode("decode-0", "decode", RUNNING)
+    refused, now_s, tries = {"decode-0": "it has another dtype"}, 0.0, []
+    while now_s < 60.0:
+        _, gives_up = supply.look([node], refused, 5.0, now_s, refused)
+        for node_id, why in gives_up.items():
+            tries.append(now_s)
+            supply.still_runs(node_id, why, now_s)
+        now_s += 1.0
+    assert tries == [float(5 * i) for i in range(12)]
+    assert (supply.num_failures, supply.held_until_s) == (1, 15.0)
+    # It serves after all.
+    assert supply.look([node], ["decode-0"], 5.0, 60.0) == ([], {})
+    assert supply.look([node], refused, 5.0, 70.0, refused) == ([], {})
+
+
 def test_failures_are_counted_once_each_and_the_pause_is_bounded() -> None:
     supply = Supply()
     dead = [SuppliedNode(f"decode-{i}", "decode", FAILED, "ended with code 1") for i in range(20)]
