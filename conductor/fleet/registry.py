@@ -300,6 +300,7 @@ class NodeRegistry:
         self._activity.event("joined", record.node_id, f"{record.role} at {record.rpc_address}")
         member.view.slot = self.mirror.slot_of(record.node_id)
         self._members[record.node_id] = member
+        self._identify_anew()  # members may have gone with it: a former life, another node at its address
         self._reachable(member)
         if not member.healthy:
             self._health_changed(member)
@@ -392,9 +393,11 @@ class NodeRegistry:
         return None
 
     def _new(self, record: NodeRecord) -> Member:
-        for former in [one for one in self._former if one.record.rpc_address == record.rpc_address]:
-            # Its process is gone. Its client would connect to the new one, and take its tokens.
-            self._drop(former, at_once=True)
+        for other in [*self._former, *self._members.values()]:
+            if other.record.rpc_address == record.rpc_address:
+                # Its process is gone. Its client would connect to the new one, and take its tokens.
+                self._on_left(other.record, f"{record.node_id} has its address")
+                self._drop(other, at_once=True)
         engine = None if why_not(record, self._model) else facts_of(record)
         member = Member(
             record,
@@ -443,7 +446,8 @@ class NodeRegistry:
             asyncio.get_running_loop().call_later(_LINGER_S, self._drop, member)
             return
         self._former.discard(member)
-        self._identify_anew()
+        if not at_once:
+            self._identify_anew()
         task = asyncio.create_task(member.client.close(), name=f"close {member.node_id}")
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)

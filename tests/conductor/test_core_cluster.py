@@ -254,6 +254,21 @@ async def test_nodes_of_another_model_or_shape_are_shown_and_not_used(redis: Red
         assert await cluster.generate(request("new")) == continuation(PROMPT, 8)
 
 
+async def test_the_last_node_of_a_revision_may_restart(redis: RedisProcess) -> None:
+    """A stray node of another one does not take its place meanwhile."""
+    async with running(redis.url, "p0", "d0", namespace="restart-of-the-last") as cluster:
+        stray = ScriptedNode(cluster.index, "d1", "decode")
+        stray.record = replace(stray.record, model="tiny-2")
+        cluster.nodes["d1"] = await stray.start()
+        await cluster.until(lambda: cluster.state("d1") == "incompatible")
+        await cluster.nodes["d0"].leave()
+        await cluster.until(lambda: "d0" not in cluster.conductor.nodes)
+        await cluster.add("p0")
+        await cluster.add("d0")
+        assert cluster.state("d1") == "incompatible"
+        assert await cluster.generate(request()) == continuation(PROMPT, 8)
+
+
 async def test_a_record_that_makes_no_sense_harms_nobody(redis: RedisProcess) -> None:
     async with running(redis.url, "p0", "d0") as cluster:
         record = NodeRecord(

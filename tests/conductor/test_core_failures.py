@@ -311,6 +311,23 @@ async def test_a_node_that_comes_back_at_its_address_keeps_its_tokens(url: str) 
         assert node.cancelled == []
 
 
+async def test_a_node_at_the_address_of_one_that_crashed_has_its_tokens(url: str) -> None:
+    """Long before the lease of that one ends."""
+    async with running(url, "p0", "d0", namespace="taken-address", lease_ttl_s=120.0) as cluster:
+        crashed = cluster.nodes["d0"]
+        assert await cluster.generate(request("before")) == continuation(PROMPT, 8)
+        await crashed.die()
+        node = cluster.nodes["d1"] = ScriptedNode(cluster.index, "d1", "decode", lease_ttl_s=120.0)
+        await node.serve(crashed.port)
+        await node.publisher.start()
+        await cluster.until(lambda: cluster.state("d1") == "ready")
+        assert "d0" not in cluster.conductor.nodes
+        for number in range(20):
+            assert await cluster.generate(request(f"r{number}")) == continuation(PROMPT, 8)
+            assert "retry" not in cluster.names(f"r{number}")
+        assert node.cancelled == []
+
+
 @pytest.mark.parametrize("name", ["d0", "p0"])
 async def test_a_defect_in_the_watch_of_a_node_counts_as_the_loss_of_its_connection(
     url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
