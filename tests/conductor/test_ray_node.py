@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import tempfile
+import traceback
 
 import pytest
 
@@ -31,6 +32,7 @@ def test_a_node_whose_machine_has_no_room_has_failed(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(owner, what, full)
+    monkeypatch.setattr(traceback, "print_exc", full)
     node = RayNode("decode-0", "decode", "", [], 0.0, 1)
     node._thread.join(60)
     assert node.status() == ("decode", FAILED, "OSError: [Errno 28] No space left on device")

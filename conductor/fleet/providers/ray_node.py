@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-import shutil
 import sys
 import tempfile
 import threading
@@ -53,6 +53,7 @@ class RayNode:
         self._drain_s = drain_s
         self._state: str = STARTING
         self._reason = ""
+        self._has_served = False
         self._stopping: Future[None] = Future()
         # The kernel ends a child with the thread that started it: Ray's own threads come and go.
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
@@ -74,22 +75,22 @@ class RayNode:
             self._stopping.set_result(None)
 
     async def _run(self) -> None:
-        has_served = False
         try:
             # Only this user reads it: it has the key.
             with tempfile.TemporaryDirectory(prefix="moonpool-", ignore_cleanup_errors=True) as directory:
-                has_served = await self._serve(Path(directory))
+                await self._serve(Path(directory))
         except Exception as error:
             # Whatever it is: nothing runs, and what asks for the state is told.
-            traceback.print_exc()
             self._reason, self._state = f"{type(error).__name__}: {error}", FAILED
+            with contextlib.suppress(OSError):  # Ray's log may be on the same full disk
+                traceback.print_exc()
         if self._stopping.done():
             self._state = ENDED
-        elif has_served:
+        elif self._has_served:
             os._exit(1)  # Ray makes a new one
 
-    async def _serve(self, directory: Path) -> bool:
-        """Run the node until its end; returns whether it has served."""
+    async def _serve(self, directory: Path) -> None:
+        """Run the node until its end."""
         file = directory / "cluster.toml"
         file.write_text(self._toml, encoding="utf-8")
         host = get_node_ip_address()
@@ -111,22 +112,21 @@ class RayNode:
         if stop.done():
             ready.cancel()
             await child.stop(self._drain_s + _STOP_TIMEOUT_S)
-            return False
+            return
         try:
             ready.result()
         except ChildFailed as failure:
             child.kill()
             await child.wait()
             self._reason, self._state = str(failure).partition("\n")[0], FAILED
-            return False
-        self._state = RUNNING
+            return
+        self._state, self._has_served = RUNNING, True
         ended = asyncio.ensure_future(child.wait())
         await asyncio.wait((ended, stop), return_when=asyncio.FIRST_COMPLETED)
         if stop.done():
             await child.stop(self._drain_s + _STOP_TIMEOUT_S)
         else:
             print(f"{child.failure(f'ended with code {child.returncode}')}", file=sys.stderr, flush=True)
-        return True
 
 
 class RayRankHost:
@@ -155,20 +155,20 @@ class RayRankHost:
         self._thread.start()
 
     async def _run(self) -> None:
-        directory = Path(tempfile.mkdtemp(prefix="moonpool-"))  # only this user reads it: it has the key
-        file = directory / "cluster.toml"
-        file.write_text(self._toml, encoding="utf-8")
         leader = ""
         try:
-            while True:
-                while not (leader := await asyncio.to_thread(self._leader) or leader):  # noqa: ASYNC110
-                    await asyncio.sleep(_LOOK_S)
-                await self._follow(leader, file)
+            # Only this user reads it: it has the key.
+            with tempfile.TemporaryDirectory(prefix="moonpool-", ignore_cleanup_errors=True) as directory:
+                file = Path(directory) / "cluster.toml"
+                file.write_text(self._toml, encoding="utf-8")
+                while True:
+                    while not (leader := await asyncio.to_thread(self._leader) or leader):  # noqa: ASYNC110
+                        await asyncio.sleep(_LOOK_S)
+                    await self._follow(leader, file)
         except Exception:
             # Whatever it is: Ray's log of this actor is told, and a new one starts afresh.
             traceback.print_exc()
         finally:
-            shutil.rmtree(directory, ignore_errors=True)
             os._exit(1)  # Ray makes a new one
 
     async def _follow(self, leader: str, file: Path) -> None:
