@@ -86,7 +86,7 @@ class Outbox:
     @property
     def unread_s(self) -> float:
         """Seconds since the conductor took a message or its stream ended; 0 where a stream has read all."""
-        if self._reading is not None and not self._messages:
+        if self._reading is not None and not self._messages and not self._sending:
             return 0.0
         return self._clock() - self._unread_since_s
 
@@ -99,7 +99,7 @@ class Outbox:
         """Yield messages, the unread ones first, until ``finish``. A new reader ends the one before."""
         self._reader += 1
         me = self._reader
-        self._reading = asyncio.current_task()
+        self._reading, self._sending = asyncio.current_task(), False
         self._unread_since_s = self._clock()
         self._news.set()
         try:
@@ -110,7 +110,8 @@ class Outbox:
                     self._unread_since_s = self._clock()
                     self._sending = True
                     yield message
-                    self._sending = False
+                    if me == self._reader:
+                        self._sending = False
                 if self._finished:
                     return
                 self._news.clear()

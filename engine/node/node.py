@@ -112,6 +112,7 @@ class EngineNode(ABC):
         self.epoch = time.time_ns()
         self.state = "starting"
         self.rpc_address = ""
+        self._server: rpc.Server | None = None
         self.metrics_url = ""
         self.draining = asyncio.Event()
         self.num_starts = self.replica.start_number if self.replica is not None else 1
@@ -361,6 +362,7 @@ class EngineNode(ABC):
         # Before the store's last writes to disk, which may read the ranks' memory.
         stack.push_async_callback(engine.halt)
         server, port = await rpc.serve(self.servicers(), config.node.host, config.node.port, direct=True)
+        self._server = server
         stack.push_async_callback(server.stop, 0.5)
         stack.push_async_callback(self.stop)
         self.rpc_address = host_port(config.node.host, port)
@@ -452,7 +454,7 @@ class EngineNode(ABC):
             self.publisher.announce()
             deadline_s = time.monotonic() + self.config.node.drain_s
             # Polled: an event would burden every request for the sake of the last second.
-            while (self.num_requests() or self.is_behind()) and time.monotonic() < deadline_s:
+            while self._is_busy() and time.monotonic() < deadline_s:
                 await asyncio.sleep(0.02)
                 if engine_ended.done():
                     engine_ended.result()
@@ -467,6 +469,11 @@ class EngineNode(ABC):
             self._ended_s = time.monotonic()
             for task in (engine_ended, *asked):
                 task.cancel()
+
+    def _is_busy(self) -> bool:
+        """Whether there is something that a drain waits for."""
+        unread = self._server is not None and self._server.backlog_nbytes > 0
+        return bool(self.num_requests()) or self.is_behind() or unread
 
     async def _sweep(self) -> None:
         while True:

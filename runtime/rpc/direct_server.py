@@ -73,6 +73,11 @@ class DirectServer:
             raise
         self._loop.add_reader(self._sock, self._accept)
 
+    @property
+    def backlog_nbytes(self) -> int:
+        """Bytes of answers that callers have not taken yet."""
+        return sum(one.backlog_nbytes for one in self._connections)
+
     async def stop(self, grace: float | None) -> None:
         """Take no more calls; cut off those that have not ended after ``grace`` seconds, and
         answers that callers have not taken by then."""
@@ -85,7 +90,7 @@ class DirectServer:
         if tasks and grace:
             await asyncio.wait(tasks, timeout=grace)
         # Polled: an event would burden every frame for the sake of the last ones.
-        while any(one.backlog_nbytes for one in self._connections) and self._loop.time() < ends_s:  # noqa: ASYNC110
+        while self.backlog_nbytes and self._loop.time() < ends_s:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         for connection in list(self._connections):
             connection.close()

@@ -50,6 +50,11 @@ class Server:
         self._grpc = over_grpc
         self._direct = direct
 
+    @property
+    def backlog_nbytes(self) -> int:
+        """Bytes of direct calls' answers that callers have not taken yet."""
+        return 0 if self._direct is None else self._direct.backlog_nbytes
+
     async def stop(self, grace: float | None) -> None:
         """Take no more calls; cancel those that have not ended after ``grace`` seconds. Idempotent."""
         direct, self._direct = self._direct, None

@@ -212,21 +212,28 @@ async def test_a_node_that_drains_waits_for_a_conductor_that_stands_still(
     cluster: LocalCluster, client: Client
 ) -> None:
     """The node has computed all tokens before the conductor reads the next one."""
-    reply, name = Reply(), ""
-    conductor = cluster.children["conductor"].pid
-    # Of so many that they do not fit between node and conductor.
-    async for _ in client.complete("And Moses said", reply, **GREEDY | {"max_tokens": 400}):
-        if not name and len(reply.pieces_s) >= 2:
-            name = await node_of(client, reply.id, "decode")
-            os.kill(conductor, signal.SIGSTOP)
-            try:
-                os.kill(cluster.children[name].pid, signal.SIGTERM)
-                with pytest.raises(TimeoutError):
-                    await asyncio.wait_for(cluster.children[name].wait(), 3)
-            finally:
-                os.kill(conductor, signal.SIGCONT)
-    assert reply.usage["completion_tokens"] == 400
-    assert "retry" not in [event["event"] for event in (await client.timeline(reply.id))["events"]]
-    assert await cluster.children[name].wait() == 0
-    await cluster.restart(name)
-    await eventually(lambda: all_ready(cluster, client))
+    conductor, waited = cluster.children["conductor"].pid, False
+    # On a busy machine all tokens may have come before the conductor is stopped: then once more.
+    for _ in range(5):
+        reply, name = Reply(), ""
+        # Of so many that they do not fit between node and conductor.
+        async for _ in client.complete("And Moses said", reply, **GREEDY | {"max_tokens": 400}):
+            if not name and len(reply.pieces_s) >= 2:
+                name = await node_of(client, reply.id, "decode")
+                os.kill(conductor, signal.SIGSTOP)
+                try:
+                    os.kill(cluster.children[name].pid, signal.SIGTERM)
+                    ended = asyncio.ensure_future(cluster.children[name].wait())
+                    waited = not (await asyncio.wait({ended}, timeout=1.5))[0]
+                finally:
+                    os.kill(conductor, signal.SIGCONT)
+        assert reply.usage["completion_tokens"] == 400
+        if not name:
+            continue
+        assert "retry" not in [event["event"] for event in (await client.timeline(reply.id))["events"]]
+        assert await ended == 0
+        await cluster.restart(name)
+        await eventually(lambda: all_ready(cluster, client))
+        if waited:
+            return
+    pytest.fail("no node waited for the conductor")

@@ -21,6 +21,7 @@ from moonpool.engine.batching.step_plan import StepEvent
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.config.options import Config, NodeOptions
+from moonpool.runtime.service.vital import cancel_and_wait
 from tests.processes import stop
 
 
@@ -71,6 +72,29 @@ async def test_a_stream_ends_when_all_is_sent() -> None:
         assert [token.index for token in (await following).tokens] == [1]
         with pytest.raises(StopAsyncIteration):
             await anext(reader)
+    assert not outbox.is_behind
+
+
+async def test_a_message_that_is_not_sent_is_unread() -> None:
+    """A conductor that stands still has its stream ended; the next one is behind in nothing."""
+    now_s = 0.0
+    outbox = Outbox(lambda: now_s, lambda message: None)
+    outbox.put_step(step(0))
+    stuck = outbox.messages()
+    async with asyncio.timeout(60):
+        await anext(stuck)
+        now_s = 7.0
+        assert outbox.unread_s == 7.0
+        reader = outbox.messages()
+        following = asyncio.ensure_future(anext(reader))
+        await asyncio.sleep(0)
+        await stuck.aclose()
+        assert not outbox.is_behind and outbox.unread_s == 0.0
+        outbox.put_step(step(1))
+        outbox.finish()
+        await following
+        assert outbox.is_behind
+        await reader.aclose()
     assert not outbox.is_behind
 
 
@@ -148,8 +172,10 @@ async def test_a_new_reader_ends_the_one_before_and_goes_on_where_it_was() -> No
     async with asyncio.timeout(60):
         await asyncio.wait((waiting,))
     assert isinstance(waiting.exception(), StopAsyncIteration)
+    following = asyncio.ensure_future(anext(new))
+    await asyncio.sleep(0)
     assert outbox.unread_s == 0
-    await new.aclose()
+    await cancel_and_wait(following)
     assert outbox.unread_s >= 0
 
 

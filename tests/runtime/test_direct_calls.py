@@ -272,6 +272,7 @@ async def test_a_server_that_stops_sends_the_rest_of_its_answers(monkeypatch: py
         (theirs,) = server._direct._connections
         while not theirs._frames.backlog_nbytes or theirs.calls:  # noqa: ASYNC110
             await asyncio.sleep(0)
+        assert server.backlog_nbytes, "a node that drains waits for that"
         stopping = asyncio.create_task(server.stop(60))
         await asyncio.wait((stopping,), timeout=0.1)
         ours.resume()
