@@ -165,7 +165,8 @@ class Inventory:
     async def settle(self) -> None:
         """Wait until dropped objects are gone from disk and catalogue."""
         if self._removals:
-            await asyncio.gather(*self._removals)
+            # Others wait for them, too: they outlast a caller that is cancelled.
+            await asyncio.shield(asyncio.gather(*self._removals))
         if self._catalogue is not None:
             await self._catalogue.flush()
 

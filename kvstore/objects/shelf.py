@@ -235,7 +235,7 @@ class ObjectShelf:
             raise StoreFull(self._node_id, put.record.info.nbytes, self.capacity_nbytes)
 
     async def _make_room(self, put: Put) -> None:
-        """Drop whole objects, so that no tier has to choose a chunk to evict."""
+        """Drop whole objects, so that no tier has to choose a chunk to evict; none where it is not enough."""
         wanted = self._under_way_nbytes
 
         def excess() -> int:
@@ -243,13 +243,14 @@ class ObjectShelf:
 
         if excess() <= 0:
             return
+        droppable = self._quotas.for_room(excess(), small=False)
+        if excess() > sum(map(self.inventory.taken_nbytes, droppable)):
+            raise StoreFull(self._node_id, put.record.info.nbytes, self.capacity_nbytes)
         for surplus in self.leases.unused_surplus(_UNUSED_S):
             if excess() <= 0:
                 break
             self._drop([surplus], "surplus")
         self._drop(self._quotas.for_room(excess(), small=False), "room")
-        if excess() > 0:
-            raise StoreFull(self._node_id, put.record.info.nbytes, self.capacity_nbytes)
         # Puts that begin meanwhile count this one.
         await self.inventory.settle()
 

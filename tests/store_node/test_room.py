@@ -7,7 +7,7 @@ import errno
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.layout import OpaqueLayout
-from moonpool.kvstore.objects.errors import PutBroken, PutUnknown
+from moonpool.kvstore.objects.errors import PutBroken, PutUnknown, StoreFull
 from moonpool.kvstore.objects.put import Put
 from moonpool.kvstore.objects.shelf import ObjectShelf
 from moonpool.kvstore.store import TieredStore
@@ -24,6 +25,7 @@ from moonpool.kvstore.tiers.ssd import SsdTier
 from moonpool.kvstore.tiers.ssd.files.segments import Segments
 from moonpool.protos import store_pb2
 from moonpool.runtime.config.options import HostTierOptions, StoreOptions
+from moonpool.runtime.service.vital import cancel_and_wait
 from moonpool.transfer import checksum
 
 CHUNK = 64 << 10
@@ -103,6 +105,30 @@ async def test_a_node_that_is_full_to_the_last_slot_of_its_disk_keeps_what_is_pi
         assert shelf.inventory.is_whole(pinned)
 
 
+def grow_once(segments: Segments, grow: Callable[[Segments], None] = Segments.grow) -> None:
+    """The filesystem has room for one segment."""
+    if segments.num_segments:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    grow(segments)
+
+
+async def test_a_filesystem_that_has_room_again_is_asked_also_for_a_large_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+    sizes = {"capacity_nbytes": 256 * CHUNK, "segment_nbytes": 64 * CHUNK}
+    ssd = await SsdTier.open(tmp_path, LAYOUT, **sizes, io_deadline_s=60.0, clock=lambda: now_s)
+    async with shelf_of(72, ssd=ssd) as shelf:
+        with monkeypatch.context() as full:
+            full.setattr(Segments, "grow", grow_once)
+            for number in range(20):
+                await put(shelf, number)
+            with pytest.raises(StoreFull):
+                await put(shelf, 20, num_chunks=80)
+        now_s += 60.0
+        await put(shelf, 20, num_chunks=80)
+
+
 async def test_a_node_whose_filesystem_is_full_keeps_what_is_pinned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,13 +142,6 @@ async def test_a_node_whose_filesystem_is_full_keeps_what_is_pinned(
         clock=lambda: now_s,
     )
     most_chunks = ssd.capacity
-    grow = Segments.grow
-
-    def grow_once(segments: Segments) -> None:
-        if segments.num_segments:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        grow(segments)
-
     lost: list[str] = []
     async with shelf_of(16, ssd=ssd) as shelf:
         shelf.inventory.on_lost = lambda record, evicted: lost.append(record.info.name)
@@ -143,6 +162,38 @@ async def test_a_node_whose_filesystem_is_full_keeps_what_is_pinned(
         assert ssd.capacity == most_chunks
         assert shelf.inventory.is_whole(pinned)
         assert len(lost) == 20 - num_kept
+
+
+async def test_a_put_that_finds_no_room_beside_pinned_objects_drops_none() -> None:
+    async with shelf_of(16) as shelf:
+        for number in range(3):
+            named = store_pb2.ObjectRecord(version=1, pin=store_pb2.HARD, places=["a"], copies=1)
+            shelf.name(await put(shelf, number), named)
+        await put(shelf, 3, surplus=True)
+        with pytest.raises(StoreFull):
+            await put(shelf, 4, num_chunks=8)
+        assert len(list(shelf.inventory)) == 4
+
+
+async def test_removals_outlast_a_put_that_waits_for_them_and_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate = asyncio.Event()
+    async with shelf_of(16) as shelf:
+        remove = shelf._store.remove
+
+        async def slow(keys: Sequence[BlockKey]) -> None:
+            await gate.wait()
+            await remove(keys)
+
+        monkeypatch.setattr(shelf._store, "remove", slow)
+        shelf.inventory.drop(await put(shelf, 0))
+        first, second = (asyncio.create_task(shelf.inventory.settle()) for _ in range(2))
+        await asyncio.sleep(0)
+        await cancel_and_wait(first)
+        gate.set()
+        await asyncio.wait_for(second, 60)
+        assert not list(shelf._store.blocks())
 
 
 async def test_puts_at_once_count_together() -> None:

@@ -116,9 +116,10 @@ class SsdTier:
     @property
     def capacity(self) -> int:
         """Most blocks that it holds at a time: in all its segments, or in those there are if the disk had no
-        room for another one."""
+        room for another one when it was last asked, and is not to be asked again yet."""
         segments = self._disk.segments
-        return self._slot_map.most_blocks(segments.num_slots if self._is_full else segments.max_slots)
+        is_full = self._is_full and self._clock() < self._grow_from_s
+        return self._slot_map.most_blocks(segments.num_slots if is_full else segments.max_slots)
 
     def __contains__(self, key: object) -> bool:
         return key in self._cache
