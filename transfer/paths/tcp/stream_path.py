@@ -332,7 +332,8 @@ class StreamPath(Path):
         self._pulls.failed()
 
     def pulled(self) -> None:
-        self._pulls.succeeded()
+        if self._pulls.ready:  # else of other memory
+            self._pulls.succeeded()
 
     def answered(self, stream: Stream) -> None:
         self._streams[stream].backoff.succeeded()
