@@ -10,10 +10,12 @@ from pathlib import Path
 
 from moonpool.errors import TooLittleMemory
 from moonpool.local.node_configs import (
+    TakenGpus,
     config_of,
     free_gpus,
     gpu_options,
     gpu_spans,
+    named_gpus,
     num_gpus_of,
     options_on,
 )
@@ -56,11 +58,11 @@ class Children:
         label: str = "",
         host: PlayedHost | None = None,
         node_module: str = NODE_MODULE,
-        spans: dict[str, range] | None = None,
+        taken: TakenGpus | None = None,
     ) -> None:
         """``loaded``: gets a child's name, bytes loaded and all bytes while weights are loaded. ``label``:
         in the names of its nodes, where a cluster has several models. ``host``: has half of the ranks.
-        ``node_module``: that the processes of its nodes run. ``spans``: GPUs by node, of all models."""
+        ``node_module``: that the processes of its nodes run. ``taken``: GPUs, for all models."""
         self._config = config
         self._host = host
         self._node_module = node_module
@@ -68,7 +70,8 @@ class Children:
         self._directory = directory
         self._loaded = loaded
         self._gpus = computes_on_gpus(config)
-        self._spans = {} if spans is None else spans
+        self._taken = TakenGpus() if taken is None else taken
+        self._taken.named.update(named_gpus(config) if self._gpus else ())
         self._gpu_options: dict[str, tuple[str, ...]] = {}  # by node
         self._numbers = dict.fromkeys((*_COMPUTE, "store"), 0)
         self._num_engines = 0
@@ -114,8 +117,8 @@ class Children:
             if needed > available:
                 raise TooLittleMemory(needed, available)
             return self._node(role, (), range(0), settings)
-        taken = [span for name, span in self._spans.items() if name in live]
-        span = free_gpus(config, taken, self._gpus)
+        taken = [span for name, span in self._taken.spans.items() if name in live]
+        span = free_gpus(config, taken, self._gpus, self._taken.named)
         if span is None:
             device = config.model.device
             which = f"GPUs from {device} on" if ":" in device else f"{self._gpus} GPUs of this machine"
@@ -137,7 +140,7 @@ class Children:
         before = config_of(former._config, role)
         config = override(config_of(self._config, role), self._settled)
         check_model(config.model.directory)
-        span, gpu = former._spans[name], former._gpu_options[name]
+        span, gpu = former._taken.spans[name], former._gpu_options[name]
         if len(span) != (num_gpus_of(config) if self._gpus else 0):
             raise NoRoom(f"{name} has {len(span)} GPUs, and this model takes {num_gpus_of(config)}")
         if not self._gpus:
@@ -157,7 +160,7 @@ class Children:
             # Names are never used again: a new node must not be taken for one that left.
             name = f"{role}{self._label}-{self._numbers[role]}"
             self._numbers[role] += 1
-        self._spans[name], self._gpu_options[name] = span, gpu
+        self._taken.spans[name], self._gpu_options[name] = span, gpu
         if role != "store" and self._config.cluster.engine == "vllm":
             return self._vllm_engine(name, role)
         own = {"prefill": self._config.cluster.prefill_options, "decode": self._config.cluster.decode_options}
@@ -209,7 +212,8 @@ def first_nodes(made: Mapping[str, Children], *, on_demand: bool = False) -> dic
         config_of(one._config, role) for model, one in made.items() if one._gpus for role in roles[model]
     ]
     num_gpus = max(one._gpus for one in made.values())
-    placed = zip(gpu_options(on_gpus, num_gpus), gpu_spans(on_gpus, num_gpus), strict=True)
+    named = {gpu for one in made.values() for gpu in one._taken.named}
+    placed = zip(gpu_options(on_gpus, num_gpus, named), gpu_spans(on_gpus, num_gpus, named), strict=True)
     return {
         model: [
             *(one._node(role, *(next(placed) if one._gpus else ((), range(0)))) for role in roles[model]),

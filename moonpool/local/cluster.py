@@ -17,7 +17,7 @@ from moonpool.client import Client
 from moonpool.errors import ApiError
 from moonpool.local.children import NODE_MODULE, Children, ready_timeout_s
 from moonpool.local.elastic_nodes import STOP_TIMEOUT_S, ElasticNodes
-from moonpool.local.node_configs import models_to_start
+from moonpool.local.node_configs import TakenGpus, models_to_start
 from moonpool.local.played_hosts import PlayedHost
 from moonpool.local.preflight import check_before_start, check_memory
 from moonpool.local.preload import COMPUTE_PRELOAD, PRELOAD
@@ -164,8 +164,8 @@ class LocalCluster:
                 await self._ray.connect()
             async with asyncio.TaskGroup() as group:
                 for child in (self.children["conductor"], *self.nodes):
-                    group.create_task(self._start_child(child))
-            await self._wait_joined(await self._ray.start() if self._ray is not None else ())
+                    group.create_task(self._start_first(child))
+            await self._wait_joined(first, await self._ray.start() if self._ray is not None else ())
         except BaseException as error:
             self._remove_directory &= not isinstance(error, Exception)
             await self.stop()
@@ -240,20 +240,20 @@ class LocalCluster:
             self._audited.enter_context(audited(self.config.audit, "supervisor"))
             self.supervisor_address = await self._supervisor.start(Security(self.config.security, _me()))
             options = ("fleet.provider=local", f"fleet.supervisor={self.supervisor_address}")
-        spans: dict[str, range] = {}
+        taken = TakenGpus()
         made = Children(
             self.config,
             self.directory,
             self._loaded,
             host=self._host,
             node_module=self._node_module,
-            spans=spans,
+            taken=taken,
         )
         self.children["conductor"] = made.conductor(*options)
         nodes = {
             one.name: made
             if one.config is self.config
-            else Children(one.config, self.directory, self._loaded, one.name, self._host, spans=spans)
+            else Children(one.config, self.directory, self._loaded, one.name, self._host, taken=taken)
             for one in models_to_start(self.config)
         }
         self._elastic.begin(self.config, nodes, supervises=bool(self.supervisor_address))
@@ -264,15 +264,31 @@ class LocalCluster:
         await child.wait_ready(ready_timeout_s(child))
         self._report(f"{child.name} is ready after {asyncio.get_running_loop().time() - began_s:.1f} s")
 
-    async def _wait_joined(self, away: Sequence[str]) -> None:
-        """Wait until the conductor sees every node ready, those on Ray (``away``) included."""
-        missing = expected = {child.name for child in self.nodes}.union(away)
+    async def _start_first(self, child: Child) -> None:
+        """Start a child that the cluster starts with. A node may be stopped meanwhile."""
+        try:
+            await self._start_child(child)
+        except ChildFailed:
+            if self._elastic.stays(child.name):
+                raise
+        if child.name not in self.children:
+            await child.stop(0.0)  # when it was stopped, it may have had no process
+
+    async def _wait_joined(self, first: Sequence[str], away: Sequence[str]) -> None:
+        """Wait until the conductor sees ready those of the ``first`` nodes that stay, and those on Ray
+        (``away``)."""
+        missing = set[str]()
         try:
             async with asyncio.timeout(JOIN_TIMEOUT_S), self.client() as client:
-                while missing := expected - await self._seen(client):
-                    for child in self.children.values():
+                while True:
+                    seen = await self._seen(client)
+                    staying = [self.children[name] for name in first if self._elastic.stays(name)]
+                    for child in staying:
                         if child.returncode is not None:
                             raise child.failure(f"ended with code {child.returncode}")
+                    missing = {child.name for child in staying if child in self.nodes}.union(away) - seen
+                    if not missing:
+                        return
                     await asyncio.sleep(0.02)
         except TimeoutError:
             raise self.children["conductor"].failure(

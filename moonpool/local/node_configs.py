@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from moonpool.runtime.config.loading import override
 from moonpool.runtime.config.models_file import ModelConfig, served_models
@@ -66,13 +66,22 @@ def pools_nbytes(config: Config) -> int:
     return sum(one.engine.host_pool_nbytes * one.engine.parallel.dp for one in node_configs(config))
 
 
-def gpu_options(nodes: Sequence[Config], gpus: int) -> list[tuple[str, ...]]:
+@dataclass(frozen=True, slots=True)
+class TakenGpus:
+    """The GPUs of this machine that nodes of all models have, by node, and those that a ``model.device``
+    names."""
+
+    spans: dict[str, range] = field(default_factory=dict)
+    named: set[int] = field(default_factory=set)
+
+
+def gpu_options(nodes: Sequence[Config], gpus: int, named: Collection[int] = ()) -> list[tuple[str, ...]]:
     """Return the options of each node with an engine: its first GPU and its fraction of GPU memory.
 
     Nodes take consecutive GPUs, one for each rank of each replica. Nodes on the same GPU divide
     ``engine.gpu_memory`` evenly.
     """
-    spans = gpu_spans(nodes, gpus)
+    spans = gpu_spans(nodes, gpus, named)
     nodes_on_gpu = Counter(gpu for span in spans for gpu in span)
     return [
         options_on(config, span, max(nodes_on_gpu[gpu] for gpu in span)) if span else ()
@@ -80,13 +89,13 @@ def gpu_options(nodes: Sequence[Config], gpus: int) -> list[tuple[str, ...]]:
     ]
 
 
-def gpu_spans(nodes: Sequence[Config], gpus: int) -> list[range]:
+def gpu_spans(nodes: Sequence[Config], gpus: int, named: Collection[int] = ()) -> list[range]:
     """Return the GPUs of each node, of ``gpus``; 0: they compute on CPUs.
 
-    Some have those that their ``model.device`` names; the others avoid these while they can.
+    Some have those that their ``model.device`` names; the others avoid these, and ``named``, while they can.
     """
     own = [_own_gpus(config) if gpus else None for config in nodes]
-    reserved = {gpu for span in own if span for gpu in span}
+    reserved = {gpu for span in own if span for gpu in span}.union(named)
     spans: list[range] = []
     position = 0
     for config, span in zip(nodes, own, strict=True):
@@ -102,11 +111,19 @@ def gpu_spans(nodes: Sequence[Config], gpus: int) -> list[range]:
     return spans
 
 
-def free_gpus(config: Config, taken: Iterable[range], gpus: int) -> range | None:
-    """Return consecutive GPUs that no node has, enough for a node of ``config``; None: there are none."""
+def free_gpus(config: Config, taken: Iterable[range], gpus: int, named: Collection[int] = ()) -> range | None:
+    """Return consecutive GPUs that no node has, enough for a node of ``config``; None: there are none. Those
+    of ``named`` are the last that are taken, but for the node's own."""
     used, count, own = {gpu for span in taken for gpu in span}, num_gpus_of(config), _own_gpus(config)
     spans = [own] if own else [range(first, first + count) for first in range(gpus - count + 1)]
+    spans.sort(key=lambda span: any(gpu in named for gpu in span))
     return next((span for span in spans if used.isdisjoint(span)), None)
+
+
+def named_gpus(config: Config) -> set[int]:
+    """Return the GPUs that the settings of a model's nodes name."""
+    own = (_own_gpus(config_of(config, role)) for role in ("prefill", "decode", "both"))
+    return {gpu for span in own if span for gpu in span}
 
 
 def _own_gpus(config: Config) -> range | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from moonpool.runtime.config.engine_options import shipped
 from moonpool.runtime.config.options import ClusterOptions, Config, ModelsOptions
 from moonpool.runtime.service import crash_loop
 from moonpool.runtime.service.child import Child
+from moonpool.runtime.service.vital import cancel_and_wait
 
 
 async def test_a_child_is_started_again_unless_it_fails_soon_after_each_start(
@@ -168,6 +169,49 @@ async def test_the_pools_of_all_models_together_must_fit(
         await cluster.stop()
 
 
+@pytest.mark.parametrize("serves", [True, False])
+async def test_a_first_node_that_is_stopped_while_the_cluster_starts_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serves: bool
+) -> None:
+    says = "True" if serves else "'decode' not in sys.argv"
+    program = f"import signal, sys; {says} and print('{{}}', flush=True); signal.pause()"
+    (tmp_path / "a_node.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    config, said = replace(Config(), cluster=ClusterOptions(prefill=1, decode=1)), list[str]()
+    cluster = LocalCluster(config, directory=tmp_path, report=said.append)
+    nodes = cluster._elastic
+    made = children.Children(config, tmp_path, lambda name, done, total: None, node_module="a_node")
+
+    def started() -> bool:
+        return "decode-0" in cluster.children and cluster.children["decode-0"]._process is not None
+
+    async def nothing() -> None: ...
+
+    async def create_children() -> None:
+        nodes.begin(config, {"tiny": made}, supervises=True)
+        command = [sys.executable, "-S", "-c", "import signal; print('{}', flush=True); signal.pause()"]
+        cluster.children["conductor"] = Child("conductor", command, tmp_path / "c", sends_json=True)
+
+    async def seen(client: object) -> set[str]:
+        return {"prefill-0"}
+
+    monkeypatch.setattr(cluster, "_start_redis", nothing)
+    monkeypatch.setattr(cluster, "_create_children", create_children)
+    monkeypatch.setattr(cluster, "_seen", seen)
+    monkeypatch.setattr(cluster, "client", nullcontext)
+    starting = asyncio.create_task(cluster.start())
+    try:
+        async with asyncio.timeout(120):
+            while not (any("decode-0 is ready" in one for one in said) if serves else started()):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            nodes.stop_node("decode-0")
+            await starting
+        assert set(cluster._watchers) == {"conductor", "prefill-0"}
+    finally:
+        await cancel_and_wait(starting)
+        await cluster.stop()
+
+
 async def test_a_node_that_is_added_while_the_cluster_starts_ends_when_it_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,7 +232,7 @@ async def test_a_node_that_is_added_while_the_cluster_starts_ends_when_it_is_sto
         cluster.children["conductor"] = Child("conductor", children_of, tmp_path / "c", sends_json=True)
         nodes.begin(config, {"tiny": made}, supervises=True)
 
-    async def wait_joined(away: object) -> None:
+    async def wait_joined(first: object, away: object) -> None:
         await nodes.start_node("decode")
         while nodes._changes:
             await asyncio.wait(nodes._changes)

@@ -13,6 +13,7 @@ import pytest
 from moonpool.errors import TooLittleMemory
 from moonpool.local import children as children_module
 from moonpool.local.children import Children, NoRoom, first_nodes
+from moonpool.local.node_configs import TakenGpus
 from moonpool.runtime.config.engine_options import shipped
 from moonpool.runtime.config.models_file import served_models
 from moonpool.runtime.config.options import Config
@@ -38,9 +39,9 @@ def two(directory: Path, *settings: str, first: tuple[str, ...] = ()) -> tuple[C
         cluster=replace(config.cluster, prefill=0, decode=0, both=1),
         models=replace(config.models, path=str(directory / "models.toml")),
     )
-    spans: dict[str, range] = {}
+    taken = TakenGpus()
     a, b = (
-        Children(one.config, directory, lambda name, done, total: None, one.name, spans=spans)
+        Children(one.config, directory, lambda name, done, total: None, one.name, taken=taken)
         for one in served_models(config).models
     )
     return a, b
@@ -114,6 +115,18 @@ def test_a_later_node_needs_only_its_models_own_gpu(tmp_path: Path) -> None:
     assert gpus_of(b.another("both", ["both-a-0"])) == ("cuda:1", "0.9")
     with pytest.raises(NoRoom, match="the GPUs from cuda:1 on have nodes"):
         b.another("both", ["both-a-0", "both-b-0"])
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_later_nodes_take_the_gpu_that_another_model_names_last(tmp_path: Path) -> None:
+    """Also while that one sleeps."""
+    a, b = two(tmp_path, first=("model.device=cuda:0", "planner.min_warm=0"))
+    assert gpus_of(first_nodes({"a": a, "b": b}, on_demand=True)["b"][0]) == ("cuda:1", "0.9")
+    names = ["both-b-0"]
+    for gpu in ("cuda:2", "cuda:3", "cuda:0"):
+        later = b.another("both", names)
+        assert gpus_of(later) == (gpu, "0.9")
+        names.append(later.name)
 
 
 @pytest.mark.usefixtures("four_gpus")
