@@ -123,7 +123,7 @@ def test_the_end_of_a_keep_leaves_the_partial_block_of_a_load(
     engine: Make, giver: Peer, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_node, "KEEP_S", 3600.0)
-    one, num_tokens = engine("one"), 3 * BLOCK + 5
+    one, num_tokens = engine("one", "transfer.deadline_s=60"), 3 * BLOCK + 5
     knows(one, giver)
     store = one.node._kv.store
     one.serve(Request("s1", num_tokens, kv_transfer_params=GIVE))

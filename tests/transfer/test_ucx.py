@@ -158,20 +158,20 @@ async def test_a_read_that_is_slow_stays_on_its_path(
 ) -> None:
     """It takes several times as long as one without progress may, and a chunk arrives now and then."""
     choose("ucx", monkeypatch)
-    monkeypatch.setattr(failover, "_MAX_STALL_S", 0.5)
+    monkeypatch.setattr(failover, "_MAX_STALL_S", 2.0)
     monkeypatch.setattr(rma_read, "_CHUNKS_IN_FLIGHT", 1)
     post = Read._post
     posted_s = [0.0]
 
     def post_later(read: Read, endpoint: Endpoint) -> bool:
-        if not read._in_flight and time.monotonic() < posted_s[0] + 0.1:
+        if not read._in_flight and time.monotonic() < posted_s[0] + 0.4:
             read._worker.wake()
             return False
         posted_s[0] = time.monotonic()
         return post(read, endpoint)
 
     monkeypatch.setattr(Read, "_post", post_later)
-    nbytes, size = 64 << 20, 1 << 20
+    nbytes, size = 16 << 20, 1 << 20
     theirs = start_peer("ucx,tcp")
     async with await start_here("ucx,tcp") as agent:
         remote = (await theirs.do("allocate", nbytes=nbytes, seed=1))["region"]
@@ -179,7 +179,7 @@ async def test_a_read_that_is_slow_stays_on_its_path(
         ours, spans = (
             [Span(each, at, size) for at in range(0, nbytes, size)] for each in (memory.id, remote)
         )
-        report = await peer.read(ours, spans, deadline_s=20)
+        report = await peer.read(ours, spans, deadline_s=60)
         assert report.transport == "ucx"
         assert np.array_equal(memory.array, pattern(nbytes, 1))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, combinations, pairwise
 from pathlib import Path
-from statistics import median
 
 import pytest
 from hypothesis import given
@@ -108,8 +107,9 @@ async def test_a_large_head_moves_layers_forward_and_tokens_stay_the_same(make_c
             sequence = driver.sequence(range(1, 20), max_tokens=250, ignore_eos=True)
             (result,) = await driver.run(sequence)
             better = driver.engine.rank_times().better_layers()
-            stages_s = [median(step.compute_s[stage] for step in steps) for stage in range(2)]
-            print(f"{driver.engine.plan}: a step's compute {stages_s} s, better {better!r}")
+            # The least: other processes only add to it.
+            stages_s = [min(step.compute_s[stage] for step in steps) for stage in range(2)]
+            print(f"{driver.engine.plan}: a step's least compute {stages_s} s, better {better!r}")
             return result.token_ids, better, stages_s
 
     tokens, better, even_s = await served("4+4")
