@@ -145,8 +145,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	pip -c constraints.txt 'setuptools>=77'
 	pip -c constraints.txt $(if $(LOCKED),--no-deps) --no-build-isolation --editable '.[dev]'
 	$(if $(LOCKED),$(BIN)/python -m pip check || fail "requirements.lock lacks what is named above: make lock")
-	# But for what is hardly ever imported. Packages bring files for other versions of Python too.
-	$(BIN)/python -m compileall -qq -j 0 -x '/(tests?|sympy)/|/transformers/models/' $(VENV)/lib/python*/site-packages || true
+	# But for large ones that tests and few commands import. Packages bring files for other versions of Python too.
+	$(BIN)/python -m compileall -qq -j 0 -x '/(tests?|sympy|kubernetes|ray|openai|pydantic_ai)/|/transformers/models/' \
+	  $(VENV)/lib/python*/site-packages || true
 	touch $@
 
 # Compiled for this machine's CPU; without a compiler Moonpool runs all the same, more slowly.
