@@ -328,6 +328,19 @@ async def test_a_node_at_the_address_of_one_that_crashed_has_its_tokens(url: str
         assert node.cancelled == []
 
 
+async def test_a_node_that_has_moved_stays_when_another_gets_its_former_address(url: str) -> None:
+    async with running(url, "p0", "d0", namespace="moved") as cluster:
+        former = cluster.nodes["d0"]
+        await former.leave()
+        await cluster.until(lambda: "d0" not in cluster.conductor.nodes)
+        await cluster.add("d0")
+        node = cluster.nodes["d1"] = ScriptedNode(cluster.index, "d1", "decode")
+        await node.serve(former.port)
+        await node.publisher.start()
+        await cluster.until(lambda: cluster.state("d1") == "ready")
+        assert cluster.state("d0") == "ready"
+
+
 @pytest.mark.parametrize("name", ["d0", "p0"])
 async def test_a_defect_in_the_watch_of_a_node_counts_as_the_loss_of_its_connection(
     url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
