@@ -261,6 +261,8 @@ class LocalCluster:
     async def _start_child(self, child: Child) -> None:
         began_s = asyncio.get_running_loop().time()
         await child.start()
+        if child.name not in self.children:
+            return  # it was stopped meanwhile
         await child.wait_ready(ready_timeout_s(child))
         self._report(f"{child.name} is ready after {asyncio.get_running_loop().time() - began_s:.1f} s")
 
@@ -271,13 +273,14 @@ class LocalCluster:
         except ChildFailed:
             if self._elastic.stays(child.name):
                 raise
-        if child.name not in self.children:
-            await child.stop(0.0)  # when it was stopped, it may have had no process
+        finally:
+            if child.name not in self.children:
+                await child.stop(0.0)  # when it was stopped, it may have had no process
 
     async def _wait_joined(self, first: Sequence[str], away: Sequence[str]) -> None:
         """Wait until the conductor sees ready those of the ``first`` nodes that stay, and those on Ray
         (``away``)."""
-        missing = set[str]()
+        missing = {child.name for child in self.nodes}.union(away)
         try:
             async with asyncio.timeout(JOIN_TIMEOUT_S), self.client() as client:
                 while True:
