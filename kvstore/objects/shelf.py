@@ -109,12 +109,13 @@ class ObjectShelf:
             if is_small(info):
                 await self._add_small(put, data)
                 return 0, put
-            self._check_fits(put)
             if self._store.disk is not None:
+                self._check_fits(put, self._store.disk.nominal_capacity)
                 # Where its filesystem is full it would evict chunks, also pinned ones, to write these.
                 wanted_nbytes = self._quotas.chunks_nbytes + self._under_way_nbytes
                 await self._store.disk.provide(wanted_nbytes // self.chunk_nbytes)
-                self._check_fits(put)
+            self._check_fits(put)
+            self._check_room(put)
             await self._keep_quota(put)
             await self._make_room(put)
             await self.inventory.removed(info.storage)
@@ -203,7 +204,10 @@ class ObjectShelf:
         await self._keep_quota(put)
         excess = self._quotas.small_nbytes + len(data) - self._small_capacity
         if excess > 0:
-            self._drop(self._quotas.for_room(excess, small=True), "room")
+            droppable = self._quotas.for_room(excess, small=True)
+            if excess > sum(map(self.inventory.taken_nbytes, droppable)):
+                raise StoreFull(self._node_id, len(data), self._small_capacity)
+            self._drop(droppable, "room")
             await self.inventory.settle()
         if self._quotas.small_nbytes + len(data) > self._small_capacity:
             raise StoreFull(self._node_id, len(data), self._small_capacity)
@@ -229,28 +233,33 @@ class ObjectShelf:
         under_way = [each.record for each in self._under_way if not is_small(each.record.info)]
         return sum(map(self.inventory.taken_nbytes, under_way))
 
-    def _check_fits(self, put: Put) -> None:
-        """Otherwise it would evict everything else before it turned out not to fit."""
-        if self.inventory.taken_nbytes(put.record) > self.capacity_nbytes:
+    def _check_fits(self, put: Put, num_chunks: int = 0) -> None:
+        """Otherwise it would evict everything else before it turned out not to fit. ``num_chunks``: that may
+        be room for."""
+        capacity_nbytes = max(self.capacity_nbytes, num_chunks * self.chunk_nbytes)
+        if self.inventory.taken_nbytes(put.record) > capacity_nbytes:
+            raise StoreFull(self._node_id, put.record.info.nbytes, capacity_nbytes)
+
+    def _excess_nbytes(self) -> int:
+        return self._quotas.chunks_nbytes + self._under_way_nbytes - self.capacity_nbytes
+
+    def _check_room(self, put: Put) -> None:
+        """Otherwise it would drop what may be dropped, and that would not be enough."""
+        excess_nbytes = self._excess_nbytes()
+        droppable = self._quotas.for_room(excess_nbytes, small=False)
+        if excess_nbytes > sum(map(self.inventory.taken_nbytes, droppable)):
             raise StoreFull(self._node_id, put.record.info.nbytes, self.capacity_nbytes)
 
     async def _make_room(self, put: Put) -> None:
         """Drop whole objects, so that no tier has to choose a chunk to evict; none where it is not enough."""
-        wanted = self._under_way_nbytes
-
-        def excess() -> int:
-            return self._quotas.chunks_nbytes + wanted - self.capacity_nbytes
-
-        if excess() <= 0:
+        if self._excess_nbytes() <= 0:
             return
-        droppable = self._quotas.for_room(excess(), small=False)
-        if excess() > sum(map(self.inventory.taken_nbytes, droppable)):
-            raise StoreFull(self._node_id, put.record.info.nbytes, self.capacity_nbytes)
+        self._check_room(put)
         for surplus in self.leases.unused_surplus(_UNUSED_S):
-            if excess() <= 0:
+            if self._excess_nbytes() <= 0:
                 break
             self._drop([surplus], "surplus")
-        self._drop(self._quotas.for_room(excess(), small=False), "room")
+        self._drop(self._quotas.for_room(self._excess_nbytes(), small=False), "room")
         # Puts that begin meanwhile count this one.
         await self.inventory.settle()
 

@@ -76,6 +76,10 @@ class DiskTier(Protocol):
     def capacity(self) -> int:
         """Most blocks that it holds at a time."""
 
+    @property
+    def nominal_capacity(self) -> int:
+        """``capacity`` where there is space for all of them."""
+
     async def provide(self, num_blocks: int) -> None:
         """Take the space for this many blocks in all. Afterwards ``capacity`` is less if there is none."""
 

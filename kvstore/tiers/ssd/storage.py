@@ -116,10 +116,14 @@ class SsdTier:
     @property
     def capacity(self) -> int:
         """Most blocks that it holds at a time: in all its segments, or in those there are if the disk had no
-        room for another one when it was last asked, and is not to be asked again yet."""
+        room for another one."""
         segments = self._disk.segments
-        is_full = self._is_full and self._clock() < self._grow_from_s
-        return self._slot_map.most_blocks(segments.num_slots if is_full else segments.max_slots)
+        return self._slot_map.most_blocks(segments.num_slots) if self._is_full else self.nominal_capacity
+
+    @property
+    def nominal_capacity(self) -> int:
+        """``capacity`` while the disk has room."""
+        return self._slot_map.most_blocks(self._disk.segments.max_slots)
 
     def __contains__(self, key: object) -> bool:
         return key in self._cache
