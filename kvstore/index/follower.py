@@ -196,12 +196,8 @@ class Follower:
         copy.doubted = set()
         while self.suspects:
             node_id = next(iter(self.suspects))
-            self.suspects.discard(node_id)  # it may be named again meanwhile
-            try:
-                is_there = await self._read_node(node_id)
-            except BaseException:
-                self.suspects.add(node_id)
-                raise
+            is_there = await self._read_node(node_id)
+            self.suspects.discard(node_id)  # only now: Redis may not have answered
             if not is_there and node_id in copy.nodes:
                 copy.leave(node_id, "left")
         if self._behind is None or self.seq >= self._behind[0]:
