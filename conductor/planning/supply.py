@@ -82,7 +82,8 @@ class Supply:
                     self._counted.add(name)
                     self.num_failures = 0
                 self._away_s.pop(name, None)
-                self._unstopped.pop(name, None)
+                if self._unstopped.pop(name, None) is not None:
+                    self._ended.discard(name)
             elif node.state == FAILED and not known:
                 self._counted.add(name)
                 self.failed(f"{name} {node.reason}", now_s)

@@ -383,9 +383,9 @@ def test_a_node_that_cannot_be_stopped_holds_up_no_other() -> None:
         now_s += 1.0
     assert tries == [float(5 * i) for i in range(12)]
     assert (supply.num_failures, supply.held_until_s) == (1, 15.0)
-    # It serves after all.
+    # It serves after all, and then leaves as others do.
     assert supply.look([node], ["decode-0"], 5.0, 60.0) == ([], {})
-    assert supply.look([node], refused, 5.0, 70.0, refused) == ([], {})
+    assert supply.look([node], [], 5.0, 61.0) == (["decode-0"], {})
 
 
 def test_failures_are_counted_once_each_and_the_pause_is_bounded() -> None:
