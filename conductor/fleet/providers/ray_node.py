@@ -81,7 +81,8 @@ class RayNode:
                 await self._serve(Path(directory))
         except Exception as error:
             # Whatever it is: nothing runs, and what asks for the state is told.
-            self._reason, self._state = f"{type(error).__name__}: {error}", FAILED
+            if not self._has_served:
+                self._reason, self._state = f"{type(error).__name__}: {error}", FAILED
             with contextlib.suppress(OSError):  # Ray's log may be on the same full disk
                 traceback.print_exc()
         if self._stopping.done():
