@@ -77,7 +77,7 @@ class Outbox:
         )
         self._describe_load(message)
         self._unsent, self._num_unsent_steps, self._mixed = [], 0, False
-        if not self._messages and self._reading is not None:
+        if not self._messages and not self._sending and self._reading is not None:
             self._unread_since_s = self._clock()
         self._messages.append(message)
         self.unread_nbytes += message.ByteSize()

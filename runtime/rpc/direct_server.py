@@ -75,8 +75,8 @@ class DirectServer:
 
     @property
     def backlog_nbytes(self) -> int:
-        """Bytes of answers that callers have not taken yet."""
-        return sum(one.backlog_nbytes for one in self._connections)
+        """Bytes that callers have not taken yet, of those with calls that go on."""
+        return sum(one.backlog_nbytes for one in self._connections if one.calls)
 
     async def stop(self, grace: float | None) -> None:
         """Take no more calls; cut off those that have not ended after ``grace`` seconds, and
@@ -90,7 +90,7 @@ class DirectServer:
         if tasks and grace:
             await asyncio.wait(tasks, timeout=grace)
         # Polled: an event would burden every frame for the sake of the last ones.
-        while self.backlog_nbytes and self._loop.time() < ends_s:  # noqa: ASYNC110
+        while any(one.backlog_nbytes for one in self._connections) and self._loop.time() < ends_s:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         for connection in list(self._connections):
             connection.close()

@@ -52,7 +52,7 @@ class Server:
 
     @property
     def backlog_nbytes(self) -> int:
-        """Bytes of direct calls' answers that callers have not taken yet."""
+        """Bytes that callers on this host have not taken yet, of those with calls that go on."""
         return 0 if self._direct is None else self._direct.backlog_nbytes
 
     async def stop(self, grace: float | None) -> None:

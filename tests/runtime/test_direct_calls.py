@@ -23,6 +23,7 @@ from moonpool.runtime.rpc.direct_client import DirectConnection
 from moonpool.runtime.security import certificates, process
 from moonpool.runtime.security.process import Security
 from moonpool.runtime.security.roles import Caller
+from moonpool.runtime.service.vital import cancel_and_wait
 
 KEY = SecurityOptions(cluster_key="0123456789abcdef")
 
@@ -30,7 +31,7 @@ KEY = SecurityOptions(cluster_key="0123456789abcdef")
 class Node(node_pb2_grpc.NodeServicer):
     def __init__(self) -> None:
         self.began, self.ended = asyncio.Event(), asyncio.Event()
-        self.num_messages, self.num_sent, self.stays = 3, 0, False
+        self.num_messages, self.num_sent, self.stays, self.size = 3, 0, False, 0
         self.fault: Exception | None = None
 
     async def Status(self, request: Any, context: Any) -> Any:
@@ -55,7 +56,7 @@ class Node(node_pb2_grpc.NodeServicer):
         try:
             for number in range(self.num_messages):
                 self.num_sent = number
-                yield node_pb2.BlockListing(epoch=number, changes=context.peer().encode())
+                yield node_pb2.BlockListing(epoch=number, changes=context.peer().encode() + bytes(self.size))
             self.began.set()
             if self.fault is not None:
                 raise self.fault
@@ -252,8 +253,8 @@ async def test_a_method_ends_with_its_caller(how: str) -> None:
             await node.ended.wait()
 
 
-async def test_a_server_that_stops_sends_the_rest_of_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its caller stands still for a while, and the kernel has no room for all."""
+def callers_ends(monkeypatch: pytest.MonkeyPatch) -> list[frames.FrameSocket]:
+    """Of the connections made from now on."""
     ends: list[frames.FrameSocket] = []
     connect = DirectConnection._connect
 
@@ -263,6 +264,12 @@ async def test_a_server_that_stops_sends_the_rest_of_its_answers(monkeypatch: py
         return end
 
     monkeypatch.setattr(DirectConnection, "_connect", connected)
+    return ends
+
+
+async def test_a_server_that_stops_sends_the_rest_of_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its caller stands still for a while, and the kernel has no room for all."""
+    ends = callers_ends(monkeypatch)
     async with served() as (_, _, server, stub):
         await stub.Status(node_pb2.StatusRequest())
         (ours,) = ends
@@ -272,12 +279,37 @@ async def test_a_server_that_stops_sends_the_rest_of_its_answers(monkeypatch: py
         (theirs,) = server._direct._connections
         while not theirs._frames.backlog_nbytes or theirs.calls:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        assert server.backlog_nbytes, "a node that drains waits for that"
         stopping = asyncio.create_task(server.stop(60))
         await asyncio.wait((stopping,), timeout=0.1)
         ours.resume()
         assert len((await asyncio.wait_for(asking, 60)).blocks.offset) == 1 << 16
         await asyncio.wait_for(stopping, 60)
+
+
+async def test_what_a_stream_has_sent_and_its_caller_not_taken_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Until the stream ends: a node that drains waits for it."""
+    ends = callers_ends(monkeypatch)
+    async with served() as (node, _, server, stub):
+        await stub.Status(node_pb2.StatusRequest())
+        node.stays, node.size = True, 1 << 20
+
+        async def read() -> int:
+            return len([one async for one in stub.ListBlocks(LIST)])
+
+        ends[0].pause()
+        reading = asyncio.ensure_future(read())
+        await asyncio.wait_for(node.began.wait(), 60)
+        assert server.backlog_nbytes > 1 << 20
+        assert server._direct is not None
+        (theirs,) = server._direct._connections
+        (call,) = theirs.calls.values()
+        call.cancel()
+        await asyncio.wait((call,))
+        assert not server.backlog_nbytes
+        ends[0].resume()
+        await cancel_and_wait(reading)
 
 
 async def test_calls_of_a_server_that_stops_fail_at_once_and_it_is_reached_again() -> None:
