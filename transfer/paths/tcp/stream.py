@@ -77,9 +77,6 @@ class StreamOwner(Protocol):
     def cannot_pull(self) -> None:
         """The peer could not read our memory."""
 
-    def pulled(self) -> None:
-        """The peer has read our memory."""
-
     def answered(self, stream: Stream) -> None:
         """The peer has replied on it."""
 
@@ -251,8 +248,6 @@ class Stream:
         attempt = task.attempt
         if task.op is Op.END:
             return True
-        if task.op in PULLS:
-            self._path.pulled()
         if task.op is Op.PULL_CHECKED:
             task.written = attempt.arrived(task.chunk)
         if task.op in (Op.CHECKSUM, Op.PULL_CHECKED):

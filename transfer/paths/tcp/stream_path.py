@@ -331,10 +331,6 @@ class StreamPath(Path):
     def cannot_pull(self) -> None:
         self._pulls.failed()
 
-    def pulled(self) -> None:
-        if self._pulls.ready:  # else of other memory
-            self._pulls.succeeded()
-
     def answered(self, stream: Stream) -> None:
         self._streams[stream].backoff.succeeded()
 
