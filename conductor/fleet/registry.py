@@ -394,7 +394,7 @@ class NodeRegistry:
 
     def _new(self, record: NodeRecord) -> Member:
         for other in [*self._former, *self._members.values()]:
-            if other.record.rpc_address == record.rpc_address:
+            if record.rpc_address and other.record.rpc_address == record.rpc_address:
                 # Its process is gone. Its client would connect to the new one, and take its tokens.
                 if self._members.get(other.node_id) is other:
                     flag = self.mirror.flag_of(other.node_id)
