@@ -393,15 +393,16 @@ class NodeRegistry:
         return None
 
     def _new(self, record: NodeRecord) -> Member:
+        engine = None if why_not(record, self._model) else facts_of(record)
         for other in [*self._former, *self._members.values()]:
-            if record.rpc_address and other.record.rpc_address == record.rpc_address:
+            # Engines that are configured may be behind one address.
+            if engine is None and record.rpc_address and other.record.rpc_address == record.rpc_address:
                 # Its process is gone. Its client would connect to the new one, and take its tokens.
                 if self._members.get(other.node_id) is other:
                     flag = self.mirror.flag_of(other.node_id)
                     self._connected = {name: flags & ~flag for name, flags in self._connected.items()}
                     self._on_left(other.record, f"{record.node_id} has its address")
                 self._drop(other, at_once=True)
-        engine = None if why_not(record, self._model) else facts_of(record)
         member = Member(
             record,
             self._cost_model,
