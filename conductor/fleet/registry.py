@@ -380,6 +380,8 @@ class NodeRegistry:
 
     def _identify_anew(self) -> None:
         """Another revision may be here, and none of the one in use any more."""
+        if any(map(self._used, self._members.values())):
+            return
         for member in list(self._members.values()):
             self._identify(member.record)
 
@@ -394,15 +396,8 @@ class NodeRegistry:
 
     def _new(self, record: NodeRecord) -> Member:
         engine = None if why_not(record, self._model) else facts_of(record)
-        for other in [*self._former, *self._members.values()]:
-            # Engines that are configured may be behind one address.
-            if engine is None and record.rpc_address and other.record.rpc_address == record.rpc_address:
-                # Its process is gone. Its client would connect to the new one, and take its tokens.
-                if self._members.get(other.node_id) is other:
-                    flag = self.mirror.flag_of(other.node_id)
-                    self._connected = {name: flags & ~flag for name, flags in self._connected.items()}
-                    self._on_left(other.record, f"{record.node_id} has its address")
-                self._drop(other, at_once=True)
+        if engine is None and record.rpc_address:  # engines that are configured may be behind one address
+            self._end_others_at(record)
         member = Member(
             record,
             self._cost_model,
@@ -420,6 +415,17 @@ class NodeRegistry:
         member.view.num_placed = min(peers, default=0)
         member.client.start()
         return member
+
+    def _end_others_at(self, record: NodeRecord) -> None:
+        """End the members at a new one's address: their processes are gone. Their clients would connect to
+        the new one, and take its tokens."""
+        everyone = (*self._former, *self._members.values())
+        for other in [one for one in everyone if one.record.rpc_address == record.rpc_address]:
+            if self._members.get(other.node_id) is other:
+                flag = self.mirror.flag_of(other.node_id)
+                self._connected = {name: flags & ~flag for name, flags in self._connected.items()}
+                self._on_left(other.record, f"{record.node_id} has its address")
+            self._drop(other, at_once=True)
 
     def _on_left(self, record: NodeRecord, reason: str) -> None:
         member = self._members.pop(record.node_id, None)
