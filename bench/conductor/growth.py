@@ -15,7 +15,7 @@ from moonpool.runtime.reports.report import Row
 _BLOCKS = (128, 1_280, 12_800)  # chains of 128: 1, 10, 100
 _NODES = (2, 8, 32, 64)
 _STREAMS = (1, 16, 256)
-_TOKENS = 512  # of each stream
+_TOKENS, _QUICK_TOKENS = 512, 64  # of each stream
 # Rings of timelines, prefixes and latencies are full after this many.
 _FILLED = 20_000
 _REQUESTS = 100_000
@@ -36,7 +36,8 @@ async def growth_rows(run: Run, settings: Settings) -> list[Row]:
         rows += _growth(f"decision: {what}", "CPU", sizes, costs)
     async with cluster(0.0) as (url, conductor), HttpClient(url) as client:
         await ask(client, CONCURRENCY * 2, 64)
-        costs = [await _token_s(client, conductor, streams) for streams in _STREAMS]
+        tokens = _QUICK_TOKENS if run.quick else _TOKENS
+        costs = [await _token_s(client, conductor, streams, tokens) for streams in _STREAMS]
         rows += _growth("SSE: streams", "CPU a token", _STREAMS, costs)
         filled, requests = (size // (_QUICK if run.quick else 1) for size in (_FILLED, _REQUESTS))
         await ask(client, filled, 2)
@@ -58,10 +59,10 @@ def _growth(case: str, metric: str, sizes: tuple[int, ...], costs_s: list[float]
     return [*rows, Row(case, f"{metric} at {sizes[-1]:,} over {sizes[0]:,}", costs_s[-1] / costs_s[0], "×")]
 
 
-async def _token_s(client: HttpClient, conductor: Child, streams: int) -> float:
-    """Processor seconds of the conductor for a token of one of ``streams`` at once."""
+async def _token_s(client: HttpClient, conductor: Child, streams: int, tokens: int) -> float:
+    """Processor seconds of the conductor for a token of one of ``streams`` at once, ``tokens`` each."""
     await client.warm(streams)
     count = max(streams, CONCURRENCY)  # of one at a time as many tokens as of some
     cpu_s = conductor.cpu_s()
-    await ask(client, count, _TOKENS, at_once=streams)
-    return (conductor.cpu_s() - cpu_s) / (count * _TOKENS)
+    await ask(client, count, tokens, at_once=streams)
+    return (conductor.cpu_s() - cpu_s) / (count * tokens)

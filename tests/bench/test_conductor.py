@@ -75,7 +75,8 @@ def test_a_real_conductor_is_measured(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_workers_and_growth_are_measured(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    arguments = ["--part", "workers", "--part", "growth", "--quick", "--decisions", "20", "--json", str(file)]
+    parts = ["--part", "workers", "--part", "growth", "--quick", "--rounds", "1"]
+    arguments = [*parts, "--decisions", "20", "--json", str(file)]
     result = CliRunner().invoke(conductor, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     rows = {(row.case, row.metric): row.value for row in read(file).rows}

@@ -161,7 +161,7 @@ async def mend(cluster: LocalCluster, fault: signal.Signals, name: str) -> None:
         os.kill(child.pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize(("stage", "sampling"), [(ASKED, "greedy"), (READING, "greedy"), (READING, "seeded")])
+@pytest.mark.parametrize(("stage", "sampling"), [(ASKED, "greedy"), (READING, "seeded")])
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("side", ["source", "target"])
 async def test_a_side_that_fails_while_the_source_decodes(

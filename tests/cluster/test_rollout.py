@@ -54,7 +54,8 @@ async def answer(client: Client, number: int) -> str:
 
 @asynccontextmanager
 async def load(client: Client) -> AsyncIterator[None]:
-    """Requests one after the other in three streams; each answer must be as without a rollout."""
+    """Requests in three streams, with pauses that leave the machine time for what is tested; each answer must
+    be as without a rollout."""
     expected = [await answer(client, number) for number in range(3)]
     ends, answered = asyncio.Event(), [0, 0, 0]
 
@@ -62,6 +63,7 @@ async def load(client: Client) -> AsyncIterator[None]:
         while not ends.is_set():
             assert await answer(client, number) == expected[number]
             answered[number] += 1
+            await asyncio.sleep(0.2)
 
     streams = [asyncio.create_task(stream(number)) for number in range(3)]
     try:

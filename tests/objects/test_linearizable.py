@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import tempfile
 from pathlib import Path
@@ -12,6 +13,9 @@ import pytest
 from tests.objects.faults import Play, played
 from tests.objects.linearizability import Operation, is_linearizable
 from tests.transfer.cables import obstacle
+
+# Of a defect once found, 2 of 1,000 showed it. As many take ten minutes: HISTORIES=1000.
+HISTORIES = int(os.environ.get("HISTORIES", "250"))
 
 
 def check(play: Play, count: int) -> None:
@@ -52,11 +56,6 @@ async def run(count: int, at_once: int, seed: int) -> Play:
 
 
 @pytest.mark.slow
-async def test_a_few_histories_are_linearizable() -> None:
-    check(await run(12, 4, seed=1), 12)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-async def test_a_thousand_histories_are_linearizable() -> None:
-    check(await run(1000, 12, seed=2), 1000)
+async def test_histories_are_linearizable() -> None:
+    check(await run(HISTORIES, 12, seed=2), HISTORIES)

@@ -28,8 +28,8 @@ from tests.small_disk import mounted
 
 pytestmark = pytest.mark.slow
 
-NUM_REQUESTS, NUM_VIEWERS, AT_A_TIME = 48, 16, 4
-ROUNDS = 12
+NUM_REQUESTS, NUM_VIEWERS, AT_A_TIME = 24, 16, 4
+ROUNDS = 8
 SLOWER = 0.05
 PROMPTS = [f"{number} In the beginning God created the heaven " * 4 for number in range(4)]
 

@@ -24,7 +24,7 @@ from moonpool.runtime.config.options import ClusterOptions
 from tests.cluster.conftest import eventually, kill, nodes, small_config
 
 WORDS = re.findall(r"\w+", "And it came to pass in those days that the word came unto him")
-NUM_REQUESTS, AT_ONCE = 1000, 12
+NUM_REQUESTS, AT_ONCE = 400, 12
 
 
 @dataclass

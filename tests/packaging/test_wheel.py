@@ -50,7 +50,7 @@ def environment(directory: Path, *packages: str) -> Path:
     """A virtual environment with these packages; returns its ``bin``."""
     venv.create(directory, with_pip=True)
     pip = (str(directory / "bin" / "python"), "-m", "pip", "install", "--quiet", "-c", str(CONSTRAINTS))
-    run(*pip, *packages)
+    run(*pip, "--no-compile", *packages)  # most of it is never imported
     return directory / "bin"
 
 

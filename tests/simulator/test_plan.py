@@ -67,7 +67,7 @@ def test_the_highest_speed_is_that_of_all_that_were_tried(limit: float) -> None:
 @pytest.mark.slow
 def test_the_command_ranks_clusters_and_says_what_pays(trace: Path, tmp_path: Path) -> None:
     out = tmp_path / "report.json"
-    result = run(trace, "--json", str(out))
+    result = run(trace, "--gpus", "2", "--json", str(out))
     assert result.exit_code == 0, result.output
     assert "replicas" in result.output
     assert "isaggregation" in result.output
