@@ -90,7 +90,7 @@ gpu: ## on a GPU: test and measure; PARTS='kernels engine' for some, ARGS='--wit
 lint: env ## ruff, mypy --strict, and whether the generated protobuf code is fresh
 	@$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 	$(BIN)/python -m moonpool.protos.generate --check
 
 .PHONY: protos
