@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 from click.testing import CliRunner
 
-from moonpool.bench.engine.model_shapes import MIXTURE, SHAPES
+from moonpool.bench.engine.model_shapes import MIXTURE
 from moonpool.bench.harness.memory_group import NoMemoryGroups, memory_group
 from moonpool.bench.parallel import capacity, experts, handover
 from moonpool.bench.parallel.bubble import ROWS
@@ -100,11 +100,8 @@ def test_what_a_second_rank_is_worth(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_stages_serve_a_model_that_one_of_them_has_no_memory_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_stages_serve_a_model_that_one_of_them_has_no_memory_for(tmp_path: Path) -> None:
     """Under real limits: the kernel kills one process with the whole model."""
-    monkeypatch.setitem(SHAPES["pipeline"], "num_hidden_layers", 16)  # of 32: half as long
     try:
         with memory_group(1 << 30):
             pass
