@@ -40,6 +40,8 @@ TOGETHER = {
 }
 # Each test is a unit of its own: they take long, and share nothing.
 APART = ("tests/kernels/test_interpreted.py",)
+# They take minutes: begun last, they would run while other workers have nothing left.
+FIRST = ("tests/test_sanitizers.py", "tests/objects/test_linearizable.py", "tests/packaging/test_wheel.py")
 
 
 def num_workers(cores: int, free_nbytes: int) -> int:
@@ -154,7 +156,7 @@ class Scheduling(LoadScopeScheduling):
             for other, work in self.assigned_work.items()
             if other is not node
         ]
-        scopes = [scope for scope in self.workqueue if scope != ALONE]
+        scopes = sorted((scope for scope in self.workqueue if scope != ALONE), key=lambda s: s not in FIRST)
         if not scopes:
             return None if any(busy) else ALONE
         clusters = sum(any(scope.startswith(CLUSTERS) for scope in work) for work in busy)

@@ -12,11 +12,7 @@ import pytest
 from moonpool.runtime.machine.compiled_library import find_compiler
 
 ROOT = Path(__file__).resolve().parent.parent
-# Lines, and calls instead of checks in place: the compiler takes half of the time.
-_FLAGS = (
-    "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -O1 -g1"
-    " --param=asan-instrumentation-with-call-threshold=0"
-)
+_FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -O1 -g1"
 # Random histories, torn and forged bytes, peers that die, rings that are full.
 _TESTS = {
     "index": ("tests/kvstore/test_block_map.py", "tests/kvstore/test_mirror.py"),

@@ -16,7 +16,7 @@ pytest.importorskip("xdist")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.shared_out import ALONE, APART, CLUSTERS, Scheduling, num_workers
+from tests.shared_out import ALONE, APART, CLUSTERS, FIRST, Scheduling, num_workers
 
 ROOT = Path(__file__).parents[1]
 GIB = 1 << 30
@@ -116,6 +116,12 @@ def test_clusters_keep_to_half_of_the_workers_while_there_is_something_else(
 def test_tests_of_a_file_apart_run_at_the_same_time() -> None:
     first, _ = session(2, [f"{APART[0]}::test_it[{number}]" for number in range(4)], lambda busy: busy[0])[0]
     assert len(first) == 2
+
+
+def test_what_takes_minutes_begins_first() -> None:
+    tests = [f"tests/kvstore/test_{number}.py::test_it" for number in range(5)]
+    first, _ = session(2, [*tests, f"{FIRST[0]}::test_it"], lambda busy: busy[0])[0]
+    assert f"{FIRST[0]}::test_it" in first
 
 
 @pytest.mark.parametrize(
