@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,10 @@ _READY_S = 900.0
 class Answer:
     token_ids: list[int]
     num_cached: int
+
+
+# One after the other: vLLM binds each server's threads to a core of its own.
+_CORES = cycle(sorted(os.sched_getaffinity(0)))
 
 
 class VllmServer:
@@ -85,7 +90,7 @@ class VllmServer:
             "PYTHONPATH": str(ROOT),
             "VLLM_SERVER_DEV_MODE": "1",  # /reset_prefix_cache
             "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": str(min(os.sched_getaffinity(0))),
+            "VLLM_CPU_OMP_THREADS_BIND": str(next(_CORES)),
             "VLLM_CACHE_ROOT": str(peers_dir() / "vllm-cache"),
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
