@@ -59,7 +59,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     return num_workers(len(os.sched_getaffinity(0)), psutil.virtual_memory().available)
 
 
-# Its traceback comes at the end, which a run that is stopped for taking too long does not reach.
+# Tracebacks come at the end, which a run that is stopped for taking too long does not reach.
 @pytest.hookimpl(tryfirst=True)
 def pytest_report_teststatus(report: pytest.TestReport | pytest.CollectReport, config: pytest.Config) -> None:
     reporter = config.pluginmanager.get_plugin("terminalreporter")

@@ -16,7 +16,7 @@ from moonpool.local.cluster import LocalCluster
 from tests.cluster.conftest import small_config
 
 VICTIM, GUESSER = "sk-victim", "sk-guesser"
-PAIRS = 200
+PAIRS = 500
 PROMPT_TOKENS = 256
 FLIPS = 10_000
 
@@ -70,17 +70,17 @@ def paired_p(times_s: npt.NDArray[np.float64], seed: int = 0) -> float:
     return float((np.abs(flips @ ranks) >= seen).mean())
 
 
-def test_the_measure_is_fair_and_sees_a_tenth() -> None:
+def test_the_measure_is_fair_and_sees_a_twentieth() -> None:
     rng = np.random.default_rng(1)
     noise = rng.lognormal(-4, 0.3, (PAIRS, 2))
     assert paired_p(noise) > 0.01
-    assert paired_p(noise * (0.9, 1.0)) < 0.01
+    assert paired_p(noise * (0.95, 1.0)) < 0.01
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_guesses_take_as_long_whatever_another_tenant_has_cached(tmp_path: Path) -> None:
-    """Where 200 pairs seem to tell, which one run in a hundred does by chance, 200 others decide."""
+    """Where 500 pairs seem to tell, which one run in a hundred does by chance, 500 others decide."""
     file = tmp_path / "tenants.toml"
     file.write_text(f'[victim]\nkeys = ["{VICTIM}"]\n[guesser]\nkeys = ["{GUESSER}"]\n')
     config = small_config()
@@ -93,7 +93,7 @@ async def test_guesses_take_as_long_whatever_another_tenant_has_cached(tmp_path:
     async with LocalCluster(config, directory=tmp_path) as cluster, aiohttp.ClientSession() as session:
         guessing = Guessing(cluster, session, random.Random(seed))
         await guessing.pairs(VICTIM, 20)  # code and caches are warm
-        shared_s, shared_cached = await guessing.pairs(GUESSER, PAIRS // 2)
+        shared_s, shared_cached = await guessing.pairs(GUESSER, PAIRS // 5)
         times_s, cached = await guessing.pairs(VICTIM, PAIRS)
         if paired_p(times_s) <= 0.01:
             times_s, again = await guessing.pairs(VICTIM, PAIRS)

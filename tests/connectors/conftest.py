@@ -42,7 +42,7 @@ class Answer:
     num_cached: int
 
 
-# One after the other: vLLM binds each server's threads to a core of its own.
+# The next one for each server: vLLM binds its threads to it.
 _CORES = cycle(sorted(os.sched_getaffinity(0)))
 
 
