@@ -58,10 +58,12 @@ class VllmServer:
         dtype: str = "float32",
         block_size: int = BLOCK_SIZE,
         registers: bool = False,
+        worker: bool = False,
     ) -> None:
-        """``registers``: conductors find it and send it requests."""
+        """``registers``: conductors find it and send it requests. ``worker``: the model runs in a process of
+        its own, as with several GPUs; without, in the scheduler's, as with one."""
         self._python, self._log, self._extra, self._dtype = python, log, extra, dtype
-        self.block_size = block_size
+        self.block_size, self._worker = block_size, worker
         self._process: subprocess.Popen[bytes] | None = None
         # Of a server that is ready: to list them takes up to seconds beside engines that poll.
         self._started: list[psutil.Process] = []
@@ -90,7 +92,9 @@ class VllmServer:
             "PYTHONPATH": str(ROOT),
             "VLLM_SERVER_DEV_MODE": "1",  # /reset_prefix_cache
             "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(self._worker)),
             "VLLM_CPU_OMP_THREADS_BIND": str(next(_CORES)),
+            "OMP_NUM_THREADS": "1",
             "VLLM_CACHE_ROOT": str(peers_dir() / "vllm-cache"),
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
@@ -223,6 +227,17 @@ class Redis:
         while not path.exists():
             assert self.process.poll() is None, "redis-server ended"
             time.sleep(0.005)
+
+
+@pytest.fixture(scope="session")
+def plain(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    """A server without the connector, whose texts are the right ones."""
+    server = VllmServer(vllm_python, tmp_path_factory.mktemp("plain") / "plain.log", None)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
 
 
 @pytest.fixture(scope="module")

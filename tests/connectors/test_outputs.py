@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +26,11 @@ class Servers:
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def servers(
-    request: pytest.FixtureRequest, vllm_python: Path, redis: Redis, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    vllm_python: Path,
+    plain: VllmServer,
+    redis: Redis,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Servers]:
     dtype = request.param
     folder = tmp_path_factory.mktemp(dtype)
@@ -34,18 +39,21 @@ def servers(
         every = ["store.host.capacity_nbytes=256MiB", *sets]
         return {"url": redis.url, "node_id": f"{name}-{dtype}", "set": every}
 
-    plain = VllmServer(vllm_python, folder / "plain.log", None, dtype=dtype)
     disk = f"store.ssd.path={folder / 'ssd'}"
     first = VllmServer(vllm_python, folder / "first.log", extra("first", disk), dtype=dtype)
     second = VllmServer(vllm_python, folder / "second.log", extra("second"), dtype=dtype)
+    started = [first, second]
+    if dtype != "float32":
+        plain = VllmServer(vllm_python, folder / "plain.log", None, dtype=dtype)
+        started.append(plain)
     try:
-        for server in (plain, first, second):
+        for server in started:
             server.start()
         for server in (plain, first, second):
             server.wait_ready()
         yield Servers(plain, first, second)
     finally:
-        for server in (plain, first, second):
+        for server in started:
             server.kill()
 
 
@@ -57,18 +65,26 @@ def test_fifty_prompts_after_hits_from_each_tier_and_peer(servers: Servers) -> N
         [rng.randrange(10, 500) for _ in range(rng.randrange(BLOCK_SIZE + 1, 14 * BLOCK_SIZE))]
         for _ in range(_NUM_PROMPTS)
     ]
-    cold = [servers.plain.complete(prompt) for prompt in prompts]
-    warm = [servers.plain.complete(prompt) for prompt in prompts]
-    assert texts([servers.first.complete(prompt) for prompt in prompts]) == texts(cold)
-    for server in (servers.first, servers.second):  # from its own memory, from the first's
+
+    def complete_all(server: VllmServer) -> list[Answer]:
+        return [server.complete(prompt) for prompt in prompts]
+
+    def hit_all(server: VllmServer) -> None:
         for prompt, expected in zip(prompts, warm, strict=True):
             hit_everything(server, prompt, expected, always_equal=False)
+
+    with ThreadPoolExecutor() as threads:  # each server has a core
+        computed = threads.submit(complete_all, servers.first)
+        cold, warm = complete_all(servers.plain), complete_all(servers.plain)
+        assert texts(computed.result()) == texts(cold)
+        # From its own memory, and from the first's.
+        for hit in [threads.submit(hit_all, server) for server in (servers.first, servers.second)]:
+            hit.result()
     servers.first.stop()
+    servers.second.stop()
     servers.first.start()
     servers.first.wait_ready()
-    servers.second.stop()
-    for prompt, expected in zip(prompts, warm, strict=True):
-        hit_everything(servers.first, prompt, expected, always_equal=False)  # from its disk
+    hit_all(servers.first)  # from its disk
 
 
 def texts(answers: list[Answer]) -> list[list[int]]:

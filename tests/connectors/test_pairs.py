@@ -23,7 +23,9 @@ COUNT = 24
 
 
 @pytest.fixture(scope="module")
-def pair(vllm_python: Path, redis: Redis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(
+    vllm_python: Path, plain: VllmServer, redis: Redis, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
     """Engines ``prefill`` and ``decode``, and one without the connector."""
     folder = tmp_path_factory.mktemp("pairs")
     engines = {}
@@ -31,16 +33,14 @@ def pair(vllm_python: Path, redis: Redis, tmp_path_factory: pytest.TempPathFacto
         sets = [*SETS, "transfer.deadline_s=5"]
         extra = {"url": redis.url, "node_id": role, "role": role, "set": sets}
         engines[role] = VllmServer(vllm_python, folder / f"{role}.log", extra, registers=True)
-    plain = VllmServer(vllm_python, folder / "plain.log", None)
-    servers = [plain, *engines.values()]
     try:
-        for server in servers:
+        for server in engines.values():
             server.start()
-        for server in servers:
+        for server in (plain, *engines.values()):
             server.wait_ready()
         yield Pair(plain, engines, redis)
     finally:
-        for server in servers:
+        for server in engines.values():
             server.kill()
 
 

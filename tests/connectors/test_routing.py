@@ -40,22 +40,22 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pair(vllm_python: Path, redis: Redis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(
+    vllm_python: Path, plain: VllmServer, redis: Redis, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("routing")
     engines = {}
     for name in ("first", "second"):
         extra = {"url": redis.url, "node_id": name, "set": SETS}
         engines[name] = VllmServer(vllm_python, folder / f"{name}.log", extra, registers=True)
-    plain = VllmServer(vllm_python, folder / "plain.log", None)
-    servers = [plain, *engines.values()]
     try:
-        for server in servers:
+        for server in engines.values():
             server.start()
-        for server in servers:
+        for server in (plain, *engines.values()):
             server.wait_ready()
         yield Pair(plain, engines, redis)
     finally:
-        for server in servers:
+        for server in engines.values():
             server.kill()
 
 

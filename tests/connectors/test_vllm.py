@@ -33,24 +33,24 @@ class Trio:
 
 
 @pytest.fixture(scope="module")
-def trio(vllm_python: Path, redis: Redis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
+def trio(
+    vllm_python: Path, plain: VllmServer, redis: Redis, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Trio]:
     folder = tmp_path_factory.mktemp("vllm")
 
     def extra(name: str) -> dict[str, object]:
         return {"url": redis.url, "node_id": name, "set": ["store.host.capacity_nbytes=256MiB"]}
 
-    plain = VllmServer(vllm_python, folder / "plain.log", None)
-    first = VllmServer(vllm_python, folder / "first.log", extra("first"))
-    second = VllmServer(vllm_python, folder / "second.log", extra("second"))
-    servers = (plain, first, second)
+    first = VllmServer(vllm_python, folder / "first.log", extra("first"), worker=True)
+    second = VllmServer(vllm_python, folder / "second.log", extra("second"), worker=True)
     try:
-        for server in servers:
+        for server in (first, second):
             server.start()
-        for server in servers:
+        for server in (plain, first, second):
             server.wait_ready()
-        yield Trio(*servers, redis)
+        yield Trio(plain, first, second, redis)
     finally:
-        for server in servers:
+        for server in (first, second):
             server.kill()
 
 
@@ -123,21 +123,3 @@ def test_an_engine_that_is_killed_is_a_miss(trio: Trio) -> None:
         found = [answer.result() for answer in answers]
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
     hit_everything(trio.second, many[-1], expected[-1])
-
-
-def test_blocks_on_disk_are_found_after_a_restart(vllm_python: Path, redis: Redis, tmp_path: Path) -> None:
-    sets = [f"store.ssd.path={tmp_path / 'ssd'}", "store.host.capacity_nbytes=128MiB"]
-    extra = {"url": redis.url, "node_id": "restarted", "set": sets}
-    server = VllmServer(vllm_python, tmp_path / "vllm.log", extra)
-    try:
-        server.start()
-        server.wait_ready()
-        many = prompts(6, (333, 700))
-        expected = [server.complete(prompt) for prompt in many]
-        server.stop()
-        server.start()
-        server.wait_ready()
-        for prompt, answer in zip(many, expected, strict=True):
-            hit_everything(server, prompt, answer)
-    finally:
-        server.kill()
