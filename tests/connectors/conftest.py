@@ -33,6 +33,7 @@ Make = Callable[..., SmallEngine]
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "moonpool" / "demo" / "model"
 BLOCK_SIZE = 32
+NUM_TOKENS = 24
 _READY_S = 900.0
 
 
@@ -118,7 +119,7 @@ class VllmServer:
             except (urllib.error.URLError, ConnectionError):
                 time.sleep(0.5)
 
-    def complete(self, prompt: list[int], max_tokens: int = 24, **parameters: Any) -> Answer:
+    def complete(self, prompt: list[int], max_tokens: int = NUM_TOKENS, **parameters: Any) -> Answer:
         body = {
             "model": "m", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0,
             "ignore_eos": True, "return_token_ids": True, **parameters,
@@ -262,7 +263,12 @@ def engine(redis: Redis) -> Iterator[Make]:
 
 
 def hit_everything(
-    server: VllmServer, prompt: list[int], expected: Answer, *, always_equal: bool = True
+    server: VllmServer,
+    prompt: list[int],
+    expected: Answer,
+    *,
+    always_equal: bool = True,
+    max_tokens: int = NUM_TOKENS,
 ) -> None:
     """Ask until the index has all blocks of the prompt, which the engine itself has forgotten.
 
@@ -272,7 +278,7 @@ def hit_everything(
     deadline_s = time.monotonic() + 20
     while True:
         server.forget()
-        found = server.complete(prompt)
+        found = server.complete(prompt, max_tokens)
         if always_equal or found.num_cached == wanted:
             assert found.token_ids == expected.token_ids
         if found.num_cached == wanted:

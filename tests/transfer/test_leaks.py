@@ -43,7 +43,7 @@ from tests.transfer.peer_process import listen_at
 pytestmark = pytest.mark.alone
 
 NBYTES = 4 << 20
-CYCLES = int(os.environ.get("CYCLES", "400"))  # at least 300; 1000 take each transport two minutes
+CYCLES = int(os.environ.get("CYCLES", "300"))  # at least 300; 1000 take each transport two minutes
 
 
 def resources() -> tuple[int, int, int]:
