@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -44,4 +45,6 @@ def descendants_of(pid: int) -> list[psutil.Process]:
 
 def are_gone(processes: list[psutil.Process], timeout_s: float = 60.0) -> bool:
     _, alive = psutil.wait_procs(processes, timeout=timeout_s)
-    return all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
+    with contextlib.suppress(psutil.NoSuchProcess):  # it ended just now: the others are asked again
+        return all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
+    return are_gone(alive, timeout_s)

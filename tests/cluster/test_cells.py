@@ -297,6 +297,9 @@ async def test_a_killed_cell_is_replaced_within_the_region_and_then_by_another(f
         for event, one in zip(begun_turns, turns, strict=True)
     ]
     await asyncio.gather(*(event.wait() for event in (*begun, *begun_turns)))
+    # On a busy machine one may end before the last has begun: only the lost cell has that one.
+    cut_off = [response for response in responses if not response.done()]
+    assert cut_off
     for name in front.cells[home].children:
         kill(front.cells[home], name)
     for whole, stream in zip(expected, streams, strict=True):
@@ -313,6 +316,8 @@ async def test_a_killed_cell_is_replaced_within_the_region_and_then_by_another(f
         assert [event.get("sequence_number") for event in events] == list(range(len(events))), events[-1]
         assert comparable(events) == comparable(turn), "the end has the whole text and its usage"
         assert len({event["response"]["id"] for event in events if "response" in event}) == 1
+        if response not in cut_off:
+            continue
         # The next turn is asked for by the name of a cell that is gone.
         follows = {"previous_response_id": events[-1]["response"]["id"], "max_output_tokens": 4}
         cell, after = await respond(front, input="And?", **follows)

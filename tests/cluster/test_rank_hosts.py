@@ -166,7 +166,7 @@ async def loses_it(client: Client, near: Child, launcher: Child, whom: str, numb
 
     # torchrun ends those of its ranks that cannot end themselves, and starts all of them again.
     async def far_ranks_are_gone() -> bool:
-        return not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
+        return are_gone(ranks, 0.0)
 
     await eventually(far_ranks_are_gone)
     if whom == "near" and number == signal.SIGSTOP:
