@@ -306,7 +306,7 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
     def _outbox(self, conductor_id: str) -> Outbox:
         outbox = self._outboxes.get(conductor_id)
         if outbox is None:
-            outbox = self._outboxes[conductor_id] = Outbox(self.clock, self._describe_load)
+            outbox = self._outboxes[conductor_id] = Outbox(time.monotonic, self._describe_load)
         return outbox
 
 

@@ -466,9 +466,10 @@ class Engine:
         Raises as ``add``; EngineClosed also when the engine stops meanwhile. After an error or a cancellation
         the sequence has no blocks.
         """
-        self._running()
+        loop = self._running()
         sequence.check(self.max_model_len, self.config.vocab_size)
         if not self.reserve(sequence):
+            loop.wake()  # there may be room, and its turn before the others'
             await self._reservations.wait(sequence)
 
     def extend(self, sequence: Sequence) -> bool:
@@ -526,7 +527,11 @@ class Engine:
         room = AdapterRoom(num_blocks, self.plan.cp, request.tenant, request.rank, request.order)
         if self._reservations or self._scheduler.waiting or not room.take(self.pool):
             loop.wake()
-            await self._reservations.wait(room)
+            try:
+                await self._reservations.wait(room)
+            finally:
+                # The room may have exchanged its turn; the request's former one is another's then.
+                request.order = room.order
         return room.block_ids
 
     def _leave_room_for_adapters(self, loop: StepLoop) -> bool:

@@ -89,10 +89,12 @@ class Reservations:
                 raise EngineClosed("the engine closed while a request waited for blocks") from None
             raise
 
-    def grant(self) -> None:
-        """Allocate blocks in order, until there is no room for the first."""
+    def grant(self, until: tuple[Any, ...] | None) -> None:
+        """Allocate blocks in order, to turns before ``until``, as long as there is room for the first."""
         while self._queue:
             one = self._queue[0]
+            if until is not None and one.order >= until:
+                return
             granted = self._granted[one]
             if not granted.done():
                 if not self._take(one):

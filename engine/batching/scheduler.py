@@ -557,4 +557,5 @@ class Scheduler:
                     i = bisect_left(queue, sequence.order, key=_order)
                     if i < len(queue) and queue[i] is sequence:
                         del queue[i]
-                        break
+                        return
+                raise AssertionError(f"{sequence} waits, but is in no queue")

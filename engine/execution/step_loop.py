@@ -185,7 +185,7 @@ class StepLoop:
         # Preempted sequences come before sequences that have not started.
         is_next = not waiting or (not waiting[0].num_preemptions and first.order < waiting[0].order)
         if is_next:
-            self.reservations.grant()
+            self.reservations.grant(until=waiting[0].order if waiting else None)
         # Younger sequences must not take the room it waits for.
         self.scheduler.admission_paused = is_next and self.reservations.first is first
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import logging
 from collections import OrderedDict
@@ -91,7 +92,7 @@ class Grammars:
         self._file = directory / "tokenizer.json"
         self._vocab_size = vocab_size
         self._end_ids = sorted(i for i in end_ids if 0 <= i < vocab_size)
-        self._compiled: OrderedDict[Structure, Future[LLMatcher]] = OrderedDict()
+        self._compiled: OrderedDict[Structure, Future[LLMatcher | Exception]] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="moonpool-grammars")
         self._tokenizer: Any = None
 
@@ -144,13 +145,25 @@ class Grammars:
         if compiling is None:
             if sum(not each.done() for each in self._compiled.values()) >= _MAX_WAITING:
                 raise GrammarsBusy
-            compiling = self._compiled[structure] = self._thread.submit(self._compile, structure)
+            compiling = self._compiled[structure] = self._thread.submit(self._compile_or_fail, structure)
             while len(self._compiled) > _KEPT:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(structure)
         if compiling.done():
-            return compiling.result()
-        return await asyncio.shield(asyncio.wrap_future(compiling))
+            compiled = compiling.result()
+        else:
+            compiled = await asyncio.shield(asyncio.wrap_future(compiling))
+        if isinstance(compiled, Exception):
+            # An error that is raised keeps the frames of its caller; this one is kept for later requests.
+            raise copy.copy(compiled) from compiled
+        return compiled
+
+    def _compile_or_fail(self, structure: Structure) -> LLMatcher | Exception:
+        """Return the error instead of raising it."""
+        try:
+            return self._compile(structure)
+        except Exception as error:
+            return error
 
     def _compile(self, structure: Structure) -> LLMatcher:
         import llguidance

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import re
+import traceback
+import weakref
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -369,6 +373,27 @@ async def test_structures_that_are_refused_say_why(writer: Writer, name: str) ->
             await writer.grammars.check(structure)
         assert 10 < len(str(refused.value)) < 700
         assert "\n" not in str(refused.value)
+
+
+class Body:
+    """What a request holds while its structure is checked."""
+
+
+async def test_a_refused_structure_keeps_nothing_of_the_requests_that_had_it(writer: Writer) -> None:
+    """Not even of those that waited for the compiler together."""
+    bodies: list[weakref.ref[Body]] = []
+
+    async def num_frames() -> int:
+        body = Body()
+        bodies.append(weakref.ref(body))
+        with pytest.raises(StructureInvalid) as refused:
+            await writer.grammars.check(Structure("regex", "a(b(c"))
+        return len(list(traceback.walk_tb(refused.tb)))
+
+    await asyncio.gather(*(num_frames() for _ in range(3)))
+    assert len({await num_frames() for _ in range(20)}) == 1
+    gc.collect()
+    assert not [body for body in bodies if body() is not None]
 
 
 async def test_after_a_warm_start_no_request_waits_for_the_compiler(tmp_path: Path) -> None:

@@ -262,6 +262,15 @@ async def test_a_connected_conductor_that_is_stopped_is_left(too_much: str) -> N
         await server.stop(None)
 
 
+async def test_a_clock_that_is_set_leaves_no_conductor() -> None:
+    node, ahead_s = DecodeNode(Config()), 0.0
+    node.clock = lambda: time.time() + ahead_s
+    node._outbox("conductor")
+    ahead_s = 3600.0
+    node.leave_conductors()
+    assert "conductor" in node._outboxes
+
+
 async def test_outboxes_are_for_so_many_conductors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_module, "MAX_CONDUCTORS", 2)
     node = DecodeNode(Config())

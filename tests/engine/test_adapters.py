@@ -260,6 +260,37 @@ async def test_a_load_waits_for_room_while_others_are_in_use(make: Any) -> None:
         assert driver.results[running.key].token_ids == adapters["all"].greedy(prompt(20), 40)
 
 
+async def test_a_request_has_the_turn_that_its_adapter_was_loaded_in(make: Any) -> None:
+    """A priority exchanged it; with another's turn, that one could not be cancelled in the queue."""
+    base, adapters = make("llama")
+    async with small_pool(base, 32) as driver:
+        engine = driver.engine
+        everything = driver.sequence(prompt(250))
+        assert engine.reserve(everything)
+        patient, urgent = driver.sequence(prompt(20), priority=1), request(driver, "one layer", 1)
+        pinned = engine.adapters.pinned(ref_of(engine, adapters["one layer"].path), urgent)
+
+        async def load() -> None:
+            async with pinned as pin:
+                await pin.give(urgent)
+
+        async with asyncio.timeout(60):
+            reserving, loading = asyncio.create_task(engine.reserved(patient)), asyncio.create_task(load())
+            while len(engine._reservations) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            assert engine._reservations.first is not patient
+            engine.release(everything)
+            await asyncio.gather(reserving, loading)
+        assert urgent.order < patient.order
+        engine.add(patient)
+        engine.add(urgent)
+        assert engine.cancel(*patient.key)
+        result = driver.results.setdefault(urgent.key, Result())
+        await driver.until(lambda: bool(result.finish_reason))
+        assert result.token_ids == adapters["one layer"].greedy(prompt(20, 1), NUM_TOKENS)
+        assert driver.results[patient.key].token_ids == []
+
+
 async def test_an_adapter_larger_than_half_of_the_pool_is_refused(make: Any) -> None:
     base, adapters = make("llama")
     async with small_pool(base, 26) as driver:

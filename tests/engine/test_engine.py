@@ -234,6 +234,47 @@ async def test_a_reservation_is_granted_when_the_one_before_it_is_given_up(check
         assert engine.pool.num_used == 0
 
 
+async def test_a_reservation_that_fits_is_granted_while_nothing_runs(checkpoint, serve) -> None:
+    async with serve(checkpoint.path, num_blocks=16) as driver:
+        engine = driver.engine
+        kept, large = driver.sequence(prompt(40, seed=1)), driver.sequence(prompt(100, seed=2), max_tokens=2)
+        await driver.run(kept, prefill_only=True)
+        engine.add(large)  # waits for the blocks of the other
+        while engine._loop._wake.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(0)  # until the engine's loop is idle
+        older = driver.sequence(prompt(5, seed=3), arrived_s=0.5)
+        await asyncio.wait_for(engine.reserved(older), 60)
+        assert large.state is State.WAITING
+        for sequence in (older, kept):
+            engine.release(sequence)
+        await driver.until(lambda: large.state is State.FINISHED)
+
+
+async def test_reservations_do_not_overtake_an_older_prompt(checkpoint, serve) -> None:
+    async with serve(checkpoint.path, num_blocks=16) as driver:
+        engine = driver.engine
+        others = [driver.sequence(prompt(n, seed=n)) for n in (100, 20)]
+        assert all(map(engine.reserve, others)) and engine.pool.num_free == 0
+        waiting = driver.sequence(prompt(12, seed=1), max_tokens=2, ignore_eos=True, arrived_s=3.0)
+
+        async def reserve(sequence: Sequence) -> State:
+            """Returns the state of the prompt then."""
+            await engine.reserved(sequence)
+            return waiting.state
+
+        older, younger = (driver.sequence(prompt(n, seed=n), arrived_s=s) for n, s in ((5, 1.0), (10, 5.0)))
+        reserving = [asyncio.create_task(reserve(one)) for one in (older, younger)]
+        engine.add(waiting)
+        await asyncio.sleep(0)
+        assert engine.stats().num_waiting == 3
+        engine.release(others[1])  # 3 blocks: the two older ones take 1 and 2
+        async with asyncio.timeout(60):
+            assert await reserving[0] is not State.FINISHED
+            assert await reserving[1] is State.FINISHED
+        for sequence in (older, younger, others[0]):
+            engine.release(sequence)
+
+
 async def test_younger_sequences_do_not_take_the_room_that_an_older_one_waits_for(checkpoint, serve) -> None:
     async with serve(checkpoint.path, num_blocks=12) as driver:
         engine = driver.engine

@@ -255,6 +255,20 @@ def test_admission_is_by_priority_then_arrival() -> None:
     assert finished == ["r2", "r0", "r1", "r3"]
 
 
+def test_what_waits_ends_only_out_of_its_queue() -> None:
+    """A sequence that is not found there, because its turn is another's, would run without an owner."""
+    cluster = Cluster(num_blocks=8)
+    older, younger = sequence("older", [0] * 6, 2, 0, 0.0), sequence("younger", [1] * 6, 2, 0, 1.0)
+    cluster.scheduler.add(older)
+    cluster.scheduler.add(younger)
+    younger.order = older.order
+    with pytest.raises(AssertionError, match=r"younger.*is in no queue"):
+        cluster.scheduler.finish(younger, FinishReason.CANCELLED, cluster.events)
+    cluster.scheduler.finish(older, FinishReason.CANCELLED, cluster.events)
+    cluster.run()
+    assert cluster.pool.num_used == 0
+
+
 def test_a_priority_is_heard_by_its_own_tenant_only() -> None:
     cluster = Cluster(num_blocks=32, max_batch_size=1)
     asked = [("a", 0), ("b", 0), ("a", 0), ("a", -9), ("b", -1)]
