@@ -159,6 +159,7 @@ class Router:
             return await asked.stream.close(asked.stream.break_off(_cell_lost(lost).body()))
         if first is None:
             raise _no_cells(asked)
+        metrics.requests.labels(first.headers[CELL_HEADER], str(first.status)).inc()
         return first
 
     def _attempts(self, asked: _Asked, reasons: Set[str]) -> Iterator[tuple[Cell, Door]]:
@@ -191,7 +192,8 @@ class Router:
     async def _attempt(self, asked: _Asked, cell: Cell, door: Door) -> tuple[web.StreamResponse | None, str]:
         """The answer, and why the next cell is to be asked instead; empty: the answer counts."""
         url = URL(door.url + asked.http.raw_path, encoded=True)
-        share = self._shares.count(asked.client, cell.name)
+        usable = [name for name, one in self.cells.cells.items() if one.usable]
+        share = self._shares.count(asked.client, cell.name, usable)
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self.cells.counted(cell, door))
             try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from moonpool.conductor.admission.tenants import Tenant
@@ -37,14 +37,14 @@ class TenantShares:
         self._clock = clock
         self._counts: dict[str, dict[str, tuple[float, float]]] = {}  # by tenant, cell: count, and when
 
-    def count(self, client: Tenant, cell: str) -> float:
-        """A request of a tenant with limits goes to a cell. Returns the cell's share of its requests, up to
-        1; 1 for tenants without limits."""
+    def count(self, client: Tenant, cell: str, usable: Collection[str]) -> float:
+        """A request of a tenant with limits goes to a cell. Returns the cell's share of its requests to this
+        cell and the ``usable`` ones, up to 1; 1 for tenants without limits."""
         if not (client.max_requests or client.tokens_per_minute):
             return 1.0
         now_s, cells = self._clock(), self._counts.setdefault(client.name, {})
         cells[cell] = (self._faded(*cells.get(cell, (0.0, now_s)), now_s) + 1.0, now_s)
-        total = sum(self._faded(*one, now_s) for one in cells.values())
+        total = sum(self._faded(*cells[name], now_s) for name in {cell, *usable} & cells.keys())
         return cells[cell][0] / total
 
     def take_back(self, client: Tenant, cell: str) -> None:

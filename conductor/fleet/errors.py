@@ -13,6 +13,14 @@ class ProviderFailed(ConductorError):
     failure = FailureClass.NODE
 
 
+class PlannerOutdated(ProviderFailed):
+    """A planner asked whose epoch is older than ``latest``, which has asked before. Nothing was changed."""
+
+    def __init__(self, sentence: str, latest: int) -> None:
+        super().__init__(sentence)
+        self.latest = latest
+
+
 class FleetUnchanged(ConductorError):
     """A change of the fleet was refused; the text says why. Nothing was changed."""
 

@@ -137,6 +137,8 @@ class Arbiter:
             except (FleetUnchanged, NodeMissing, ProviderFailed) as error:
                 outcome = "failed" if isinstance(error, ProviderFailed) else "refused"
                 fresh_s += _PAUSE_S
+                if isinstance(error, ProviderFailed):
+                    self._lease.refused(error)
                 log.warning("%s was not lent to %s: %s", loan.node_id, loan.borrower, error)
         self._fresh_s |= {loan.lender: now_s, loan.borrower: fresh_s}
         metrics.steps.labels("lend", "/".join(loan.stages), outcome).inc()

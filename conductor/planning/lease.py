@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from moonpool.conductor.fleet.errors import PlannerOutdated, ProviderFailed
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.lua_scripts import Script
 
@@ -43,7 +44,7 @@ class PlannerLease:
         self._clock = clock
         self._key = f"{{{index.namespace}}}:{name}"
         self._held = Held("")
-        self._latest = 0  # epoch that is known here, of whichever holder
+        self._latest = 0  # epoch that is known here, of whichever holder, or by a provider
 
     async def take(self) -> Held:
         """Take the lease if it is free, or renew ours. Raises ``IndexUnavailable``."""
@@ -56,6 +57,12 @@ class PlannerLease:
         ours = name == self._conductor_id
         self._held = Held(name, int(epoch), until_s) if ours else Held(name)
         return self._held
+
+    def refused(self, error: ProviderFailed) -> None:
+        """A provider made no change. If a later planner than ours has asked it, the next ``take`` gets an
+        epoch after that one's: Redis and all conductors may have lost the former ones."""
+        if isinstance(error, PlannerOutdated):
+            self._latest = max(self._latest, error.latest)
 
     def holds(self, epoch: int) -> bool:
         """Whether the lease of this epoch is ours for sure: not after a pause that outlasted it."""
@@ -77,7 +84,8 @@ local epoch = tonumber(redis.call('HGET', KEYS[1], 'epoch') or '0')
 if until_ms > now and holder ~= ARGV[1] then return {holder, epoch} end
 -- Ours may have lapsed and been another's since: a new epoch. Providers refuse one older than they have seen,
 -- and Redis may have lost its data.
-if until_ms <= now then epoch = math.max(epoch, tonumber(ARGV[3])) + 1 end
+local latest = tonumber(ARGV[3])
+if until_ms <= now or epoch < latest then epoch = math.max(epoch, latest) + 1 end
 redis.call('HSET', KEYS[1], 'holder', ARGV[1], 'until', now + ARGV[2], 'epoch', epoch)
 return {ARGV[1], epoch}
 """

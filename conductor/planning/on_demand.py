@@ -15,7 +15,7 @@ from moonpool.conductor.fleet.registry import NodeRegistry
 from moonpool.conductor.observing import planner_metrics as metrics
 from moonpool.conductor.planning.lease import PlannerLease
 from moonpool.conductor.planning.observation import UNKNOWN_JOIN_S
-from moonpool.conductor.planning.supply import Supply
+from moonpool.conductor.planning.supply import UNREACHED_S, Supply
 from moonpool.kvstore.errors import IndexUnavailable
 from moonpool.kvstore.index.redis.node_record import STAGES, stages_of
 from moonpool.runtime.service.vital import cancel_and_wait, restarted
@@ -25,8 +25,6 @@ log = logging.getLogger(__name__)
 PERIOD_S = 1.0
 # How long a request waits for a node to appear when none starts.
 NODE_WAIT_S = 2.0
-# How long requests wait for a node that is in the index, and that this conductor cannot reach.
-UNREACHED_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +141,7 @@ class OnDemand:
         try:
             if self._is_wanted:
                 await self._start_missing(now_s)
-            elif is_idle and (members or not slept):
+            elif is_idle and (not slept or any(one.stages for one in members)):  # store nodes stay
                 await self._end_idle()
         except ProviderFailed as error:
             log.warning("nodes on demand: %s", error)

@@ -64,8 +64,8 @@ class Rules:
 @dataclass(frozen=True, slots=True)
 class RoleState:
     """The nodes of one role. ``ready`` serve; ``num_starting`` will. ``need``: by the load alone.
-    ``num_fixed``: further ones that serve, and that no provider can remove. ``switchable``: all that
-    serve and can have the other role.
+    ``num_fixed``: further ones that serve, and that no provider can remove. ``num_lost``: further ones that
+    run, and that cannot be reached. ``switchable``: all that serve and can have the other role.
     ``attained``: fraction of requests within the SLO that this role decides; None: too few requests.
     ``join_s``: how long its last nodes took to join. ``held``: why no node can be added now; empty: it can.
     """
@@ -77,6 +77,7 @@ class RoleState:
     join_s: float = 30.0
     held: str = ""
     num_fixed: int = 0
+    num_lost: int = 0
     switchable: Sequence[Removable] = ()
 
     @property
@@ -153,6 +154,8 @@ def _target(
     why = f"{need.nodes} needed{kept}: {need.why}"
     if need.nodes + bounds.spare > bounds.most:
         why += f"; at most {bounds.most} are allowed"
+    if state.num_lost:
+        why += f"; {state.num_lost} that cannot be reached count among the {bounds.most} allowed"
     if up >= have:
         return up, why
     busiest = max(nodes for _, nodes in memory.needs[role])
@@ -206,7 +209,9 @@ def _steps(
                 steps.append(Step(SWITCH, other, wanted[role][1], node.node_id, role))
     for role, state in roles.items():
         if ADD in rules.can and not state.held:
-            steps += [Step(ADD, role, wanted[role][1]) for _ in range(max(missing[role], 0))]
+            # Those that cannot be reached run, too.
+            room = rules.bounds[role].most - state.num_nodes - state.num_lost
+            steps += [Step(ADD, role, wanted[role][1]) for _ in range(max(min(missing[role], room), 0))]
     for role, state in roles.items():
         stay = [node for node in state.ready if node.node_id not in taken]
         for node in least_missed(stay)[: max(-missing[role], 0)] if REMOVE in rules.can else ():

@@ -197,15 +197,19 @@ class Planner:
         join_s = longest_join_s(members)
         supply = self._supplies[role]
         joined = {one.owner for one in members}
+        # Those that a rollout keeps from requests are no reason to ask for others, and those that drain go.
+        kept_back = {one.owner for one in members if one.gated or one.record.state == "draining"}
+        unreached = joined - serving - kept_back - refused.keys()
         expected, gives_up = list[str](), dict[str, str]()
         if held.epoch:  # else nothing was listed, which does not mean that there is nothing
-            expected, gives_up = supply.look(own, joined, join_s, now_s, refused)
+            expected, gives_up = supply.look(own, joined, join_s, now_s, refused, unreached)
         if held.epoch and self.mode == ACT:
             for node_id, why in gives_up.items():
                 try:
                     await self._admin.stop(node_id, why, fence=held.epoch)
                     metrics.given_up.labels(role).inc()
                 except ProviderFailed as error:
+                    self._lease.refused(error)
                     log.warning("%s was given up, and could not be stopped: %s", node_id, error)
                     supply.still_runs(node_id, why, now_s)
         removable = {node.node_id for node in own if node.counts and node.can_stop} & serving
@@ -215,6 +219,7 @@ class Planner:
             join_s=join_s,
             held=supply.held(now_s),
             num_fixed=len(serving - removable),
+            num_lost=sum(node.counts and node.node_id in supply.lost for node in own),
             switchable=[
                 self._admin.removable(name) for name in sorted(serving) if self._can_switch(name, role)
             ],
@@ -257,6 +262,7 @@ class Planner:
                 log.warning("a change was not made: %s", error)
             except ProviderFailed as error:
                 outcome = "failed"
+                self._lease.refused(error)
                 if step.kind == ADD:
                     without.add(step.role)
                 if step.kind != SWITCH:

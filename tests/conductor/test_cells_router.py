@@ -89,6 +89,31 @@ async def test_a_full_cell_is_passed_over_and_all_full_is_said(status: int) -> N
         assert (await front.post(prompt(1)))[0] == 400, "other errors are answers"
 
 
+async def test_answers_of_full_cells_are_counted() -> None:
+    servers = [CellServer(f"full-{number}") for number in range(3)]
+    async with routed(*servers) as front:
+        for server in servers:
+            server.status = 429
+        _, _, headers = await front.post(prompt(1))
+        for server in servers:
+            server.status = 404
+        path = "/v1/requests/cmpl-full-0:abc-1/timeline"
+        async with front.client.get(f"{front.url}{path}") as unknown:
+            assert unknown.status == 404
+        async with front.client.get(f"{front.url}/metrics") as answer:
+            page = await answer.text()
+        counted = {
+            line
+            for line in page.splitlines()
+            if line.startswith('moonpool_router_requests_total{cell="full-')
+        }
+        first = headers["x-moonpool-cell"]
+        assert counted == {
+            f'moonpool_router_requests_total{{cell="{first}",status="429"}} 1.0',
+            'moonpool_router_requests_total{cell="full-0",status="404"} 1.0',
+        }, "once each, for the cell whose answer the client got"
+
+
 async def test_a_loaded_cell_spills_over_and_a_draining_one_gets_nothing() -> None:
     async with routed(*three()) as front:
         home = await cell_of(front, prompt(1))

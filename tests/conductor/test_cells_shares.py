@@ -18,14 +18,16 @@ ACME = Tenant("acme", max_requests=8, tokens_per_minute=600)
 def test_shares_follow_requests_and_sum_to_one() -> None:
     now_s = [0.0]
     shares = TenantShares(lambda: now_s[0])
-    assert shares.count(ACME, "a") == 1
+    both = ("a", "b")
+    assert shares.count(ACME, "a", both) == 1
     for _ in range(200):
         now_s[0] += 0.1
-        three, one = [shares.count(ACME, cell) for cell in ("a", "a", "a", "b")][2:]
+        three, one = [shares.count(ACME, cell, both) for cell in ("a", "a", "a", "b")][2:]
     assert three == pytest.approx(0.75, abs=0.02) and one == pytest.approx(0.25, abs=0.02)
+    assert shares.count(ACME, "b", ("b",)) == 1, "the other cell gets none"
     now_s[0] += 600.0
-    assert shares.count(ACME, "b") == pytest.approx(1.0), "it has left the other cell"
-    assert shares.count(Tenant("free"), "a") == shares.count(Tenant("free"), "b") == 1
+    assert shares.count(ACME, "b", both) == pytest.approx(1.0), "it has left the other cell"
+    assert shares.count(Tenant("free"), "a", both) == shares.count(Tenant("free"), "b", both) == 1
 
 
 def test_a_cell_admits_its_part_and_at_least_one() -> None:
@@ -73,3 +75,26 @@ async def test_a_router_tells_each_cell_its_part(tmp_path: Path) -> None:
         assert sum(last) == pytest.approx(1.0, abs=0.3) and last[0] > 0
         free = [one for server in front.servers.values() for one in server.headers if "free" in str(one)]
         assert free and not any(SHARE_HEADER in one for one in free), "what a client sends is not passed on"
+
+
+@pytest.mark.parametrize("drains", [False, True])
+async def test_a_cell_gets_the_part_of_one_that_is_lost_or_drains(tmp_path: Path, drains: bool) -> None:
+    tenants = tmp_path / "tenants.toml"
+    tenants.write_text('[acme]\nkeys = ["sk-acme"]\nmax_requests = 8\n')
+    async with routed(CellServer("a"), CellServer("b"), tenants=tenants) as front:
+        body = {"prompt": "again " * 400}
+
+        async def cell() -> str:
+            status, answer, _ = await front.post(body, Authorization="Bearer sk-acme")
+            assert status == 200
+            return str(answer["cell"])
+
+        [home] = {await cell() for _ in range(30)}
+        if drains:
+            front.servers[home].summary["ready"] = False
+        else:
+            await front.servers[home].stop()
+        await front.until(home, usable=False)
+        other = front.servers[await cell()]
+        assert other.name != home
+        assert SHARE_HEADER not in other.headers[-1], "all that the tenant may have"

@@ -20,6 +20,7 @@ from moonpool.conductor.fleet.errors import ProviderFailed
 from moonpool.conductor.fleet.providers.provider import FAILED, RUNNING, STARTING, STOPPING, SuppliedNode
 from moonpool.conductor.planning import on_demand, supply
 from moonpool.conductor.planning.lease import Held, PlannerLease
+from moonpool.kvstore.index.redis.node_record import STAGES
 from moonpool.runtime.config.options import PlannerOptions
 from moonpool.runtime.service.vital import cancel_and_wait
 from tests.conductor.core_nodes import (
@@ -359,6 +360,27 @@ async def test_idle_nodes_end_and_the_next_request_starts_others(url: str) -> No
         assert len(machines.started) == 4
 
 
+async def test_a_conductor_without_requests_leaves_the_nodes_that_another_one_starts(url: str) -> None:
+    """Also where a store node, which serves no requests, is in the index."""
+    machines, namespace = Machines(), uuid4().hex
+    planner = PlannerOptions(min_warm=0, hold_s=0.5)
+    async with (
+        running(url, "s0", namespace=namespace, provider=machines, planner=planner) as a,
+        running(url, namespace=namespace, provider=machines, planner=planner) as b,
+    ):
+        machines.cluster = a
+        machines.may_join.clear()
+        await b.until(lambda: "s0" in b.conductor.nodes)
+        asked = asyncio.create_task(a.generate(request()))
+        await a.until(lambda: len(machines.started) == 2)
+        # Both look every PERIOD_S: by then the other one was idle for longer than hold_s.
+        num_listed = machines.num_listed
+        await a.until(lambda: machines.num_listed >= num_listed + 4)
+        machines.may_join.set()
+        assert await asked == continuation(PROMPT, 8)
+        assert machines.stopped == []
+
+
 async def test_a_request_that_comes_while_idle_nodes_end_keeps_those_that_are_left(url: str) -> None:
     machines, planner = Machines(), PlannerOptions(min_warm=0, hold_s=0.5)
     asked: list[asyncio.Task[list[int]]] = []
@@ -466,7 +488,7 @@ async def test_a_node_that_comes_from_another_model_has_its_time() -> None:
     times.append(100.0)
     await nodes.round()
     load = SimpleNamespace(num_running=0, num_waiting=0)
-    members["n"] = SimpleNamespace(owner="n", record=SimpleNamespace(load=load))
+    members["n"] = SimpleNamespace(owner="n", record=SimpleNamespace(load=load), stages=STAGES)
     for now_s in (101.0, 105.0, 110.0):
         times.append(now_s)
         await nodes.round()

@@ -16,7 +16,7 @@ import pytest
 
 from moonpool.conductor.costs.model import NodeCost, Profile
 from moonpool.conductor.fleet.administration import FleetAdmin
-from moonpool.conductor.fleet.errors import ProviderFailed
+from moonpool.conductor.fleet.errors import PlannerOutdated, ProviderFailed
 from moonpool.conductor.fleet.providers.provider import FAILED, RUNNING, STARTING, STOPPING, SuppliedNode
 from moonpool.conductor.fleet.registry import NodeRegistry
 from moonpool.conductor.fleet.removal import Reuse
@@ -27,7 +27,7 @@ from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.placing.load_ledger import LoadLedger
 from moonpool.conductor.placing.node_table import NodeTable
 from moonpool.conductor.placing.node_view import NodeView
-from moonpool.conductor.planning.lease import PlannerLease
+from moonpool.conductor.planning.lease import Held, PlannerLease
 from moonpool.conductor.planning.plan import SWITCH, Bounds, Rules
 from moonpool.conductor.planning.planner import Planner
 from moonpool.kvstore.errors import IndexUnavailable
@@ -55,8 +55,8 @@ class Clock:
 class Fleet:
     """A provider and a registry at once: nodes that are asked for join at once, unless ``joins`` is False.
 
-    ``refuses``: why no node can serve. ``fails``: what its changes raise. ``is_silent``: it lists no nodes.
-    ``before_start``: before each start.
+    ``refuses``: why no node can serve. ``is_reached``: the conductor connects to those that join. ``fails``:
+    what its changes raise. ``is_silent``: it lists no nodes. ``before_start``: before each start.
     """
 
     name = "fake"
@@ -70,6 +70,7 @@ class Fleet:
         self.fails = ""
         self.is_silent = False
         self.refuses = ""
+        self.is_reached = True
         self.before_start = lambda: None
         self._clock = clock
         self._tables = {"prefill": NodeTable(), "decode": NodeTable()}
@@ -94,7 +95,7 @@ class Fleet:
         return name
 
     def join(self, name: str) -> None:
-        role = self.nodes[name].role
+        role, is_reached = self.nodes[name].role, self.is_reached
         view = NodeView(name, NodeCost(Profile(1e-3, 1e-4, 0.0, 1e-3, 1e-4, 0.0)), num_blocks=100)
         view.num_free_blocks = 100
         record = NodeRecord(name, 1, role, extra={"join_s": 4.0}, stages=STAGES)
@@ -107,8 +108,9 @@ class Fleet:
             reuse=Reuse(),
             view=view,
             load=LoadLedger(view, self._clock, lambda _: None),
-            available=lambda now_s: True,
-            warming=False,
+            available=lambda now_s: is_reached,
+            warming=False if is_reached else None,
+            gated=False,
             first_token_s=None,
             client=SimpleNamespace(switch=partial(self._switch, name)),
         )
@@ -299,6 +301,25 @@ async def test_a_redis_that_has_lost_its_data_gives_no_epoch_again(
     await client.aclose()
 
 
+async def test_an_epoch_that_a_provider_has_seen_is_passed_while_the_lease_is_held(
+    url: str, clock: Clock
+) -> None:
+    client = connect(url)
+    index = KVIndex(client, uuid4().hex)
+    a, b = (PlannerLease(index, name, ttl_s=TTL_S, clock=clock) for name in ("a", "b"))
+    assert (await a.take()).epoch == 1
+    b.refused(PlannerOutdated("", 7))
+    assert await b.take() == Held("a"), "another one's lease is left alone"
+    a.refused(PlannerOutdated("", 5))
+    a.refused(PlannerOutdated("", 3))
+    assert (await a.take()).epoch == 6
+    assert a.holds(6) and not a.holds(1)
+    assert (await a.take()).epoch == 6
+    await a.leave()
+    assert (await b.take()).epoch == 8
+    await client.aclose()
+
+
 async def test_nor_a_rollout_an_epoch_of_one_before(url: str, redis: RedisProcess) -> None:
     client = connect(url)
     index = KVIndex(client, uuid4().hex)
@@ -441,6 +462,57 @@ async def test_newcomers_that_cannot_serve_are_given_up_and_not_repeated_for_eve
         assert 3 <= len(asked) <= 20
         assert "engine.block_size" in made.planner.status["roles"]["prefill"]["held"]
         assert made.planner.status["roles"]["prefill"]["ready"] == 0
+
+
+async def test_newcomers_that_the_conductor_cannot_reach_are_no_reason_for_ever_more(
+    url: str, clock: Clock, fleet: Fleet
+) -> None:
+    async with planner_of(url, clock, fleet) as made:
+        fleet.is_reached = False
+        asked, held = list[float](), set[str]()
+        fleet.before_start = lambda: asked.append(clock.now_s)
+        for _ in range(12 * 60):  # an hour
+            await made.planner.round()
+            held.add(made.planner.status["roles"]["prefill"]["held"].rpartition(": ")[2])
+            assert fleet.count("prefill") <= 6
+            clock.now_s += 5
+        gaps = [after - before for before, after in pairwise(asked)]
+        assert gaps[0] >= 45.0 and gaps == sorted(gaps)
+        assert "in the index, but out of reach for 30 s" in held
+        assert "cannot be reached" in made.planner.status["roles"]["prefill"]["reason"]
+
+
+async def test_a_node_that_is_out_of_reach_for_a_moment_is_not_replaced(
+    url: str, clock: Clock, fleet: Fleet
+) -> None:
+    async with planner_of(url, clock, fleet) as made:
+        await made.planner.round()
+        num_calls = fleet.num_calls
+        member = fleet.members["prefill-0"]
+        for is_reached, num_rounds in ((False, 5), (True, 2), (False, 5), (True, 2)):
+            member.available = lambda now_s, is_reached=is_reached: is_reached
+            for _ in range(num_rounds):
+                clock.now_s += 5
+                await made.planner.round()
+                assert made.planner.status["roles"]["prefill"]["held"] == ""
+        assert fleet.num_calls == num_calls
+        member.available = lambda now_s: False
+        for _ in range(20):
+            clock.now_s += 5
+            await made.planner.round()
+        assert fleet.num_calls == num_calls + 1, "for long, it is"
+
+
+async def test_a_node_that_a_rollout_keeps_from_requests_is_not_out_of_reach(
+    url: str, clock: Clock, fleet: Fleet
+) -> None:
+    async with planner_of(url, clock, fleet) as made:
+        member = fleet.members[fleet.add("prefill")]
+        member.gated, member.available = True, lambda now_s: False
+        for _ in range(20):
+            await made.planner.round()
+            clock.now_s += 5
+            assert made.planner.status["roles"]["prefill"]["held"] == ""
 
 
 async def test_advice_changes_nothing_and_is_said_once(url: str, clock: Clock, fleet: Fleet) -> None:

@@ -426,3 +426,19 @@ def test_a_node_that_comes_and_goes_is_waited_for_and_then_given_up() -> None:
     gone.look([node], {"decode-0"}, 10.0, 0.0)
     assert gone.look([node], (), 10.0, 5.0)[0] == ["decode-0"]
     assert gone.look([node], (), 10.0, 26.0)[0] == []  # another one is needed
+
+
+def test_departures_that_are_days_apart_are_no_reason_to_give_a_node_up() -> None:
+    supply, node = Supply(), SuppliedNode("decode-0", "decode", RUNNING)
+    for day in range(5):
+        now_s = 86_400.0 * day
+        supply.look([node], {"decode-0"}, 10.0, now_s)
+        assert supply.look([node], (), 10.0, now_s + 2.0) == (["decode-0"], {})
+
+
+def test_a_node_that_dies_after_each_long_start_is_given_up() -> None:
+    supply, node, told = Supply(), SuppliedNode("decode-0", "decode", RUNNING), []
+    for i in range(3):  # it joins for ten minutes, and serves for one
+        supply.look([node], {"decode-0"}, 600.0, 660.0 * i)
+        told += supply.look([node], (), 600.0, 660.0 * i + 60.0)[1].values()
+    assert told == ["it left the index 3 times"]

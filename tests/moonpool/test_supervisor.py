@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 import pytest_asyncio
 
-from moonpool.conductor.fleet.errors import ProviderFailed
+from moonpool.conductor.fleet.errors import PlannerOutdated, ProviderFailed
 from moonpool.conductor.fleet.providers.local import LocalProvider
 from moonpool.conductor.fleet.providers.provider import STARTING, SuppliedNode
 from moonpool.local.supervisor import Supervisor
@@ -86,6 +86,13 @@ async def test_an_older_epoch_is_refused(provider: LocalProvider, cluster: Clust
     with pytest.raises(ProviderFailed, match="epoch 3 asks"):
         await provider.start("decode", "tiny", fence=3)
     assert cluster.nodes == ["decode-1", "decode-2"]
+
+
+async def test_a_planner_that_is_refused_learns_the_latest_epoch(provider: LocalProvider) -> None:
+    await provider.start("decode", "tiny", fence=7)
+    with pytest.raises(PlannerOutdated, match="decode node was not started") as refused:
+        await provider.start("decode", "tiny", fence=1)
+    assert refused.value.latest == 7
 
 
 async def test_settings_of_a_model_that_is_not_served_are_refused(

@@ -18,7 +18,7 @@ from kubernetes.aio import config as credentials
 from kubernetes.aio.client import ApiClient, Configuration, CoordinationV1Api, CoreV1Api, CustomObjectsApi
 from kubernetes.aio.client.exceptions import ApiException
 
-from moonpool.conductor.fleet.errors import ProviderFailed
+from moonpool.conductor.fleet.errors import PlannerOutdated, ProviderFailed
 from moonpool.runtime.config.options import FleetOptions
 
 ROLE_LABEL = "app.kubernetes.io/component"
@@ -149,7 +149,7 @@ class KubernetesApi:
     async def check(self, fence: int) -> None:
         """Count the epoch of a planner, for all conductors together: the transitions of a Lease that is ours.
 
-        Raises ``ProviderFailed`` for one older than has asked before. 0: no planner.
+        Raises ``PlannerOutdated`` for one older than has asked before. 0: no planner.
         """
         for attempt in range(_TRIES if fence else 0):
             with _failures(f"the Lease {self._fence}"):
@@ -160,9 +160,10 @@ class KubernetesApi:
                         raise
                     continue  # another conductor has written it meanwhile
             if latest > fence:
-                raise ProviderFailed(
+                raise PlannerOutdated(
                     f"a planner of epoch {fence} asks, and one of epoch {latest} has asked before: nothing "
-                    "was changed"
+                    "was changed",
+                    latest,
                 )
             return
 

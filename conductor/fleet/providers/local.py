@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from moonpool.conductor.fleet.errors import ProviderFailed
+from moonpool.conductor.fleet.errors import PlannerOutdated, ProviderFailed
 from moonpool.conductor.fleet.providers.provider import SuppliedNode
 from moonpool.protos import fleet_pb2, fleet_pb2_grpc
 from moonpool.runtime import rpc
-from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.errors import MoonpoolError, RemoteError
 
 _TIMEOUT_S = 5.0
+# As the supervisor says it.
+_OUTDATED = re.compile(r"a planner of epoch \d+ asks, and one of epoch (\d+) has asked before")
 
 
 class LocalProvider:
@@ -70,4 +73,6 @@ class LocalProvider:
             with rpc.node_errors(f"supervisor at {self._address}"):
                 yield
         except MoonpoolError as error:
+            if isinstance(error, RemoteError) and (told := _OUTDATED.search(error.details)):
+                raise PlannerOutdated(f"{what}: {error}", int(told[1])) from error
             raise ProviderFailed(f"{what}: {error}") from error

@@ -43,7 +43,7 @@ class Provider(Protocol):
 
     Every method raises ``ProviderFailed``, also where the provider does not answer in time; the call may
     have had its effect then, and ``list`` tells. ``fence``: the epoch of the planner's lease, 0 for an
-    operator; a provider that can refuses one older than it has seen.
+    operator; a provider that can refuses one older than it has seen, with ``PlannerOutdated``.
     """
 
     name: str

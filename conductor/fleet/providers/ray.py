@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import grpc.aio
 
-from moonpool.conductor.fleet.errors import ProviderFailed
+from moonpool.conductor.fleet.errors import PlannerOutdated, ProviderFailed
 from moonpool.conductor.fleet.providers.provider import FAILED, STOPPING, SuppliedNode
 from moonpool.kvstore.index.redis.node_record import ROLES
 from moonpool.runtime.config.loading import to_toml
@@ -165,6 +165,8 @@ class RayProvider:
                     await check_answers(self._config.fleet.ray)
                 async with asyncio.timeout(_TIMEOUT_S):
                     return await _in_thread(calls)
+            except PlannerOutdated as error:
+                raise PlannerOutdated(f"{what}: {error}", error.latest) from error
             except ProviderFailed as error:
                 raise ProviderFailed(f"{what}: {error}") from error
             except TimeoutError:

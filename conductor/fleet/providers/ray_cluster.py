@@ -24,7 +24,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from moonpool.conductor.fleet.errors import ProviderFailed
+from moonpool.conductor.fleet.errors import PlannerOutdated, ProviderFailed
 from moonpool.conductor.fleet.providers.provider import FAILED, STARTING
 from moonpool.conductor.fleet.providers.ray_node import ENDED, RayNode, RayRankHost
 
@@ -105,16 +105,17 @@ class RayCluster:
         return bool(ray.cluster_resources().get("GPU"))
 
     def check(self, fence: int) -> None:
-        """Raise ``ProviderFailed`` for a planner of an older epoch than has asked before. 0: no planner."""
+        """Raise ``PlannerOutdated`` for a planner of an older epoch than has asked before. 0: no planner."""
         if not fence:
             return
         options = {"lifetime": "detached", "get_if_exists": True, "num_cpus": 0, "max_restarts": -1}
         actor = ray.remote(RayFence).options(name=self._fence, namespace=_NAMESPACE, **options).remote()
         latest = ray.get(actor.latest.remote(fence), timeout=_ANSWER_S)
         if latest > fence:
-            raise ProviderFailed(
+            raise PlannerOutdated(
                 f"a planner of epoch {fence} asks, and one of epoch {latest} has asked before: nothing was "
-                "changed"
+                "changed",
+                latest,
             )
 
     def start(
