@@ -72,12 +72,16 @@ def raise_one(outcomes: Iterable[object], first: type[BaseException]) -> None:
 
 
 class NodeUnknown(StoreError):
-    """The index does not know this node in this epoch. Register again."""
+    """The index does not know this node in this epoch, or has lost changes that it had. Register again."""
 
     failure = FailureClass.INDEX
 
-    def __init__(self, node_id: str, epoch: int) -> None:
-        super().__init__(f"node {node_id} of epoch {epoch} is not registered in the index")
+    def __init__(self, node_id: str, epoch: int, *, has_lost: bool = False) -> None:
+        super().__init__(
+            f"Redis went back to an older history and has lost changes of node {node_id} of epoch {epoch}"
+            if has_lost
+            else f"node {node_id} of epoch {epoch} is not registered in the index"
+        )
 
 
 class EpochSuperseded(StoreError):

@@ -60,7 +60,8 @@ class Prefix:
         # Requests to a tick, the clock of ages: fine against the time a block stays.
         self._tick_requests = min(max(capacity_blocks // _TICK_BLOCKS, 1), _MAX_TICK_REQUESTS)
         self._max_seen = max(_REMEMBERED * capacity_blocks, 4096)
-        self._seen: OrderedDict[Hashable, _Seen] = OrderedDict()  # least recently seen first
+        # Least recently seen first, but for held ones: when they come to be forgotten, they go to the end.
+        self._seen: OrderedDict[Hashable, _Seen] = OrderedDict()
         self._requests = 0
         self._tick = 0
         self._chain: dict[Hashable, Hashable | None] = {}  # of the request: a key and the one before it
@@ -84,9 +85,12 @@ class Prefix:
             self._see(chain[position], position, num_known, len(chain))
         for key in leaves:
             self._show(key)
-        while len(seen) > self._max_seen and next(iter(seen)) not in self._parents:
-            _, old = seen.popitem(last=False)
-            self._rates.censor(old.kind, old.tick, self._tick)
+        while len(seen) > max(self._max_seen, len(self._parents)):
+            key, old = seen.popitem(last=False)
+            if key in self._parents:
+                seen[key] = old
+            else:
+                self._rates.censor(old.kind, old.tick, self._tick)
 
     def _advance(self) -> None:
         self._requests += 1

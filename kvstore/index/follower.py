@@ -211,9 +211,12 @@ class Follower:
         copy = self._copy
         for node_id in tip.lapsed:
             record = copy.nodes.get(node_id)
-            if record is not None and await self._index.drop(
-                node_id, record.epoch, life=copy.seen[node_id].life
-            ):
+            if record is None:
+                # It died while no mirror ran, or it left a moment ago.
+                if await self._index.drop_unread(node_id):
+                    metrics.lapsed_nodes.inc()
+                    _log.warning("node %s dropped: its lease ended before this mirror knew it", node_id)
+            elif await self._index.drop(node_id, record.epoch, life=copy.seen[node_id].life):
                 metrics.lapsed_nodes.inc()
                 _log.warning("node %s (epoch %d) dropped: its lease ended", node_id, record.epoch)
         for node_id in [name for name, seen in copy.seen.items() if self._index.expired(seen.number)]:

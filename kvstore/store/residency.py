@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from moonpool.kvstore.blocks.keys import BlockKey
@@ -231,14 +232,25 @@ class Residency:
         ``in_host``: the host tier is about to forget it, as the last of its chain there.
         """
         self._on_change(key, None)
-        orphans = [] if in_host else self.host.after(key)
-        orphans += self.demoter.drop_descendants(key)
-        if self.writes is not None:
-            orphans += self.writes.drop_descendants(key)
-        for orphan in orphans:
+        # A chain can be longer than the interpreter's stack is deep.
+        orphans = deque(() if in_host else self.host.after(key))
+        orphans += self._drop_after(key)
+        while orphans:
+            orphan = orphans.popleft()
             self._remove(orphan)
             metrics.EVICTED_BLOCKS.labels("host", "orphaned").inc()
-            self.announce(orphan)
+            tier = self.tier_of(orphan)
+            self._on_change(orphan, tier)
+            if tier is None:
+                orphans += self.host.after(orphan)
+                orphans += self._drop_after(orphan)
+
+    def _drop_after(self, key: BlockKey) -> list[BlockKey]:
+        """Forget the blocks in transit that directly follow ``key``. Returns those."""
+        dropped = self.demoter.drop_descendants(key)
+        if self.writes is not None:
+            dropped += self.writes.drop_descendants(key)
+        return dropped
 
     def check_integrity(self) -> None:
         """Assert every invariant; only while nothing is being demoted."""

@@ -95,7 +95,7 @@ class Demoter:
             demotion.is_wanted = False
 
     def drop_descendants(self, key: BlockKey) -> list[BlockKey]:
-        """A block is in no tier any more: forget the blocks that follow it. Returns those."""
+        """A block is in no tier any more: forget the blocks directly after it. Returns those."""
         gone = self.demoting.after(key)
         for each in gone:
             self.forget(each)

@@ -120,6 +120,9 @@ class WriteQueue:
 
     def write_evicted(self, key: BlockKey, parent: BlockKey | None, slot: int) -> None:
         """Write a block that host memory evicts at this moment; its slot stays pinned until then."""
+        if (before := self.evicted.take(key)) is not None:
+            # It was stored again since. A write that has begun keeps the slot pinned by itself.
+            self._host.unpin((before.slot,))
         self._host.pin((slot,))
         self.evicted.add(key, EvictedBlock(parent, slot))
         self._enqueue(key)
@@ -140,7 +143,7 @@ class WriteQueue:
             await self._finished.wait()
 
     def drop_descendants(self, key: BlockKey) -> list[BlockKey]:
-        """A block is in no tier any more: forget the evicted blocks after it. Returns those."""
+        """A block is in no tier any more: forget the evicted blocks directly after it. Returns those."""
         gone = self.evicted.after(key)
         for name in gone:
             metrics.DROPPED_WRITES.labels("orphaned").inc()

@@ -24,6 +24,7 @@ from moonpool.kvstore.tiers.ssd.files.segments import Segments
 from moonpool.runtime.config.options import HostTierOptions, StoreOptions
 from tests.kvstore.fake_pool import FakePool
 from tests.kvstore.nodes import chain
+from tests.kvstore.small_store import Listener
 
 MIB = 1 << 20
 LAYOUT = OpaqueLayout(MIB, b"demotion-16-byte")
@@ -80,6 +81,24 @@ async def test_of_more_than_there_is_room_for_the_beginnings_are_kept() -> None:
     assert num_held >= 8, "the ends of chains pushed out their beginnings"
     assert {key for key, tier in changes.items() if tier is not None} == set(keys[:num_held])
     assert len(store.host) == num_held
+    store.check_integrity()
+    await store.close()
+
+
+async def test_a_long_chain_that_is_copied_is_gone_with_the_block_before_it() -> None:
+    layout, keys = OpaqueLayout(4 << 10, b"demotion-16-byte"), chain(1500)
+    pool = FakePool(np.zeros((len(keys), layout.block_nbytes), np.uint8))
+    heard = Listener()
+    memory = np.zeros(4000 * layout.block_nbytes, np.uint8)
+    store = TieredStore(layout, LRU, memory, pool=pool, on_change=heard)
+    drop(store, keys)
+    assert len(store.demoter.demoting) > 1000
+    assert heard.tiers.keys() == set(keys)
+    await store.remove(keys[:1])
+    assert heard.tiers == {}
+    assert dict(store.blocks()) == {}
+    await store.copied()
+    assert store.host.num_free == 4000
     store.check_integrity()
     await store.close()
 

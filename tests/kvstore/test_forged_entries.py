@@ -213,6 +213,32 @@ async def test_a_lease_that_somebody_prolongs_ends_with_the_record(
     await mirror.close()
 
 
+async def test_a_node_that_died_while_no_mirror_ran_does_not_stay_in_redis(
+    index: KVIndex, redis: Any, nodes: dict[str, FakeNode], mirror: IndexMirror
+) -> None:
+    await nodes["b"].kill()
+    nodes["b"] = await FakeNode(index, "b", epoch=2, lease_ttl_s=0.5).start()
+    nodes["b"].hold(5)
+    await nodes["b"].settled()
+    await nodes["b"].kill()
+    await redis.zadd("{test}:leases", {"without a record": 1})
+    # One that starts when the record has expired, and never knows the node.
+    later = KVIndex(redis, "test", unix_clock=lambda: time.time() + 60)
+    late = IndexMirror(later, lease_ttl_s=0.5, tick_s=0.02)
+    await late.start()
+    assert late.nodes.keys() == {"a"}
+
+    async def swept() -> bool:
+        return await index.node_ids() == ["a"] and not await redis.keys("{test}:*:b")
+
+    await until(swept)
+    await mirror.caught_up()
+    assert mirror.nodes.keys() == {"a"}
+    await late.caught_up()
+    assert late.nodes.keys() == {"a"}
+    await late.close()
+
+
 async def test_others_may_write_to_a_nodes_log_in_turn(
     index: KVIndex, redis: Any, nodes: dict[str, FakeNode], mirror: IndexMirror
 ) -> None:

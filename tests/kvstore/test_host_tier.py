@@ -15,6 +15,8 @@ from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.layout import KVLayout
 from moonpool.kvstore.errors import LayoutError, StoreError
 from moonpool.kvstore.eviction import POLICIES, make_policy
+from moonpool.kvstore.eviction.chain_cache import ChainCache
+from moonpool.kvstore.eviction.prefix import Prefix
 from moonpool.kvstore.tiers.host import HostTier
 from moonpool.runtime.config.options import EVICTION_POLICIES
 from tests.kvstore.nodes import chain, key
@@ -224,6 +226,19 @@ def test_the_second_to_commit_a_block_gets_the_first_ones_slot() -> None:
     assert host.checksum_of(slots[1]) == 7
     assert host.num_free == 2
     host.check_integrity()
+
+
+def test_what_prefix_remembers_stays_bounded_behind_a_block_that_is_held_unused() -> None:
+    policy = Prefix(16)
+    cache: ChainCache[BlockKey] = ChainCache(16, policy)
+    cache.adopt([(key(0), None, 0)])
+    for number in range(1, 6000):
+        cache.use(chain(8, number))
+        assert len(policy._seen) <= policy._max_seen
+    assert cache.match([key(0)]) == [0]
+    assert cache.evict()
+    assert key(0) not in cache
+    cache.check_integrity()
 
 
 def test_the_options_know_every_policy() -> None:

@@ -212,6 +212,33 @@ async def test_a_flushed_index_is_noticed_and_published_anew(
     assert watcher.left == []
 
 
+@pytest.mark.parametrize("next_call", ["heartbeat", "batch"])
+async def test_a_redis_that_comes_back_with_an_older_history_is_told_what_it_lost(
+    watcher: Watcher, nodes: dict[str, FakeNode], server: Server, index: KVIndex, redis: Any, next_call: str
+) -> None:
+    node = nodes["a"]
+    node.hold(5)
+    await said(nodes, watcher.mirror)
+    await redis.save()
+    node.hold(2)
+    await node.settled()
+    node.hold(7, 3)
+    await said(nodes, watcher.mirror)
+    await server.kill()
+    await server.start()
+    # No call was under way: the next one opens a connection as if nothing had happened.
+    if next_call == "batch":
+        node.hold(3, 4)
+        await node.publisher.flush()
+    else:
+        await node.settled()
+    assert await index.snapshot() == {"a": node.held, "b": {}}
+    await said(nodes, watcher.mirror)
+    assert await watcher.mirror.check() == 0
+    assert watcher.mirror.held_by("a") == node.held
+    assert watcher.left == []
+
+
 async def test_no_node_is_dropped_because_redis_stood_still(
     impatient: Watcher, nodes: dict[str, FakeNode], server: Server
 ) -> None:

@@ -236,6 +236,13 @@ def test_every_kind_of_client_gets_the_certificates(identity: None, certs: Path)
     assert "ssl_ca_certs" not in plain.connection_kwargs
 
 
+@pytest.mark.parametrize("url", ["redis://h:1/0", "redis+cluster://h:1,h:2", "redis+sentinel://h:1,h:2/main"])
+def test_options_in_the_url_go_first(url: str) -> None:
+    client = connect(f"{url}?socket_connect_timeout=9&socket_timeout=8")
+    kwargs = client.connection_kwargs if "cluster" in url else client.connection_pool.connection_kwargs
+    assert kwargs.items() >= {"socket_connect_timeout": 9.0, "socket_timeout": 8.0}.items()
+
+
 def has_tls(directory: Path) -> bool:
     command = [str(find_redis().path), "--tls-port", "0", "--port", "0", "--dir", str(directory)]
     return b"tls-port" not in subprocess.run(command, capture_output=True, check=False).stderr

@@ -18,6 +18,7 @@ from moonpool.kvstore.tiers.ssd import SsdTier
 from moonpool.kvstore.tiers.ssd.files.directory import PAGE_NBYTES
 from moonpool.runtime.config.options import SsdTierOptions, StoreOptions
 from tests.kvstore.fake_pool import FakePool
+from tests.kvstore.memory_disk import MemoryDisk
 from tests.kvstore.nodes import chain, key
 from tests.kvstore.small_store import (
     LAYOUT,
@@ -31,6 +32,16 @@ from tests.kvstore.small_store import (
     settled,
     with_disk,
 )
+
+
+async def writes_under_way(store: TieredStore, disk: MemoryDisk) -> None:
+    """Three writes that wait for the disk: more blocks stay in the queue until ``disk.may_write``."""
+    disk.may_write.clear()
+    for number in (1, 2, 3):
+        await put(store, 1, number)
+        store.write(key(0, number))
+        while not store.writes.is_writing(chain(1, number)):  # noqa: ASYNC110
+            await asyncio.sleep(0)
 
 
 async def test_write_back_writes_what_host_memory_evicts_and_what_is_before_it() -> None:
@@ -290,6 +301,46 @@ async def test_what_follows_a_block_that_is_lost_on_its_way_to_disk_is_lost_too(
     assert store.match(chain(3)) == []
     assert not heard.tiers.keys() & set(chain(3))
     assert key(2) not in store.host
+    store.check_integrity()
+    await store.close()
+
+
+async def test_a_long_chain_on_its_way_to_disk_is_lost_with_the_block_before_it() -> None:
+    heard = Listener()
+    store, disk = await with_disk(4000, 4000, queue_blocks=2000, on_change=heard)
+    await writes_under_way(store, disk)
+    await put(store, 3000)
+    num_left = len(store.host.match(chain(3000)))
+    assert store.stats.num_demoting == 3000 - num_left > 900
+    await store.remove([key(num_left - 1)])
+    assert store.stats.num_demoting == 0
+    held = chain(num_left - 1)
+    assert heard.tiers.keys() - {key(0, number) for number in (1, 2, 3)} == set(held)
+    assert store.match(chain(3000)) == [Tier.HOST] * len(held)
+    disk.may_write.set()
+    await settled(store)
+    assert store.host.num_pinned == 0
+    store.check_integrity()
+    await store.close()
+
+
+async def test_a_block_stored_again_while_it_is_written_gives_its_first_slot_back() -> None:
+    store, disk = await with_disk(80, 200, watermark=0.1)
+    await writes_under_way(store, disk)
+    first, second = (store.reserve(chain(1)) for _ in range(2))
+    for number, reservation in ((20, first), (40, second)):
+        for span in reservation.spans:
+            span[:] = payload(key(0))
+        assert reservation.commit() == 1
+        while key(0) in store.host:
+            assert await put(store, 1, number) == 1
+            number += 1
+        assert key(0) in store.writes.evicted
+    assert await get(store, 1) == [Tier.HOST]
+    disk.may_write.set()
+    await settled(store)
+    assert store.host.num_pinned == 0
+    assert await get(store, 1) == [Tier.SSD]
     store.check_integrity()
     await store.close()
 

@@ -68,7 +68,7 @@ def _server(url: str, options: dict[str, Any]) -> Any:
 
 def _cluster(url: str, options: dict[str, Any]) -> Any:
     named = [ClusterNode(host, port or _DEFAULT_PORT) for host, port in _hosts(url)]
-    return RedisCluster(startup_nodes=named, **options, **_access(url))
+    return RedisCluster(startup_nodes=named, **{**options, **_access(url)})
 
 
 def _sentinel(url: str, options: dict[str, Any]) -> Any:
@@ -81,7 +81,7 @@ def _sentinel(url: str, options: dict[str, Any]) -> Any:
     access = _access(url)
     tls = {name: value for name, value in access.items() if name.startswith("ssl")}
     sentinel: Any = Sentinel(sentinels, sentinel_kwargs={"socket_connect_timeout": 2.0, **tls})  # type: ignore[no-untyped-call]
-    return sentinel.master_for(service, **options, **access)
+    return sentinel.master_for(service, **{**options, **access})
 
 
 def _certificates() -> dict[str, Any]:

@@ -123,6 +123,16 @@ class NodeEntries:
         opened = [self._batch_of(of, first + i, batch) for i, batch in enumerate(batches)]
         return LogPage(epoch, life, number, record, self._marked(of, done), base, opened, int(seq))
 
+    def registration(self, node_id: str, reply: list[Any]) -> Registration:
+        """Of a node whose record may have expired, from the answer of the script ``read``. Raises
+        ``EntryCorrupt``."""
+        try:
+            epoch = int(reply[0])
+        except ValueError as error:
+            raise RecordCorrupt(f"its hash has no epoch: {error}") from None
+        life, number, _ = self._seals.open(b"H", self._place(b"H", node_id), reply[1], epoch=epoch)
+        return Registration(node_id, epoch, life, number)
+
     def event(self, entry: Any) -> Event:
         """An entry of the stream. What cannot be used has a kind of its own."""
         identity, fields = entry

@@ -89,9 +89,10 @@ class KVIndex(RedisCalls):
     async def heartbeat(self, record: NodeRecord, ttl_s: float) -> None:
         """Renew the lease and replace the record. Raises ``NodeUnknown``, ``EpochSuperseded``."""
         node_id, epoch = record.node_id, record.epoch
-        kept = self._entries.record(await self._registration(node_id, epoch), record, _ms(ttl_s))
-        keys = [self._node_prefix + node_id, self._leases, self._events, self._meta, self._marks]
-        args = [node_id, epoch, kept, _ms(ttl_s), self._history]
+        own = await self._registration(node_id, epoch)
+        kept = self._entries.record(own, record, _ms(ttl_s))
+        keys = [*self._own(node_id), self._leases, self._events, self._meta, self._marks]
+        args = [node_id, epoch, kept, _ms(ttl_s), self._history, own.position]
         self._checked(await self.run("heartbeat", scripts.heartbeat, keys, args), node_id, epoch)
 
     async def publish(
@@ -165,6 +166,16 @@ class KVIndex(RedisCalls):
         args = [node_id, epoch, self._entries.left(found, reason), int(only_lapsed), self._history]
         reply = await self.run("drop", scripts.drop, keys, args)
         return bool(reply[0] == b"OK")
+
+    async def drop_unread(self, node_id: str) -> bool:
+        """``drop`` a node whose lease has ended, also if its record has expired, which ``read_log`` refuses.
+        A lease without a record goes too. False: no node was dropped, or its record cannot be used."""
+        reply = await self.run("read_log", scripts.read, [*self._own(node_id), self._meta], [0, 0])
+        try:
+            found = self._entries.registration(node_id, reply) if reply else Registration(node_id, 0, 1)
+        except EntryCorrupt:
+            return False
+        return await self.drop(node_id, found.epoch, life=found.life)
 
     async def watch(self) -> StreamPosition:
         keys = [self._meta, self._leases, self._events, self._marks]
@@ -270,8 +281,8 @@ class KVIndex(RedisCalls):
     def _checked(reply: Sequence[Any], node_id: str, epoch: int) -> Sequence[Any]:
         if reply[0] == b"SUPERSEDED":
             raise EpochSuperseded(node_id, epoch, int(reply[1]))  # digits: see ``newer`` in the scripts
-        if reply[0] == b"UNKNOWN":
-            raise NodeUnknown(node_id, epoch)
+        if reply[0] in (b"UNKNOWN", b"OLDER"):
+            raise NodeUnknown(node_id, epoch, has_lost=reply[0] == b"OLDER")
         return reply
 
 

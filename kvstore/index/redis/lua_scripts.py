@@ -27,12 +27,17 @@ end
 local function newer(a, b)
   return string.match(a, '^%d+$') and (#a > #b or (#a == #b and a > b))
 end
--- The refusal of an epoch that is not current; nil: it is current.
-local function refusal(node, epoch)
-  local current = redis.call('HGET', node, 'epoch')
-  if current == epoch then return nil end
-  if current and newer(current, epoch) then return {'SUPERSEDED', current} end
-  return {'UNKNOWN'}
+-- The refusal of an epoch that is not current, or of a log that ends before `position`: its end only moves
+-- on, so Redis has lost changes. Else nil, and the position of its end.
+local function refusal(node, log, epoch, position)
+  local found = redis.call('HMGET', node, 'epoch', 'base')
+  if found[1] ~= epoch then
+    if found[1] and newer(found[1], epoch) then return {'SUPERSEDED', found[1]} end
+    return {'UNKNOWN'}
+  end
+  local stop = (tonumber(found[2] or '0') or 0) + redis.call('LLEN', log)
+  if stop < tonumber(position) then return {'OLDER'} end
+  return nil, stop
 end
 -- A namespace without an instance is new, or Redis has lost it: what is left of an old stream is of no use.
 local function open(meta, events, marks, instance)
@@ -92,13 +97,13 @@ if ARGV[7] ~= '' then seq = emit(KEYS[4], KEYS[5], KEYS[6], ARGV[6], 'C', ARGV[1
 return {'OK', seq, base}
 """)
 
-# KEYS node leases events meta marks | ARGV id epoch record ttl_ms budget
+# KEYS node log leases events meta marks | ARGV id epoch record ttl_ms budget position
 heartbeat = Script("""
-local refused = refusal(KEYS[1], ARGV[2])
+local refused = refusal(KEYS[1], KEYS[2], ARGV[2], ARGV[6])
 if refused then return refused end
 redis.call('HSET', KEYS[1], 'record', ARGV[3])
-redis.call('ZADD', KEYS[2], now_ms() + tonumber(ARGV[4]), ARGV[1])
-return {'OK', emit(KEYS[3], KEYS[4], KEYS[5], ARGV[5], 'H', ARGV[1], ARGV[2], ARGV[3])}
+redis.call('ZADD', KEYS[3], now_ms() + tonumber(ARGV[4]), ARGV[1])
+return {'OK', emit(KEYS[4], KEYS[5], KEYS[6], ARGV[5], 'H', ARGV[1], ARGV[2], ARGV[3])}
 """)
 
 # KEYS node log events meta marks | ARGV id epoch changes quiet base trim budget complete position
@@ -106,9 +111,8 @@ return {'OK', emit(KEYS[3], KEYS[4], KEYS[5], ARGV[5], 'H', ARGV[1], ARGV[2], AR
 # `changes` go to the log and the stream. `quiet` goes to the log alone: it repeats what is still true of the
 # `trim` oldest batches, which are dropped in the same step if the log still starts at `base`.
 publish = Script("""
-local refused = refusal(KEYS[1], ARGV[2])
+local refused, position = refusal(KEYS[1], KEYS[2], ARGV[2], ARGV[9])
 if refused then return refused end
-local position = (tonumber(redis.call('HGET', KEYS[1], 'base') or '0') or 0) + redis.call('LLEN', KEYS[2])
 if position ~= tonumber(ARGV[9]) then return {'MOVED', position} end
 if ARGV[3] ~= '' then
   position = position + 1
@@ -131,13 +135,14 @@ return {'OK', position}
 """)
 
 # KEYS node log leases events meta marks | ARGV id epoch reason only_lapsed budget
+# A lease that has ended goes also where it is all that is left of a node.
 drop = Script("""
 local current = redis.call('HGET', KEYS[1], 'epoch')
+local ends = redis.call('ZSCORE', KEYS[3], ARGV[1])
+local has_lapsed = not ends or tonumber(ends) <= now_ms()
+if not current and has_lapsed then redis.call('ZREM', KEYS[3], ARGV[1]) end
 if not current or current ~= ARGV[2] then return {'UNKNOWN'} end
-if ARGV[4] == '1' then
-  local ends = redis.call('ZSCORE', KEYS[3], ARGV[1])
-  if ends and tonumber(ends) > now_ms() then return {'ALIVE'} end
-end
+if ARGV[4] == '1' and not has_lapsed then return {'ALIVE'} end
 redis.call('UNLINK', KEYS[1], KEYS[2])
 redis.call('ZREM', KEYS[3], ARGV[1])
 return {'OK', emit(KEYS[4], KEYS[5], KEYS[6], ARGV[5], 'L', ARGV[1], current, ARGV[3])}
