@@ -20,8 +20,8 @@ from moonpool.conductor.api.models.cascade import Draft
 from moonpool.conductor.api.models.lanes import LANES
 from moonpool.conductor.api.models.tiers import Tiers
 from moonpool.conductor.api.prompts import Prompt, output_limit
-from moonpool.conductor.api.request_body import read_object
-from moonpool.conductor.api.schemas import CompletionBody, GenerationBody, parse
+from moonpool.conductor.api.request_body import read_object, validated
+from moonpool.conductor.api.schemas import CompletionBody, GenerationBody
 from moonpool.conductor.api.sequence_runs import SequenceRun, Sink, run_all
 from moonpool.conductor.api.streams.heartbeats import Heartbeats
 from moonpool.conductor.api.streams.resume import Resumable, resumable
@@ -152,7 +152,8 @@ class GenerationExchange:
         self._explains = _wants_explanation(self._http)
         given = await read_object(self._http, self._context.options.max_body_nbytes)
         started_s = self._context.clock()
-        body = parse(schema, given if translate is None else await translate(given))
+        asked = given if translate is None else await translate(given)
+        body = await validated(self._http, schema, asked)
         if self._context.hot.is_wanted:
             salt = self._client.salt(str(given.get("cache_salt") or ""))
             self._digests = tuple(prefix_digests(given, salt))

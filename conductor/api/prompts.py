@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from moonpool.conductor.api.errors import ApiError, bad_request
+from moonpool.conductor.api.request_body import MAX_INLINE_MESSAGES
 from moonpool.conductor.api.schemas import ChatBody, CompletionBody, GenerationBody, Message
 from moonpool.conductor.fleet.served_model import ServedModel
 from moonpool.conductor.text.chat_template import ChatTemplate
-from moonpool.conductor.text.tokenizer import Tokenizer
+from moonpool.conductor.text.tokenizer import MAX_INLINE_CHARS, Tokenizer
 
 MAX_PROMPTS = 2048  # in one request; the body's size bounds the rest
+# What encoding a text costs, whatever its length, in characters.
+_TEXT_CHARS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +37,21 @@ async def completion_prompts(body: CompletionBody, tokenizer: Tokenizer, model: 
     Raises:
         ApiError: 400 for another type, an empty prompt, or a token id outside the vocabulary.
     """
-    return [
-        await _text_prompt(one, param, tokenizer, add_special_tokens=body.add_special_tokens)
-        if isinstance(one, str)
-        else _token_prompt(one, param, model)
-        for one, param in _split(body.prompt)
-    ]
+    split = _split(body.prompt)
+
+    def read() -> list[Prompt]:
+        return [
+            _token_prompt(one, param, model) if isinstance(one, list) else encoded(one, param)
+            for one, param in split
+        ]
+
+    def encoded(text: str, param: str) -> Prompt:
+        ids = tokenizer.encode_now(text, add_special_tokens=body.add_special_tokens)
+        return _text_prompt(text, ids, param)
+
+    # A token id costs less than a character.
+    num_chars = sum(len(one) + _TEXT_CHARS for one, _ in split)
+    return read() if num_chars <= MAX_INLINE_CHARS else await asyncio.to_thread(read)
 
 
 async def chat_prompt(body: ChatBody, template: ChatTemplate | None, tokenizer: Tokenizer) -> Prompt:
@@ -54,14 +67,12 @@ async def chat_prompt(body: ChatBody, template: ChatTemplate | None, tokenizer: 
             "messages",
             "no_chat_template",
         )
-    tools = [tool.model_dump(exclude_unset=True) for tool in body.tools]
-    text = template.render(
-        [_for_template(message, template) for message in body.messages],
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        variables=body.chat_template_kwargs | ({"tools": tools} if tools else {}),
-    )
-    return await _text_prompt(text, "messages", tokenizer, add_special_tokens=body.add_special_tokens)
+    if sum(1 + len(message.tool_calls) for message in body.messages) <= MAX_INLINE_MESSAGES:
+        text = _rendered(body, template)
+    else:
+        text = await asyncio.to_thread(_rendered, body, template)
+    ids = await tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
+    return _text_prompt(text, ids, "messages")
 
 
 def output_limit(prompt: Prompt, body: GenerationBody, default: int | None, model: ServedModel) -> int:
@@ -91,6 +102,16 @@ def output_limit(prompt: Prompt, body: GenerationBody, default: int | None, mode
             "context_length_exceeded",
         )
     return asked
+
+
+def _rendered(body: ChatBody, template: ChatTemplate) -> str:
+    tools = [tool.model_dump(exclude_unset=True) for tool in body.tools]
+    return template.render(
+        [_for_template(message, template) for message in body.messages],
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        variables=body.chat_template_kwargs | ({"tools": tools} if tools else {}),
+    )
 
 
 def _for_template(message: Message, template: ChatTemplate) -> dict[str, Any]:
@@ -124,8 +145,7 @@ def _split(prompt: Any) -> list[tuple[str | list[Any], str]]:
     return [(one, f"prompt[{position}]") for position, one in enumerate(prompt)]
 
 
-async def _text_prompt(text: str, param: str, tokenizer: Tokenizer, *, add_special_tokens: bool) -> Prompt:
-    token_ids = await tokenizer.encode(text, add_special_tokens=add_special_tokens)
+def _text_prompt(text: str, token_ids: npt.NDArray[np.int32], param: str) -> Prompt:
     if not text or not len(token_ids):
         raise _empty(param)
     return Prompt(token_ids, text, param)

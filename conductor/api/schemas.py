@@ -35,6 +35,12 @@ REFUSED = {
     "guided_choice": "use structured_outputs",
     "guided_grammar": "use structured_outputs",
     "prompt_embeds": "embeddings as prompts are not supported",
+    "allowed_token_ids": "use logit_bias, or structured_outputs",
+    "bad_words": "use logit_bias",
+    "truncate_prompt_tokens": "prompts are not cut: send a shorter one",
+    "prompt_logprobs": "use echo and logprobs of /v1/completions",
+    "chat_template": "the checkpoint's template is used: render the prompt, and send it to /v1/completions",
+    "echo": "the prompt is repeated by /v1/completions only",
 }
 _HARMLESS: tuple[object, ...] = ([], {}, "", False, {"type": "text"})
 
@@ -249,7 +255,7 @@ class ChatBody(GenerationBody):
         choice = self.tool_choice
         if choice in (None, "none", "auto"):
             return
-        if self.response_format is not None or self.structured_outputs is not None:
+        if self.structure is not None:
             raise ValueError("tool_choice: a call cannot be required together with a structure of the answer")
         names = [tool.function.name for tool in self.tools]
         if not names:
@@ -273,7 +279,7 @@ def parse(schema: type[B], body: Mapping[str, Any]) -> B:
     if given.get("tool_choice") == "none":
         given.pop("tools", None)
     for name in given.keys() & REFUSED.keys() - schema.model_fields.keys():
-        if given[name] not in _HARMLESS:
+        if not any(type(given[name]) is type(each) and given[name] == each for each in _HARMLESS):
             raise bad_request(f"{name}: {REFUSED[name]}", name, "unsupported_parameter")
     try:
         parsed = schema.model_validate(given)
@@ -288,7 +294,9 @@ def _first_error(error: ValidationError) -> ApiError:
     message = first["msg"].removeprefix("Value error, ")
     if not first["loc"]:  # from a check over several fields
         return bad_request(message, message.partition(":")[0])
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    # What follows are names of the two forms that a choice may have.
+    place = first["loc"][:1] if first["loc"][0] == "tool_choice" else first["loc"]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
     if first["type"] == "missing":
         return bad_request(f"{param}: is required", param, "missing_required_parameter")
     if first["type"] in ("too_short", "string_too_short"):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Callable, Sequence
@@ -81,6 +82,7 @@ class StreamRecord:
     num_tokens: int = 0
     renewed_s: float = 0.0
     ended: bool = False
+    ended_s: float = math.inf  # seen by ``flush``
 
     @classmethod
     def new(cls, head: StreamHead, token: str, place: str, on_news: Callable[[], None]) -> StreamRecord:
@@ -99,6 +101,11 @@ class StreamRecord:
     def end(self) -> None:
         """No more tokens come. What is there stays for ``RESUME_S``."""
         self.ended = True
+
+    @property
+    def has_news(self) -> bool:
+        """Whether ``unwritten`` has an entry."""
+        return not self.num_entries or any(map(int.__gt__, map(len, self.tokens), self.num_written))
 
     def unwritten(self) -> tuple[bytes, list[int]]:
         """The next entry, empty if there is nothing new, and how many tokens are written with it."""
@@ -166,23 +173,32 @@ class StreamRecords:
         return past_of(entries)
 
     async def flush(self, *, heads_only: bool = False) -> None:
-        """Write what is new, and renew what would expire. Raises ``IndexUnavailable``: tried again later."""
+        """Write what is new, and renew what would expire.
+
+        Raises ``IndexUnavailable``: tried again later, for ``RESUME_S`` after the end of a stream.
+        """
         async with self._turn:
-            now_s, due = self._clock(), list[tuple[StreamRecord, bytes, list[int]]]()
+            now_s, due = self._clock(), list[StreamRecord]()
             for record in [one for one in self._open if not (heads_only and one.num_entries)]:
-                entry, counts = record.unwritten()
-                if record.num_tokens > MAX_TOKENS or (record.ended and not entry):
+                if record.ended:
+                    record.ended_s = min(record.ended_s, now_s)
+                is_over = record.ended and not record.has_news
+                if record.num_tokens > MAX_TOKENS or is_over or now_s - record.ended_s > RESUME_S:
                     del self._open[record]
-                elif entry or now_s - record.renewed_s > RESUME_S / 3:
-                    due.append((record, entry, counts))
+                elif record.has_news or now_s - record.renewed_s > RESUME_S / 3:
+                    due.append(record)
             for first in range(0, len(due), _BATCH):
                 await self._write(due[first : first + _BATCH], now_s)
 
-    async def _write(self, due: Sequence[tuple[StreamRecord, bytes, list[int]]], now_s: float) -> None:
+    async def _write(self, due: Sequence[StreamRecord], now_s: float) -> None:
+        news = [record.unwritten() for record in due]
         args: list[object] = [round(RESUME_S * 1000)]
-        args += [self._encrypted(record.place, entry) if entry else b"" for record, entry, _ in due]
-        lengths = await self._index.run("streams", _PUSH, [record.place for record, *_ in due], args)
-        for (record, entry, counts), length in zip(due, lengths, strict=True):
+        args += [
+            self._encrypted(record.place, entry) if entry else b""
+            for record, (entry, _) in zip(due, news, strict=True)
+        ]
+        lengths = await self._index.run("streams", _PUSH, [record.place for record in due], args)
+        for record, (entry, counts), length in zip(due, news, lengths, strict=True):
             record.num_entries += bool(entry)
             record.num_written, record.renewed_s = counts, now_s
             if int(length) < record.num_entries:

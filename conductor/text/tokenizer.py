@@ -21,7 +21,7 @@ from moonpool.runtime.errors import ConfigError
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # About 1 ms on the event loop. Longer texts go to a thread: the library releases the GIL.
-MAX_INLINE_CHARS = 8192
+MAX_INLINE_CHARS = 2048
 
 # Special tokens that chat templates may use.
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")

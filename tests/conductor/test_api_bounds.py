@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import gzip
 import json
+import threading
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ import pytest
 
 from moonpool.conductor.api import request_body
 from moonpool.conductor.dashboard.routes import FEED, LiveFeed, pause_s
+from moonpool.conductor.text.chat_template import ChatTemplate
+from moonpool.conductor.text.tokenizer import Tokenizer
 from moonpool.runtime.config.options import ConductorOptions
 from moonpool.runtime.network import http_connections
 from moonpool.runtime.network.quota import ConnectionQuota, origin
@@ -61,6 +65,52 @@ async def test_a_deep_body_is_refused(api: Any, field: str, depth: int) -> None:
         answer = await response.json()
         assert response.status == 400, answer
         assert "nested more than 32 deep" in answer["error"]["message"]
+
+
+def seen_in(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]:
+    """The threads that call the function from now on, one entry a call."""
+    function, threads = getattr(owner, name), list[int]()
+
+    def called(*args: Any, **options: Any) -> Any:
+        threads.append(threading.get_ident())
+        return function(*args, **options)
+
+    monkeypatch.setattr(owner, name, called)
+    return threads
+
+
+@pytest.mark.parametrize(("num", "length"), [(100, 8000), (2000, 1)])
+async def test_many_prompts_are_not_read_on_the_event_loop(
+    checkpoint: Path, num: int, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(checkpoint, ConductorOptions(port=0, max_body_nbytes=8 << 20)) as api:
+        api.core.model = replace(api.core.model, max_model_len=1 << 16)
+        api.core.script = lambda request: [5]
+        threads = seen_in(monkeypatch, Tokenizer, "encode_now")
+        answer = await api.complete(prompt=["x" * length] * num, max_tokens=1)
+        assert len(answer["choices"]) == len(threads) == num
+        assert threading.get_ident() not in threads
+        threads.clear()
+        await api.complete(prompt=["a", "b"], max_tokens=1)
+        assert threads == [threading.get_ident()] * 2
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize", "/v1/responses"])
+async def test_many_messages_are_not_read_on_the_event_loop(
+    checkpoint: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(checkpoint, ConductorOptions(port=0, max_body_nbytes=8 << 20)) as api:
+        api.core.model = replace(api.core.model, max_model_len=1 << 16)
+        name = "input" if path == "/v1/responses" else "messages"
+        stages = [
+            seen_in(monkeypatch, owner, function)
+            for owner, function in ((request_body, "parse"), (ChatTemplate, "render"))
+        ]
+        for num, apart in ((1000, True), (2, False)):
+            body = {name: [{"role": "user", "content": "a"}] * num}
+            status, answer = await api.post(path, body)
+            assert status == 200, answer
+            assert [threads.pop() != threading.get_ident() for threads in stages] == [apart, apart]
 
 
 async def test_a_deep_prompt_is_no_prompt_and_flat_bodies_are_fine(api: Any) -> None:

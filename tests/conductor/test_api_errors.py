@@ -121,6 +121,11 @@ def check_shape(answer: Any) -> Any:
         ("structured_outputs.xml", {"xml": "a"}),
         ("guided_json", {"type": "object"}),
         ("tools", [{"type": "function", "function": {"name": "look"}}]),
+        ("allowed_token_ids", [5]),
+        ("bad_words", ["damn"]),
+        ("truncate_prompt_tokens", 5),
+        ("prompt_logprobs", 0),
+        ("prompt_logprobs", 1),
     ],
 )
 async def test_a_wrong_field_of_a_completion_is_named(api: Any, field: str, value: Any) -> None:
@@ -178,6 +183,10 @@ async def test_a_wrong_field_of_a_completion_is_named(api: Any, field: str, valu
                 "response_format": {"type": "json_object"},
             },
         ),
+        ("tool_choice", {"messages": HI, "tools": [LOOK], "tool_choice": "foo"}),
+        ("tool_choice", {"messages": HI, "tools": [LOOK], "tool_choice": {"type": "function"}}),
+        ("chat_template", {"messages": HI, "chat_template": "{{ messages }}"}),
+        ("echo", {"messages": HI, "echo": True}),
         ("chat_template_kwargs", {"messages": HI, "chat_template_kwargs": 5}),
         (
             "continue_final_message",
@@ -190,6 +199,27 @@ async def test_a_wrong_field_of_a_chat_is_named(api: Any, field: str, body: dict
     error = check_shape(answer)
     assert (status, error["param"]) == (400, field), answer
     assert api.core.requests == []
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/prefetch"])
+async def test_fields_that_ask_for_nothing_are_accepted(api: Any, path: str) -> None:
+    nothing = {
+        "allowed_token_ids": None,
+        "bad_words": [],
+        "truncate_prompt_tokens": None,
+        "prompt_logprobs": None,
+        "chat_template": "",
+        "echo": False,
+        "surprise": True,
+    }
+    body = {"input": "Hi"} if path == "/v1/responses" else {"messages": HI}
+    status, answer = await api.post(path, {**body, **nothing})
+    assert status == 200, answer
+
+
+async def test_a_template_of_the_request_is_refused_for_a_prefetch(api: Any) -> None:
+    status, answer = await api.post("/v1/prefetch", {"messages": HI, "chat_template": "{{ messages }}"})
+    assert (status, check_shape(answer)["param"]) == (400, "chat_template")
 
 
 async def test_too_long_a_prompt_is_told_with_the_numbers(api: Any) -> None:

@@ -7,7 +7,7 @@ import json
 import socket
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from moonpool.conductor import server
+from moonpool.conductor.api.streams.stream_writer import StreamWriter
 from moonpool.conductor.dashboard import routes
 from moonpool.conductor.observing.request_metrics import RequestMetrics, SequenceClock
 from moonpool.conductor.observing.slo import Slo
@@ -149,6 +150,44 @@ async def test_a_client_that_stops_reading_loses_its_place(
             await response.content.readline()
             await asyncio.sleep(0.5)
             assert len(api.core.running) == 1, "it waits for tokens, and not for its client"
+
+
+async def test_a_client_that_reads_slowly_keeps_a_stream_of_several_sequences() -> None:
+    """Writes overlap, and each returns within the limit."""
+    loop, writes = asyncio.get_running_loop(), list[asyncio.Future[None]]()
+    now_s = 0.0
+
+    class Response:
+        async def write(self, event: bytes) -> None:
+            writes.append(loop.create_future())
+            await writes[-1]
+
+    class Http:
+        transport = None
+
+    http, response = cast(Any, Http()), cast(Any, Response())
+    with StreamWriter(http, response, 10.0, lambda: now_s) as writer:
+
+        async def begin() -> asyncio.Task[None]:
+            begun, task = len(writes), asyncio.create_task(writer.write(b"token"))
+            while len(writes) == begun:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            return task
+
+        running = [await begin(), await begin()]
+        for _ in range(5):
+            now_s += 4.0
+            writer._look()
+            assert not writer.stalled
+            writes.pop(0).set_result(None)
+            await running.pop(0)
+            running.append(await begin())
+        now_s += 10.0
+        writer._look()
+        assert writer.stalled
+        for write in writes:
+            write.set_result(None)
+        await asyncio.gather(*running)
 
 
 async def test_draining_does_not_wait_for_ever(api: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import openai
@@ -10,6 +11,7 @@ import pytest
 
 from moonpool.conductor.api.responses import conversations
 from moonpool.conductor.api.responses.conversations import Conversations
+from moonpool.runtime.structure.grammars import Structure
 from tests.conductor.conftest import prompt_of
 
 LOOK: Any = {
@@ -88,6 +90,59 @@ async def test_calls_and_their_outputs(api: Any, client: openai.AsyncOpenAI) -> 
     assert api.core.requests[-1].sampling.structure.kind == "grammar"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "cut"), [("{city: Ulm}", False), ('{"city": "Ulm"}', True)], ids=["no JSON", "cut off"]
+)
+async def test_a_response_with_a_broken_call_is_continued(
+    api: Any, client: openai.AsyncOpenAI, arguments: str, cut: bool
+) -> None:
+    text = CALL.replace('{"city": "Ulm"}', arguments)
+    begun = text.partition(' "Ulm')[0] if cut else text
+    api.core.script = lambda request: api.core.says(text)
+    limit: Any = {"max_output_tokens": len(api.core.says(begun))} if cut else {}
+    answer = await client.responses.create(model="tiny", input="Hi", tools=[LOOK], **limit)
+    call = answer.output[-1]
+    api.core.script = lambda request: api.core.says("Rain.")
+    assert call.type == "function_call"
+    assert call.arguments == ('{"city":' if cut else arguments)
+    output: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "It is broken"}]
+    answer = await client.responses.create(
+        model="tiny", input=output, previous_response_id=answer.id, tools=[LOOK]
+    )
+    assert answer.output_text == "Rain."
+    assert "It is broken" in prompt_of(api)
+    assert json.dumps(call.arguments) in prompt_of(api)
+
+
+async def test_fields_of_chats_reach_the_core(api: Any, client: openai.AsyncOpenAI) -> None:
+    sent: Any = {
+        "presence_penalty": 1,
+        "frequency_penalty": -1.5,
+        "repetition_penalty": 1.2,
+        "logit_bias": {"7": -100},
+        "min_tokens": 2,
+        "stop_token_ids": [9],
+        "ignore_eos": True,
+        "speculation": False,
+        "timeout": 2.5,
+    }
+    await client.responses.create(model="tiny", input="Hi", max_output_tokens=5, extra_body=sent)
+    request = api.core.requests[-1]
+    sampling = request.sampling
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (1, -1.5)
+    assert (sampling.repetition_penalty, sampling.logit_bias) == (1.2, {7: -100})
+    assert (sampling.min_tokens, sampling.stop_token_ids, sampling.ignore_eos) == (2, (9,), True)
+    assert not sampling.speculation
+    assert 0 < request.deadline_s <= 2.5
+
+
+@pytest.mark.parametrize("text", [{}, {"text": {"format": {"type": "text"}}}], ids=str)
+async def test_a_structure_of_vllms_api(api: Any, client: openai.AsyncOpenAI, text: Any) -> None:
+    sent = {"structured_outputs": {"regex": "[a-z]+"}}
+    await client.responses.create(model="tiny", input="Hi", extra_body=sent, **text)
+    assert api.core.requests[-1].sampling.structure == Structure("regex", "[a-z]+")
+
+
 async def test_events(api: Any, client: openai.AsyncOpenAI) -> None:
     api.core.script = lambda request: api.core.says("Well. " + CALL)
     async with client.responses.stream(model="tiny", input="Hi", tools=[LOOK]) as stream:
@@ -154,6 +209,13 @@ async def test_the_client_parses(api: Any, client: openai.AsyncOpenAI) -> None:
         {"input": "Hi", "previous_response_id": 5},
         {"input": "Hi", "tools": 5},
         {"input": "Hi", "text": {"format": {"type": "xml"}}},
+        {
+            "input": "Hi",
+            "text": {"format": {"type": "json_object"}},
+            "structured_outputs": {"regex": "a"},
+        },
+        {"input": "Hi", "bad_words": ["damn"]},
+        {"input": "Hi", "truncate_prompt_tokens": 5},
     ],
     ids=str,
 )

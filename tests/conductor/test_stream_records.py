@@ -129,6 +129,38 @@ async def test_records_that_are_too_long_or_have_ended_are_let_go(
     assert not records._open
 
 
+async def test_what_ended_while_redis_is_away_is_let_go(
+    index: KVIndex, redis: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_records, "RESUME_S", 0.2)
+    monkeypatch.setattr(index, "_timeout_s", 0.1)
+    records, encoded = StreamRecords(index), list[StreamRecord]()
+    unwritten = StreamRecord.unwritten
+
+    def counted(record: StreamRecord) -> tuple[bytes, list[int]]:
+        encoded.append(record)
+        return unwritten(record)
+
+    monkeypatch.setattr(StreamRecord, "unwritten", counted)
+    redis.stop()
+    try:
+        for _ in range(100):
+            record = records.begin(HEAD)
+            record.add(0, 1, 0)
+            record.end()
+        going_on = records.begin(HEAD)
+        with pytest.raises(IndexUnavailable):
+            await records.flush()
+        assert 0 < len(encoded) < 100, "the first call that fails is the last"
+        async with asyncio.timeout(30):
+            while len(records._open) > 1:
+                with pytest.raises(IndexUnavailable):
+                    await records.flush()
+    finally:
+        redis.resume()
+    assert list(records._open) == [going_on]
+
+
 async def test_the_task_writes_by_itself(index: KVIndex) -> None:
     records = StreamRecords(index)
     records.start()

@@ -179,6 +179,27 @@ async def test_required_calls_are_enforced(api: Any, client: openai.AsyncOpenAI,
     assert structure == enforced(HERMES, described, lambda text: None, several=several)
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+async def test_calls_are_required_with_a_format_that_asks_for_nothing(api: Any, path: str) -> None:
+    api.core.script = lambda request: api.core.says(TWO)
+    text: Any = {"type": "text"}
+    chat = {"messages": HI, "tools": [LOOK], "response_format": text}
+    response = {"input": "Hi", "tools": [{"type": "function", **LOOK["function"]}], "text": {"format": text}}
+    body = response if path == "/v1/responses" else chat
+    status, answer = await api.post(path, {**body, "tool_choice": "required"})
+    assert status == 200, answer
+    structure = api.core.requests[-1].sampling.structure
+    assert structure == enforced(HERMES, [("look", DAY)], lambda text: None, several=True)
+
+
+async def test_a_broken_call_that_is_sent_back_stays_a_text(api: Any) -> None:
+    call = {"type": "function", "function": {"name": "look", "arguments": "{city: Ulm}"}}
+    messages = [*HI, {"role": "assistant", "tool_calls": [call]}]
+    status, answer = await api.post("/v1/chat/completions", {"messages": messages})
+    assert status == 200, answer
+    assert '"arguments": "{city: Ulm}"' in prompt_of(api)
+
+
 async def test_a_tool_that_cannot_be_required_is_named(api: Any, client: openai.AsyncOpenAI) -> None:
     odd = {"type": "object", "properties": {"city": {"type": "string", "not": {"const": "Ulm"}}}}
     tool: Any = {"type": "function", "function": {"name": "odd", "parameters": odd}}

@@ -17,6 +17,7 @@ from moonpool.conductor.api.schemas import ChatBody
 # Fields that decide what the prompt is and how it is scheduled. Others, as of the sampling, are ignored.
 _FIELDS = (
     *("model", "messages", "tools", "chat_template_kwargs", "add_special_tokens", "continue_final_message"),
+    *("chat_template", "truncate_prompt_tokens"),  # refused
     *("add_generation_prompt", "cache_salt", "cache_hint", "priority", "service_tier", "timeout", "user"),
 )
 

@@ -12,8 +12,8 @@ from moonpool.conductor.api.context import CONTEXT, ApiContext
 from moonpool.conductor.api.errors import bad_request
 from moonpool.conductor.api.models.lanes import LANES
 from moonpool.conductor.api.prompts import Prompt, chat_prompt, completion_prompts
-from moonpool.conductor.api.request_body import read_object
-from moonpool.conductor.api.schemas import ChatBody, CompletionBody, parse
+from moonpool.conductor.api.request_body import read_object, validated
+from moonpool.conductor.api.schemas import ChatBody, CompletionBody
 from moonpool.conductor.api.status_routes import reply
 
 
@@ -25,7 +25,7 @@ async def tokenize(http: web.Request) -> web.Response:
     if not isinstance(strings, bool | None):
         raise bad_request("return_token_strs: must be true or false", "return_token_strs")
     context = await _model_of(given, http)
-    prompt = await _prompt(given, context)
+    prompt = await _prompt(http, given, context)
     token_ids = prompt.token_ids.tolist()
     labels = [token_label(token_id, context.tokenizer) for token_id in token_ids] if strings else None
     return reply(
@@ -57,11 +57,11 @@ async def embeddings(http: web.Request) -> web.Response:
     )
 
 
-async def _prompt(given: dict[str, Any], context: ApiContext) -> Prompt:
+async def _prompt(http: web.Request, given: dict[str, Any], context: ApiContext) -> Prompt:
     if "messages" in given:
-        chat = parse(ChatBody, given)
+        chat = await validated(http, ChatBody, given)
         return await chat_prompt(chat, context.template, context.tokenizer)
-    body = parse(CompletionBody, given)
+    body = await validated(http, CompletionBody, given)
     if not isinstance(body.prompt, str):
         raise bad_request("prompt: must be a text", "prompt", "invalid_type")
     (prompt,) = await completion_prompts(body, context.tokenizer, context.conductor.model)

@@ -6,12 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moonpool.conductor.api.errors import ApiError, bad_request
+from moonpool.conductor.api.schemas import REFUSED
 
 # Fields with the same name and meaning in both.
 _SAME = (
     *("model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "user", "priority"),
     *("parallel_tool_calls", "service_tier", "cache_salt", "cache_hint", "chat_template_kwargs"),
-    *("stream_options", "past"),
+    *("stream_options", "past", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+    *("min_tokens", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens"),
+    *("speculation", "timeout", "structured_outputs"),
+    # The chat refuses these.
+    *REFUSED.keys() - {"tools"},
 )
 # Ignoring these would change the meaning of a request.
 _REFUSED = {
@@ -46,7 +51,11 @@ def chat_of(given: Mapping[str, Any], earlier: Sequence[dict[str, Any]]) -> dict
     if choice is not None:
         chat["tool_choice"] = choice
     form = (given.get("text") or {}).get("format") if isinstance(given.get("text"), Mapping) else None
-    if form is not None:
+    if form is not None and form != {"type": "text"}:
+        if "structured_outputs" in chat:
+            raise bad_request(
+                "structured_outputs: not allowed together with text.format", "structured_outputs"
+            )
         chat["response_format"] = _format(form)
     return chat
 

@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class StreamWriter:
-    """Writes to ``response``. Aborts the connection when writes have not returned for ``limit_s``.
+    """Writes to ``response``. Aborts the connection when a write has not returned for ``limit_s``.
 
     That ends the handler as if the client had closed the connection; ``stalled`` is True then.
     """
@@ -29,8 +29,8 @@ class StreamWriter:
         self._response = response
         self._limit_s = limit_s
         self._clock = clock
-        self._num_writes = 0  # in progress: one for each sequence
-        self._since_s = 0.0
+        # When the writes in progress began, one for each sequence; oldest first.
+        self._began_s: dict[object, float] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> StreamWriter:
@@ -43,16 +43,15 @@ class StreamWriter:
 
     async def write(self, event: bytes) -> None:
         # Without a timer of its own: a stream has thousands of writes, and hardly one waits.
-        if not self._num_writes:
-            self._since_s = self._clock()
-        self._num_writes += 1
+        self._began_s[key := object()] = self._clock()
         try:
             await self._response.write(event)
         finally:
-            self._num_writes -= 1
+            del self._began_s[key]
 
     def _look(self) -> None:
-        waited_s = self._clock() - self._since_s if self._num_writes else 0.0
+        now_s = self._clock()
+        waited_s = now_s - next(iter(self._began_s.values()), now_s)
         if waited_s < self._limit_s:
             self._look_in(self._limit_s - waited_s)
             return

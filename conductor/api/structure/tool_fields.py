@@ -39,7 +39,10 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 def _with_objects(calls: Any) -> Any:
-    """Calls of an earlier message with their arguments as objects, as chat templates want them."""
+    """Calls of an earlier message with their arguments as objects, as chat templates want them.
+
+    Arguments that are not JSON stay a text: a model may have written them, or a limit cut them off.
+    """
     if not isinstance(calls, list):
         return [] if calls is None else calls
     return [_with_object(call) for call in calls]
@@ -51,8 +54,8 @@ def _with_object(call: Any) -> Any:
         return call
     try:
         arguments = orjson.loads(function["arguments"] or "{}")
-    except orjson.JSONDecodeError as error:
-        raise ValueError(f"the arguments of {function.get('name')!r} are not JSON: {error}") from None
+    except orjson.JSONDecodeError:
+        return call
     return {**call, "function": {**function, "arguments": arguments}}
 
 
