@@ -276,6 +276,11 @@ class DecodeClient(NodeClient):
             return error.reason
         except RemoteError as error:
             return error.details
+        except asyncio.CancelledError:
+            # gRPC ends streams in this way, too, when it closes their channel.
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            return "its token stream was cancelled here"
         return "it closed the token stream"
 
     async def _loss(self) -> str:

@@ -27,7 +27,7 @@ from moonpool.connectors.service_thread import OnceAMinute
 from moonpool.connectors.sglang import metrics
 from moonpool.connectors.sglang.host_pages import HostPages, bytes_of
 from moonpool.connectors.sglang.identity import engine_prefix, pool_name
-from moonpool.connectors.sglang.page_objects import PageObjects
+from moonpool.connectors.sglang.page_objects import PageObjects, remove_all
 from moonpool.connectors.sglang.page_pool import PagePool
 from moonpool.connectors.sglang.prefix_hits import PoolHits, leading, restorable
 from moonpool.connectors.sglang.settings import check_version, read_settings
@@ -43,7 +43,8 @@ Result = TypeVar("Result")
 class MoonpoolStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no types here
     """Keeps pages of SGLang's host pools on Moonpool's store nodes, and finds them again.
 
-    Raises ``Unsupported`` and ``ConfigError`` while SGLang starts. Later a fault of the store is a miss.
+    Raises ``Unsupported`` and ``ConfigError`` while SGLang starts. Later a fault of the store is a miss;
+    only ``clear`` raises.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any]) -> None:
@@ -177,14 +178,11 @@ class MoonpoolStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no ty
     # ------------------------------------------------------------------ the whole
 
     def clear(self) -> None:
-        """Remove the pages of all engines that serve this model with these settings."""
-        self._guarded("clear", 0, self._clear)
+        """Remove the pages of all engines that serve this model with these settings.
 
-    def _clear(self) -> None:
-        async def remove(client: Any) -> int:
-            return int(await client.batch_remove([each.name for each in await client.ls(f"{self._prefix}/")]))
-
-        log.info("%d objects removed", self._store.call(remove))
+        Raises what ``remove_all`` does: SGLang tells its caller of the failure then, and serves on.
+        """
+        log.info("%d objects removed", remove_all(f"{self._prefix}/", self._store))
 
     def get_stats(self) -> StorageMetrics:
         stats, self._stats = self._stats, StorageMetrics()

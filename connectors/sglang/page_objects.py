@@ -13,6 +13,10 @@ from moonpool.kvstore.tiers.protocols import Bytes
 
 # Most bytes of one put: what is under way cannot be evicted, and a node has room for so much.
 _PUT_NBYTES = 32 << 20
+# Objects of one call that removes some.
+_REMOVED_AT_ONCE = 1000
+# Longest that all names of a tenant are listed: many calls, each with a deadline of its own.
+_LIST_S = 600.0
 
 
 class PageObjects:
@@ -56,6 +60,16 @@ class PageObjects:
 
     def _names(self, key: str) -> list[str]:
         return [f"{self._prefix}/{key}/{part}" for part in range(self.num_parts)]
+
+
+def remove_all(prefix: str, store: StoreThread) -> int:
+    """Remove the objects with names that begin with ``prefix``. Returns how many.
+
+    Raises what ``StoreThread.call`` does: some are removed then and some are not.
+    """
+    names = [each.name for each in store.call(lambda client: client.ls(prefix), _LIST_S)]
+    parts = (names[at : at + _REMOVED_AT_ONCE] for at in range(0, len(names), _REMOVED_AT_ONCE))
+    return sum(store.call(partial(StoreClient.batch_remove, names=part)) for part in parts)
 
 
 def _batches(objects: dict[str, Bytes]) -> Iterator[dict[str, Bytes]]:

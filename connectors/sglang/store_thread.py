@@ -53,19 +53,23 @@ class StoreThread:
 
         self._run(register)
 
-    def call(self, make: Callable[[StoreClient], Coroutine[Any, Any, Result]]) -> Result:
-        """Run a call of the client; it ends within ``transfer.deadline_s``.
+    def call(
+        self, make: Callable[[StoreClient], Coroutine[Any, Any, Result]], deadline_s: float | None = None
+    ) -> Result:
+        """Run a call of the client; it ends within ``deadline_s``, by default ``transfer.deadline_s``.
 
         Raises ``StoreAway``: not asked, because a call failed a moment ago; what the client raises;
         ``TimeoutError``. After any of them no memory of ours is read or written any more.
         """
+
+        within_s = self._settings.config.transfer.deadline_s if deadline_s is None else deadline_s
 
         async def bounded() -> Result:
             client = self._client
             if client is None:
                 raise StoreAway("the store's client does not run: the log says why")
             # A cancelled transfer has ended when this raises.
-            async with asyncio.timeout(self._settings.config.transfer.deadline_s):
+            async with asyncio.timeout(within_s):
                 return await make(client)
 
         if (left_s := self._paused_until_s - self._clock()) > 0:

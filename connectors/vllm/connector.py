@@ -145,6 +145,10 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
         # Blocks are copied out and released: those that wait for a reader would keep an idle engine busy.
         return False, self._schedules.finished(request.request_id)
 
+    def reset_cache(self) -> bool:
+        self._schedules.reset_cache()
+        return True
+
 
 def _log_as_vllm() -> None:
     """Our messages appear where vLLM's do."""

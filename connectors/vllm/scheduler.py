@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Any
 
 from moonpool.connectors.service_thread import OnceAMinute
@@ -45,7 +47,8 @@ class SchedulerSide:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._node_id = node_id
-        self._fingerprint = fingerprint
+        self._layout = fingerprint
+        self._fingerprint = fingerprint  # of the keys: after a reset other than the layout's
         self._block_size = block_size
         self._index = index
         self._clock = clock
@@ -141,8 +144,7 @@ class SchedulerSide:
         if reason := self._seen.why_missing(keys[missing]):
             return reason, ""
         block_hash = known.request.block_hashes[missing]
-        own = self._fingerprint
-        if node_id := self._index.in_other_layout(own, lambda theirs: key_of(theirs, block_hash)):
+        if node_id := self._index.in_other_layout(self._layout, lambda theirs: key_of(theirs, block_hash)):
             return "layout", node_id
         return (known.head if not missing and known.head else "new"), ""
 
@@ -213,9 +215,12 @@ class SchedulerSide:
     ) -> None:
         """The engine has KV of ``num_tokens`` after this step."""
         request, begin = known.request, known.num_saved
-        keys = self._keys(known)[: num_tokens // self._block_size]
+        # With speculation, vLLM adds places for guessed tokens to a step that computes a prompt's last one.
+        is_due = gives(request) and not known.given and num_tokens >= request.num_prompt_tokens
+        # The partial block comes after the prompt's full ones: those of an answer are saved in the next step.
+        num_full = (request.num_prompt_tokens if is_due else num_tokens) // self._block_size
+        keys = self._keys(known)[:num_full]
         keys = keys[: known.hints.first_dropped(self._block_size)]
-        is_due = gives(request) and not known.given and num_tokens == request.num_prompt_tokens
         given = self._hand_over(known) if is_due else HandOver([], None)
         new = keys[begin:] if given.tail is None else [*keys[begin:], given.tail]
         if new:
@@ -252,6 +257,22 @@ class SchedulerSide:
             keys = self._keys(known)
             self._hints += at_end(known.hints, request_id, keys, known.num_saved, self._block_size)
         return answer_of(self._node_id) if known is not None and known.given else None
+
+    def reset_cache(self) -> None:
+        """Load nothing that any engine has kept so far: the weights may have changed.
+
+        From now on this engine's keys contain a secret, so it shares blocks with no other engine, and after
+        the next reset not with itself. What it has kept stays until it is evicted.
+        """
+        self._fingerprint = blake2b(self._layout + os.urandom(16), digest_size=16).digest()
+        for known in self._tracked.values():
+            known.keys, known.num_saved, known.giver, known.given = [], 0, "", False
+        self._claims = [
+            Claim(known.tenant, list(self._keys(known)))
+            for known in self._tracked.values()
+            if known.tenant is not None
+        ]
+        log.warning("the cache was reset: until its restart this engine shares no KV blocks with others")
 
     def close(self) -> None:
         self._index.close()

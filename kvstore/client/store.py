@@ -46,6 +46,8 @@ T = TypeVar("T")
 _PINS = {"": store_pb2.NONE, "soft": store_pb2.SOFT, "hard": store_pb2.HARD}
 # A hundred years: what is longer is a mistake.
 _LONGEST_TTL_S = 100 * 366 * 86_400.0
+# Objects of one question or removal.
+_REMOVED_AT_ONCE = 1000
 
 
 @asynccontextmanager
@@ -247,7 +249,11 @@ class StoreClient:
         return await self.batch_remove([name]) > 0
 
     async def batch_remove(self, names: Sequence[str]) -> int:
-        """Returns how many of the objects existed."""
+        """Returns how many of the objects existed. After an error some are removed and some are not."""
+        starts = range(0, len(names), _REMOVED_AT_ONCE)
+        return sum([await self._remove(names[at : at + _REMOVED_AT_ONCE]) for at in starts])
+
+    async def _remove(self, names: Sequence[str]) -> int:
         found = await self._find([self.tenant.key(name) for name in names])
         # Removed by their storage: a repetition cannot remove what was put meanwhile.
         left = {key: record.info.storage for key, record in found.items()}

@@ -32,8 +32,9 @@ from moonpool.runtime.security.tls import PeerTls
 
 # How gRPC says that a channel was closed in this process.
 _CLOSED = "Channel is closed."
-# Calls that began before a change of certificates may last this long.
-_OLD_CALLS_S = 3600.0
+# Calls that began before a change of certificates go on, streams for as long as the node lives. gRPC wants a
+# number: 30 years.
+_OLD_CALLS_S = 1e9
 
 
 def channel(address: str, *, direct: bool = False) -> grpc.aio.Channel:

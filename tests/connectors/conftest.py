@@ -159,6 +159,15 @@ class VllmServer:
         """vLLM drops its own cached blocks."""
         self._call("/reset_prefix_cache", {})
 
+    def reset(self) -> None:
+        """vLLM drops its own cached blocks and those that the connector keeps."""
+        assert self._call("/reset_prefix_cache?reset_external=true", {}) == {"success": True}
+
+    def pause_and_resume(self) -> None:
+        """As around a change of its weights, which resets both too."""
+        self._call("/pause", {})
+        self._call("/resume", {})
+
     def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from moonpool.connectors.vllm.lookup.costs import LoadCosts, Source
 from moonpool.connectors.vllm.lookup.prefix_index import Holder
 from moonpool.connectors.vllm.parameters.tenant import Tenant, tenant_of
+from moonpool.connectors.vllm.plan import StepPlan
 from moonpool.connectors.vllm.scheduler import SchedulerSide
 from moonpool.kvstore.blocks.keys import BlockKey
 
@@ -43,11 +45,13 @@ class FakeIndex:
 
     def __init__(self, **num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.layouts: list[bytes] = []  # that were asked for
 
     def holders(self, keys: Sequence[BlockKey]) -> list[Holder]:
         return [Holder(name, min(n, len(keys)), name.encode()) for name, n in self.num_blocks.items() if n]
 
     def in_other_layout(self, own: bytes, name: Callable[[bytes], BlockKey]) -> str:
+        self.layouts.append(own)
         return ""
 
     def address_of(self, node_id: str) -> bytes:
@@ -55,6 +59,18 @@ class FakeIndex:
 
     def close(self) -> None:
         pass
+
+
+class HeldBlocks(FakeIndex):
+    """A peer holds these blocks."""
+
+    def __init__(self, *keys: BlockKey) -> None:
+        super().__init__(peer=0)
+        self.held = set(keys)
+
+    def holders(self, keys: Sequence[BlockKey]) -> list[Holder]:
+        held = list(takewhile(self.held.__contains__, keys))
+        return [Holder("peer", len(held), b"peer")] if held else []
 
 
 class Clock:
@@ -268,3 +284,99 @@ def test_engines_whose_bytes_differ_share_no_key() -> None:
         [save] = scheduler.plan({"a": 2 * BLOCK}, lambda _: [0, 1]).saves
         saved.append(set(save.keys))
     assert not saved[0] & saved[1]
+
+
+def computed(scheduler: SchedulerSide, request: Request) -> StepPlan:
+    """The plan of the step that computes its prompt."""
+    count = request.num_prompt_tokens
+    return scheduler.plan({request.request_id: count}, lambda _: list(range(9)))
+
+
+def test_after_a_reset_nothing_is_loaded_that_was_saved_before() -> None:
+    index = HeldBlocks()
+    scheduler = side(index)
+    scheduler.match(Request("a1", 3 * BLOCK + 1), 0)
+    [before] = computed(scheduler, Request("a1", 3 * BLOCK + 1)).saves
+    index.held.update(before.keys)
+    assert scheduler.match(Request("a2", 3 * BLOCK + 1), 0) == 3 * BLOCK
+    scheduler.reset_cache()
+    # A request from before the reset, which is computed again, and a new one.
+    for name in ("a2", "a3"):
+        request = Request(name, 3 * BLOCK + 1)
+        assert scheduler.match(request, 0) == 0
+        [after] = computed(scheduler, request).saves
+        assert (len(after.keys), after.parent) == (3, None)
+        assert not set(after.keys) & set(before.keys)
+    assert set(index.layouts) == {b"f" * 16}, "the layout is the same, so the index has its former name"
+    index.held.update(after.keys)
+    assert scheduler.match(Request("a4", 3 * BLOCK + 1), 0) == 3 * BLOCK
+    scheduler.reset_cache()
+    assert scheduler.match(Request("a5", 3 * BLOCK + 1), 0) == 0
+
+
+def test_a_request_that_a_reset_interrupts_is_saved_again_and_counts_to_its_tenant() -> None:
+    scheduler = side(FakeIndex())
+    request = Request("a", 3 * BLOCK, kv_transfer_params={"tenant": "t"})
+    scheduler.match(request, 0)
+    [before] = (first := computed(scheduler, request)).saves
+    assert [claim.keys for claim in first.claims] == [before.keys]
+    scheduler.reset_cache()
+    [after] = (second := computed(scheduler, request)).saves
+    assert [claim.keys for claim in second.claims] == [after.keys]
+    assert after.blocks == before.blocks and not set(after.keys) & set(before.keys)
+
+
+@pytest.mark.parametrize("is_reset", ["giver", "taker"])
+def test_an_engine_that_was_reset_and_another_hand_over_nothing(is_reset: str) -> None:
+    """Keys of full and partial blocks differ, so that the load fails and the prompt is computed."""
+    sides = {"giver": side(FakeIndex()), "taker": side(FakeIndex(giver=0))}
+    sides[is_reset].reset_cache()
+    given = Request("a1", 2 * BLOCK + 5, kv_transfer_params={"do_remote_decode": True})
+    sides["giver"].arrived(given)
+    [kept] = computed(sides["giver"], given).keeps
+    params = {"do_remote_prefill": True, "remote_engine_id": "giver"}
+    taken = Request("a2", 2 * BLOCK + 5, kv_transfer_params=params)
+    sides["taker"].allocated(taken, [0, 1, 2], sides["taker"].match(taken, 0))
+    [load] = sides["taker"].plan({}, lambda _: None).loads
+    assert len(load.keys) == len(kept.keys) == 3
+    assert not set(load.keys) & set(kept.keys)
+
+
+def test_a_prompt_that_was_kept_before_a_reset_is_not_handed_over() -> None:
+    scheduler = side(FakeIndex(giver=0))
+    given = Request("a", 2 * BLOCK, kv_transfer_params={"do_remote_decode": True})
+    scheduler.arrived(given)
+    assert computed(scheduler, given).keeps
+    params = {"do_remote_prefill": True, "remote_engine_id": "giver"}
+    taken = Request("b", 2 * BLOCK, kv_transfer_params=params)
+    scheduler.arrived(taken)
+    scheduler.reset_cache()
+    assert scheduler.match(taken, 0) == 0
+    assert scheduler.finished("a") is None
+
+
+def test_a_step_that_is_padded_for_speculation_hands_its_prompt_over() -> None:
+    """vLLM adds places for guessed tokens to a first step with one token of the prompt."""
+    scheduler = side(FakeIndex())
+    params = {"do_remote_decode": True}
+    request = Request("a", 2 * BLOCK + 1, num_computed_tokens=2 * BLOCK, kv_transfer_params=params)
+    scheduler.arrived(request)
+    plan = scheduler.plan({"a": 4}, lambda _: [0, 1, 2])
+    [kept], [save] = plan.keeps, plan.saves
+    assert save.keys == kept.keys and save.blocks == [0, 1]
+    request.num_computed_tokens = 2 * BLOCK + 1
+    assert not scheduler.plan({"a": 4}, lambda _: [0, 1, 2]).keeps, "once"
+
+
+def test_the_partial_block_of_a_prompt_is_handed_over_from_its_place() -> None:
+    """Of a request that was interrupted in its answer, and is computed again in one step."""
+    scheduler = side(FakeIndex())
+    request = Request("a", 2 * BLOCK + 5, kv_transfer_params={"do_remote_decode": True})
+    scheduler.arrived(request)
+    request.block_hashes += [b"answer 1", b"answer 2"]
+    plan = scheduler.plan({"a": 4 * BLOCK + 1}, lambda _: [5, 6, 7, 8, 9])
+    [kept], [save] = plan.keeps, plan.saves
+    assert save.keys == kept.keys and save.blocks == [5, 6, 7]
+    request.num_computed_tokens = 4 * BLOCK + 1
+    [save] = scheduler.plan({"a": 1}, lambda _: [5, 6, 7, 8, 9]).saves
+    assert (save.blocks, save.parent) == ([7, 8], kept.keys[1])

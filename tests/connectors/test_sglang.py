@@ -227,6 +227,27 @@ async def test_a_redis_that_is_stopped_costs_hits_only(host: Host, seed: int) ->
     await until_found(writer, seed, 4)
 
 
+async def test_a_clear_that_fails_says_so(host: Host, seed: int) -> None:
+    """SGLang tells its operator of a failure only if an exception comes."""
+    writer = await host.engine()
+    assert await writer("backup", seed=seed, num_pages=4) == 4
+    engine = await host.engine(extra={"set": ["transfer.deadline_s=2"]})
+    redis = host.cluster.redis.process.pid
+    os.kill(redis, signal.SIGSTOP)
+    try:
+        with pytest.raises(PeerFailed):
+            await engine("clear")
+    finally:
+        os.kill(redis, signal.SIGCONT)
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(PeerFailed):
+                await engine("clear")
+                break
+            await asyncio.sleep(0.1)
+    assert (await writer("prefetch", seed=seed, num_pages=4))["hits"] == 0
+
+
 async def test_an_engine_killed_while_it_stores_leaves_no_wrong_page(
     host: Host, seed: int, python: Path, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -15,14 +16,17 @@ import pytest_asyncio
 import torch
 
 from moonpool.connectors.errors import StoreAway, Unsupported
+from moonpool.connectors.sglang import page_objects
 from moonpool.connectors.sglang.host_pages import HostPages
 from moonpool.connectors.sglang.identity import engine_prefix, pool_name
+from moonpool.connectors.sglang.page_objects import remove_all
 from moonpool.connectors.sglang.page_pool import PagePool
 from moonpool.connectors.sglang.prefix_hits import PoolHits, leading, restorable
 from moonpool.connectors.sglang.settings import check_version, read_settings
 from moonpool.connectors.sglang.store_thread import StoreThread
 from moonpool.kvstore.client.errors import NoNodeAnswered
-from moonpool.runtime.errors import ConfigError
+from moonpool.runtime.errors import ConfigError, MoonpoolError
+from tests.processes import stop
 from tests.store_node.conftest import StoreCluster, running
 
 URL = "redis://127.0.0.1:1"
@@ -216,6 +220,42 @@ async def test_the_end_of_a_prefix_is_evicted_first(cluster: StoreCluster) -> No
                 time.sleep(0.01)
             assert any(found)
             assert leading(found) == sum(found), "what is left is a prefix"
+
+    await asyncio.to_thread(work)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_pages_are_removed_in_parts_or_an_error_says_that_some_are_left(
+    cluster: StoreCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_objects, "_REMOVED_AT_ONCE", 3)
+    keys = [f"page-{number}" for number in range(4)]
+
+    def cleared(store: StoreThread) -> int:
+        deadline_s = time.monotonic() + 60
+        while True:
+            try:
+                return remove_all("removed/", store)
+            except MoonpoolError:
+                assert time.monotonic() < deadline_s
+                time.sleep(0.1)
+
+    def work() -> None:
+        with store_at(cluster.url, deadline_s=2.0) as store:
+            pool = PagePool(HostPages(PlainPool("page_first")), "removed", store)
+            kept = PagePool(HostPages(PlainPool("page_first")), "kept", store)
+            for each in (pool, kept):
+                each.put(keys, indices_of([0, 1, 2, 3]))
+            stop(cluster.redis.process.pid)
+            try:
+                with pytest.raises((MoonpoolError, TimeoutError)):
+                    remove_all("removed/", store)
+            finally:
+                cluster.redis.process.send_signal(signal.SIGCONT)
+            assert cleared(store) == 2 * len(keys)
+            assert pool.exists(keys) == [False] * 4
+            assert kept.exists(keys) == [True] * 4
+            assert remove_all("removed/", store) == 0
 
     await asyncio.to_thread(work)
 

@@ -111,7 +111,7 @@ def test_redis_stopped(trio: Trio) -> None:
 
 
 def test_an_engine_that_is_killed_is_a_miss(trio: Trio) -> None:
-    """Last in this file: it ends the first engine."""
+    """Near the end of this file: it ends the first engine."""
     many = prompts(5, (900,) * 6)
     expected = [trio.plain.complete(prompt) for prompt in many]
     for prompt in many:
@@ -123,3 +123,16 @@ def test_an_engine_that_is_killed_is_a_miss(trio: Trio) -> None:
         found = [answer.result() for answer in answers]
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
     hit_everything(trio.second, many[-1], expected[-1])
+
+
+def test_a_reset_reaches_the_connector(trio: Trio) -> None:
+    """Last in this file: the second engine shares no blocks afterwards."""
+    first, second = prompts(8, (300, 400))
+    for prompt, reset in ((first, trio.second.reset), (second, trio.second.pause_and_resume)):
+        expected = trio.plain.complete(prompt)
+        trio.second.complete(prompt)
+        hit_everything(trio.second, prompt, expected)
+        reset()
+        found = trio.second.complete(prompt)
+        assert (found.token_ids, found.num_cached) == (expected.token_ids, 0)
+        hit_everything(trio.second, prompt, expected)  # blocks that it kept after the reset

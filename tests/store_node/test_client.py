@@ -101,6 +101,15 @@ async def test_batches_keep_their_order(shared: StoreCluster) -> None:
         assert await store.ls() == []
 
 
+async def test_more_objects_are_removed_than_one_message_names(shared: StoreCluster) -> None:
+    async with shared.client(tenant="many") as store:
+        names = [f"absent-{number}" for number in range((1 << 16) + 1)]
+        assert await store.batch_remove(names) == 0
+        await store.batch_put({"first": np.zeros(3), "last": np.zeros(3)})
+        assert await store.batch_remove(["first", *names, "last", "first"]) == 2
+        assert await store.ls() == []
+
+
 async def test_a_put_without_records_raises_once_no_node_is_sent_bytes(
     shared: StoreCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
