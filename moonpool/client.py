@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import ssl
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import aiohttp
 from yarl import URL
 
 from moonpool.errors import ApiError
+from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.network.sockets import loopback_only
 from moonpool.runtime.security import process
 from moonpool.runtime.security.https import client_context
@@ -69,6 +71,8 @@ class Turn:
 
 
 _LOAD_S = 70.0  # nodes read an adapter's files meanwhile
+_NAMES_DIFFER = (62, 64)  # OpenSSL: X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH
+_CHANGE_S = 120.0  # a provider makes pods, and nodes hand prefixes on
 
 
 class Client:
@@ -86,14 +90,18 @@ class Client:
     ) -> None:
         """``others``: URLs of other conductors of the cluster, where streams go on if this one ends.
         ``api_key``: empty for that in ``MOONPOOL_API_KEY``. Without either, calls are signed with the key
-        of ``security``; by default those to this machine, with the key of this user's local clusters.
+        of ``security``; by default with the one that the process was given, and those to this machine else
+        with the key of this user's local clusters.
         ``ca``: file of the authorities to trust; empty: see ``runtime.security.https``.
+
+        Raises ``ConfigError``: a URL is wrong, or the key.
         """
-        # The base URL of OpenAI clients, which ends in /v1, is accepted too.
-        self.url = url.rstrip("/").removesuffix("/v1")
-        self._urls = [self.url, *(other.rstrip("/").removesuffix("/v1") for other in others)]
+        self.url = _base_of(url)
+        self._urls = [self.url, *map(_base_of, others)]
         self._clock = clock
         self._api_key = api_key or os.environ.get(API_KEY_VARIABLE, "")
+        if security is None:
+            security = process.given()
         # A token's MAC goes to no other machine unasked: its receiver could try weak cluster keys.
         if security is None and loopback_only(URL(url).host or ""):
             security = process.current()
@@ -128,7 +136,7 @@ class Client:
         await self._read("/v1/unload_lora_adapter", "POST", {"lora_name": name}, timeout_s=_LOAD_S)
 
     async def cluster(self) -> dict[str, Any]:
-        return await self._get("/v1/cluster")
+        return await self._get("/v1/cluster", "nodes")
 
     async def about(self) -> dict[str, Any]:
         """The conductor's code, machine and options."""
@@ -140,28 +148,30 @@ class Client:
 
     async def fleet(self, model: str = "") -> dict[str, Any]:
         """Return the nodes of a model (empty: the first one), as the index and the provider know them."""
-        return await self._get(f"/v1/fleet?model={quote(model, safe='')}" if model else "/v1/fleet")
+        return await self._get(f"/v1/fleet?model={quote(model, safe='')}" if model else "/v1/fleet", "nodes")
 
     async def scale(self, role: str, count: int) -> dict[str, Any]:
         """Have the provider run ``count`` nodes of ``role``; return those asked to start and to stop."""
-        return await self._post(f"/v1/fleet/scale/{quote(role, safe='')}/{count}")
+        return await self._post(f"/v1/fleet/scale/{quote(role, safe='')}/{count}", timeout_s=_CHANGE_S)
 
     async def switch(self, node_id: str, role: str) -> dict[str, Any]:
         """Have a node become a prefill or decode node, or one of both."""
-        return await self._post(f"/v1/fleet/switch/{quote(node_id, safe='')}/{quote(role, safe='')}")
+        path = f"/v1/fleet/switch/{quote(node_id, safe='')}/{quote(role, safe='')}"
+        return await self._post(path, timeout_s=_CHANGE_S)
 
     async def switch_model(self, node_id: str, model: str) -> dict[str, Any]:
         """Have a node drain, and serve another model of the cluster. Returns at once; see ``fleet``."""
-        return await self._post(f"/v1/fleet/switch/{quote(node_id, safe='')}/model/{quote(model, safe='')}")
+        path = f"/v1/fleet/switch/{quote(node_id, safe='')}/model/{quote(model, safe='')}"
+        return await self._post(path, timeout_s=_CHANGE_S)
 
     async def drain(self, node_id: str) -> dict[str, Any]:
         """Have a node finish its requests and end. Returns at once."""
-        return await self._post(f"/v1/fleet/drain/{quote(node_id, safe='')}")
+        return await self._post(f"/v1/fleet/drain/{quote(node_id, safe='')}", timeout_s=_CHANGE_S)
 
     async def rollout(self, settings: Sequence[str], watch_s: float) -> dict[str, Any]:
         """Begin to replace all nodes by ones with these settings; see ``rollout_status``."""
         query = "&".join([f"watch_s={watch_s:g}", *(f"set={quote(one, safe='')}" for one in settings)])
-        return await self._post(f"/v1/fleet/rollout?{query}")
+        return await self._post(f"/v1/fleet/rollout?{query}", timeout_s=_CHANGE_S)
 
     async def rollout_status(self) -> dict[str, Any]:
         return await self._get("/v1/fleet/rollout")
@@ -172,7 +182,7 @@ class Client:
 
     async def canaries(self) -> list[dict[str, Any]]:
         """Return the latest canary of each model: its counts, and while it runs what they say."""
-        found: list[dict[str, Any]] = (await self._get("/v1/fleet/canary"))["data"]
+        found: list[dict[str, Any]] = (await self._get("/v1/fleet/canary", "data"))["data"]
         return found
 
     async def start_canary(
@@ -229,7 +239,7 @@ class Client:
 
     async def model(self) -> dict[str, Any]:
         """Return the served model."""
-        models: list[dict[str, Any]] = (await self._get("/v1/models"))["data"]
+        models: list[dict[str, Any]] = (await self._get("/v1/models", "data"))["data"]
         return models[0]
 
     def chat(self, messages: Sequence[Message], reply: Reply, **parameters: Any) -> AsyncGenerator[str, None]:
@@ -298,12 +308,24 @@ class Client:
                     turn.got(event_id)
                     yield None if data == b"[DONE]" else json.loads(data)
 
-    async def _get(self, path: str) -> dict[str, Any]:
-        answer: dict[str, Any] = json.loads(await self._read(path))
-        return answer
+    async def _get(self, path: str, listed: str = "") -> dict[str, Any]:
+        """``listed``: the answer has a list of this name."""
+        return self._answer(path, await self._read(path), listed)
 
-    async def _post(self, path: str) -> dict[str, Any]:
-        answer: dict[str, Any] = json.loads(await self._read(path, "POST"))
+    async def _post(self, path: str, *, timeout_s: float = 10) -> dict[str, Any]:
+        return self._answer(path, await self._read(path, "POST", timeout_s=timeout_s))
+
+    def _answer(self, path: str, content: bytes, listed: str = "") -> dict[str, Any]:
+        try:
+            answer = json.loads(content)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict) or (listed and not isinstance(answer.get(listed), list)):
+            raise ApiError(
+                f"{self.url}{path}",
+                0,
+                "what answers there is no conductor: give its URL, as `moonpool up` prints it",
+            )
         return answer
 
     async def _read(
@@ -321,6 +343,18 @@ class Client:
             raise ApiError(url, 0, _no_answer(error)) from error
 
 
+def _base_of(url: str) -> str:
+    """``url`` without the /v1 that OpenAI clients want at its end. Raises ``ConfigError``."""
+    try:
+        parsed = URL(url)
+        is_ours = parsed.scheme in ("http", "https") and bool(parsed.host) and parsed.port is not None
+    except ValueError:
+        is_ours = False
+    if not is_ours:
+        raise ConfigError(f"a conductor's URL is http://HOST:PORT or https://HOST:PORT, got {url[:200]!r}")
+    return url.rstrip("/").removesuffix("/v1")
+
+
 def connector(url: str, ca: str = "") -> aiohttp.TCPConnector | None:
     """For sessions with the server at ``url``. None: no TLS. Raises ``ConfigError``: see ``https``."""
     return aiohttp.TCPConnector(ssl=client_context(ca)) if url.startswith("https:") else None
@@ -329,9 +363,14 @@ def connector(url: str, ca: str = "") -> aiohttp.TCPConnector | None:
 def _no_answer(error: BaseException) -> str:
     reason = str(error) or type(error).__name__
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
-        return (
-            f"its certificate is not trusted ({error.certificate_error}): name its authority with --ca FILE"
-        )
+        why = error.certificate_error
+        if isinstance(why, ssl.SSLCertVerificationError) and why.verify_code in _NAMES_DIFFER:
+            return (
+                f"{why.verify_message}: issue one with the name in this URL (moonpool certs issue --address)"
+            )
+        return f"its certificate is not trusted ({why}): name its authority with --ca FILE"
+    if isinstance(error, aiohttp.ClientConnectorSSLError):  # its number is none of the system's
+        return f"the TLS handshake failed ({reason}): if it serves no HTTPS, its URL begins with http://"
     if isinstance(error, aiohttp.ClientConnectorError) and error.errno is not None:
         reason = os.strerror(error.errno).lower()
     return f"no answer ({reason}): is the cluster running there? `moonpool up` starts one"
@@ -340,7 +379,7 @@ def _no_answer(error: BaseException) -> str:
 async def _raise_for_status(url: str, response: aiohttp.ClientResponse) -> None:
     if response.status == 200:
         return
-    text = await response.text()
+    text = await response.text(errors="replace")
     try:
         message = json.loads(text)["error"]["message"]
     except (ValueError, KeyError, TypeError):

@@ -171,7 +171,8 @@ class IndexPublisher:
         level = logging.ERROR if self.superseded else logging.WARNING
         if self.connected or self._task is None:
             failures.count(FailureClass.INDEX, "lost")
-            _log.log(level, "this node's blocks are not published for now: %s", error)
+            until = "any more" if self.superseded else "for now"
+            _log.log(level, "this node's blocks are not published %s: %s", until, error)
         self._set_connected(False)
 
     def _set_connected(self, connected: bool) -> None:

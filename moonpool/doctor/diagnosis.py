@@ -22,7 +22,7 @@ from moonpool.doctor.evidence import Evidence, gather
 from moonpool.doctor.finding import Finding
 from moonpool.doctor.hits import check_hits, check_requests
 from moonpool.doctor.index_state import check_index
-from moonpool.doctor.machine import check_machine
+from moonpool.doctor.machine import check_machine, configured_redis
 from moonpool.doctor.nodes import check_nodes, check_ranks, check_security
 from moonpool.doctor.transfer_paths import check_paths
 from moonpool.errors import ApiError, has_extra
@@ -84,6 +84,8 @@ async def doctor(config: Config, url: str | None, console: Console, *, as_json: 
                 _print(finding, console)
 
     show(check_machine(config))
+    if config.index.redis_url:
+        show([await configured_redis(config)])
     if has_extra("serve"):
         show(check_kernels())
     show(check_transfer(config))

@@ -15,7 +15,7 @@ from pathlib import Path
 from moonpool.doctor.finding import Finding
 from moonpool.errors import ExtraMissing, LocalClusterError, has_extra
 from moonpool.local.node_configs import models_to_start, pools_nbytes
-from moonpool.local.preflight import available_nbytes, check_memory, check_model
+from moonpool.local.preflight import available_nbytes, check_memory, check_model, check_redis
 from moonpool.local.redis_server import find_redis
 from moonpool.runtime.config.model_directory import ModelMissing
 from moonpool.runtime.config.options import Config
@@ -38,6 +38,8 @@ def check_machine(config: Config) -> Iterator[Finding]:
         yield memory(*served)
         for check in _ENGINE_CHECKS:
             yield check(config)
+        if not config.index.redis_url:  # else see ``configured_redis``
+            yield redis(config)
     else:
         fact = "not installed; store nodes and clients run without it"
         yield Finding("engine", "ok", fact, str(ExtraMissing("`moonpool up`", "serve")))
@@ -73,9 +75,17 @@ def compiler(config: Config) -> Finding:
     return Finding("compiler", "slow", "no C++ compiler", "Debian, Ubuntu: apt install g++; then `make env`")
 
 
+async def configured_redis(config: Config) -> Finding:
+    """Whether the Redis at ``index.redis_url`` answers."""
+    url = redacted(config.index.redis_url)
+    try:
+        await check_redis(config.index.redis_url)
+    except LocalClusterError as error:
+        return Finding("redis", "missing", url, str(error))
+    return Finding("redis", "ok", f"{url} answers")
+
+
 def redis(config: Config) -> Finding:
-    if config.index.redis_url:
-        return Finding("redis", "ok", f"{redacted(config.index.redis_url)}, as configured")
     try:
         binary = find_redis()
     except LocalClusterError as error:
@@ -170,5 +180,5 @@ def disk(config: Config) -> Finding:
 
 
 _Check = Callable[[Config], Finding]
-_ENGINE_CHECKS: tuple[_Check, ...] = (compiler, redis, threads)
+_ENGINE_CHECKS: tuple[_Check, ...] = (compiler, threads)
 _CHECKS: tuple[_Check, ...] = (host_health, open_files, huge_pages, clock, disk)

@@ -280,11 +280,15 @@ class LocalCluster:
     async def _wait_joined(self, first: Sequence[str], away: Sequence[str]) -> None:
         """Wait until the conductor sees ready those of the ``first`` nodes that stay, and those on Ray
         (``away``)."""
-        missing = {child.name for child in self.nodes}.union(away)
+        missing, trouble = {child.name for child in self.nodes}.union(away), ""
         try:
             async with asyncio.timeout(JOIN_TIMEOUT_S), self.client() as client:
                 while True:
-                    seen = await self._seen(client)
+                    seen: set[str] = set()
+                    try:
+                        seen, trouble = await self._seen(client), ""
+                    except ApiError as error:  # it may not answer before it has read the index
+                        trouble = f": {error}"
                     staying = [self.children[name] for name in first if self._elastic.stays(name)]
                     for child in staying:
                         if child.returncode is not None:
@@ -295,14 +299,11 @@ class LocalCluster:
                     await asyncio.sleep(0.02)
         except TimeoutError:
             raise self.children["conductor"].failure(
-                f"did not see {', '.join(sorted(missing))} within {JOIN_TIMEOUT_S:.0f} s"
+                f"did not see {', '.join(sorted(missing))} within {JOIN_TIMEOUT_S:.0f} s{trouble}"
             ) from None
 
     async def _seen(self, client: Client) -> set[str]:
-        try:
-            cluster = await client.cluster()
-        except ApiError:
-            return set()  # it may not answer before it has read the index
+        cluster = await client.cluster()
         return {node["node_id"] for node in cluster["nodes"] if node["state"] in ("ready", "unhealthy")}
 
     def _start_watching(self, name: str) -> None:
@@ -346,8 +347,10 @@ class LocalCluster:
             try:
                 await (self.redis.start() if name == "redis" and self.redis else self._start_child(child))
                 ready_s = clock()
-            except ChildFailed:
+            except (ChildFailed, OSError) as error:
                 ready_s = None
+                if isinstance(error, OSError):  # it has no process, and so no log that says why
+                    self._report(f"{name} was not started: {error}")
                 child.kill()  # it may hang, instead of having ended
         if name in ("redis", "conductor"):
             self._report(str(failure))

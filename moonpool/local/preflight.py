@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import resource
-import socket
 from pathlib import Path
 
 from redis.exceptions import RedisError
@@ -16,9 +14,9 @@ from moonpool.kvstore.index.redis.client import connect
 from moonpool.local.node_configs import pools_nbytes
 from moonpool.runtime.config.model_directory import ModelMissing, read_model_config
 from moonpool.runtime.config.options import Config
-from moonpool.runtime.errors import PortInUse
 from moonpool.runtime.health.host import HostWatch
 from moonpool.runtime.machine.gpus import computes_on_gpus
+from moonpool.runtime.network.sockets import check_free, no_listener
 
 _REDIS_S = 5.0
 
@@ -43,16 +41,11 @@ def check_model(directory: Path) -> None:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise ``PortInUse``; port 0 is never in use."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise PortInUse(host, port, "one with --port") from error
-            raise
+    """Raise ``PortInUse``, or ``ConfigError``: no process listens at ``host``. Port 0 is never in use."""
+    try:
+        check_free(host, port)
+    except OSError as error:
+        raise no_listener(error, host, port, "conductor.host", "one with --port") from error
 
 
 def check_memory(*configs: Config) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import ipaddress
 import socket
 import ssl
 from collections.abc import Callable
 from typing import TypeVar
+
+from moonpool.runtime.errors import ConfigError, MoonpoolError, PortInUse
 
 T = TypeVar("T")
 
@@ -29,6 +32,30 @@ def free_port(host: str = "127.0.0.1") -> int:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         listener.bind((host, 0))
         return int(listener.getsockname()[1])
+
+
+def check_free(host: str, port: int) -> None:
+    """Raise OSError if no socket can listen there now."""
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = found[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
+
+
+def no_listener(error: OSError, host: str, port: int, host_option: str, port_option: str) -> MoonpoolError:
+    """Why a process does not listen there: ``PortInUse``, or a ``ConfigError`` that names the options."""
+    if error.errno == errno.EADDRINUSE:
+        return PortInUse(host, port, port_option)
+    if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+        return ConfigError(
+            f"{host} is no address of this machine ({error.strerror}): set {host_option} to one", host_option
+        )
+    return ConfigError(
+        f"cannot listen at port {port} on {host} ({error.strerror}): set another {port_option} or "
+        f"{host_option}",
+        host_option,
+    )
 
 
 def host_port(host: str, port: int) -> str:

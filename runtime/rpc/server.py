@@ -15,10 +15,10 @@ from google.protobuf.message import DecodeError
 from prometheus_client import Counter
 
 from moonpool.runtime.cancellation import outlast
-from moonpool.runtime.errors import MoonpoolError, PortInUse, failure_of
+from moonpool.runtime.errors import ConfigError, MoonpoolError, PortInUse, failure_of
 from moonpool.runtime.failures import FailureClass
 from moonpool.runtime.message_checks import check_message
-from moonpool.runtime.network.sockets import host_port
+from moonpool.runtime.network.sockets import check_free, host_port, no_listener
 from moonpool.runtime.observing import audit, tracing
 from moonpool.runtime.observing.log import request_id
 from moonpool.runtime.redaction import redacted
@@ -80,7 +80,8 @@ async def serve(
 
     Raises:
         PortInUse: another process listens there.
-        ConfigError: other machines reach ``host``, and no caller would be authenticated.
+        ConfigError: ``host`` is no address of this machine, or other machines reach it and no caller would be
+            authenticated.
     """
     security = security or process.current()
     check_listening(security, host, "node.host")
@@ -89,10 +90,10 @@ async def serve(
     for add, servicer in servicers:
         add(servicer, server)
     try:
-        bound_port = bind(server, security, host, port, "node.port")
+        bound_port = bind(server, security, host, port, "node.host", "node.port")
         # A start that is cut off cannot be stopped.
         await outlast(asyncio.ensure_future(server.start()))
-    except (PortInUse, asyncio.CancelledError):
+    except (PortInUse, ConfigError, asyncio.CancelledError):
         # One that is collected without it waits for ever.
         await server.stop(None)
         raise
@@ -107,15 +108,22 @@ def bind(
     security: process.Security,
     host: str,
     port: int,
-    option: str,
+    host_option: str,
+    port_option: str,
 ) -> int:
-    """Let a server listen there; return its port (0: any). Raises PortInUse, naming ``option``."""
+    """Let a server listen there; return its port (0: any). Raises PortInUse or ConfigError, naming the
+    options."""
     try:
         if (tls := security.tls) is None:
             return int(server.add_insecure_port(host_port(host, port)))
         return int(server.add_secure_port(host_port(host, port), security.server_credentials(tls)))
     except RuntimeError as error:
-        raise PortInUse(host, port, option) from error
+        # gRPC does not say why.
+        try:
+            check_free(host, port)
+        except OSError as reason:
+            raise no_listener(reason, host, port, host_option, port_option) from error
+        raise PortInUse(host, port, port_option) from error  # it was in use then
 
 
 def _direct(servicers: Sequence[Servicer], address: str, boundary: _Boundary) -> DirectServer | None:

@@ -27,14 +27,15 @@ def serve_threaded(
     """Start a server with a thread for each of ``max_calls`` calls; return it and its port (0: any). Its
     methods call ``admit`` first. ``option``: names host and port.
 
-    Raises PortInUse, or ConfigError: other machines reach ``host``, and no caller would be authenticated.
+    Raises PortInUse, or ConfigError: ``host`` is no address of this machine, or other machines reach it and
+    no caller would be authenticated.
     """
     security = process.current()
     check_listening(security, host.strip("[]"), option)
     pool = ThreadPoolExecutor(max_calls, thread_name_prefix="calls")
     server = grpc.server(pool, options=SERVER_OPTIONS, maximum_concurrent_rpcs=max_calls)
     add(servicer, server)
-    bound_port = bind(server, security, host, port, option)
+    bound_port = bind(server, security, host, port, option, option)
     server.start()
     return server, bound_port
 

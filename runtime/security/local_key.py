@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import secrets
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -19,22 +21,37 @@ def local_key() -> str:
     """
     if key := read_local_key():
         return key
-    file, key = _key_file(), secrets.token_hex(32)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_name(f"{file.name}-{os.getpid()}")
-        partial.touch(mode=0o600)
-        partial.write_text(key, encoding="ascii")
-        try:
-            os.link(partial, file)  # of several at once, one wins
-        finally:
-            partial.unlink()
-    except FileExistsError:
-        return read_local_key()
+        return _kept_key(_key_file())
     except OSError as error:
         log.info("the key of local clusters is not kept: %s", error)
         return _unkept_key()
-    return key
+
+
+def _kept_key(file: Path) -> str:
+    """The key in ``file``, which gets a new one if it is missing or empty. Raises OSError."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    directory = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)  # of several at once, one makes it
+        with suppress(FileNotFoundError):
+            if key := file.read_text(encoding="ascii").strip():
+                return key
+        key = secrets.token_hex(32)
+        partial = file.with_name(f"{file.name}-{os.getpid()}")
+        partial.unlink(missing_ok=True)
+        try:
+            partial.touch(mode=0o600)
+            with partial.open("w", encoding="ascii") as written:
+                written.write(key)
+                written.flush()
+                os.fsync(written.fileno())  # or a power loss may leave it empty
+            partial.replace(file)
+        finally:
+            partial.unlink(missing_ok=True)
+        return key
+    finally:
+        os.close(directory)
 
 
 @cache

@@ -204,14 +204,22 @@ def use_as_client(options: SecurityOptions) -> None:
         use(of_client(options))
 
 
-def current() -> Security:
-    """The identity of the process. Without ``use``: that of the environment (``ENVIRONMENT``), else the
-    operator of this user's local clusters. Raises ``ConfigError``: what the environment names is wrong.
-    """
+def given() -> Security | None:
+    """The identity that the process was given: by ``use``, else by the environment (``ENVIRONMENT``). None:
+    by neither. Raises ``ConfigError``: what the environment names is wrong."""
     if _current is not None:
         return _current
-    if any(given := tuple(os.environ.get(name, "") for name in ENVIRONMENT)):
-        return _of_environment(*given)
+    if any(named := tuple(os.environ.get(name, "") for name in ENVIRONMENT)):
+        return _of_environment(*named)
+    return None
+
+
+def current() -> Security:
+    """The identity of the process: the one that it was given, else the operator of this user's local
+    clusters. Raises ``ConfigError``: see ``given``.
+    """
+    if (found := given()) is not None:
+        return found
     options = SecurityOptions(cluster_key=read_local_key())
     return Security(options, Caller(OPERATOR, _USER), serves=False)
 

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from moonpool.client import API_KEY_VARIABLE, Client
 from moonpool.conductor.api.fleet_routes import drain
 from moonpool.conductor.api.models.lanes import LANES, Lane, Lanes
 from moonpool.conductor.fleet.errors import FleetUnchanged, NodeMissing, ProviderFailed
+from moonpool.conductor.fleet.providers.provider import RUNNING, STOPPING
 from moonpool.runtime.config.options import AuditOptions, SecurityOptions
 from moonpool.runtime.observing.audit import audited
 from moonpool.runtime.security import process
+from moonpool.runtime.security.local_key import local_key
 from moonpool.runtime.security.process import Security
 from moonpool.runtime.security.roles import CONDUCTOR, NODE, OPERATOR, Caller
 from tests.conductor.conftest import Api
+from tests.conductor.test_fleet_admin import admin, running
 
 KEY = "the key of this cluster, long enough"
 SCALE, DRAIN = "/v1/fleet/scale/decode/3", "/v1/fleet/drain/decode-1"
@@ -138,3 +145,73 @@ async def test_a_node_of_any_model_is_drained(node: str) -> None:
     http.match_info["node"] = "decode-c-0"
     with pytest.raises(NodeMissing):
         await drain(http)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 (the server's tasks decide)
+            await asyncio.sleep(0.01)
+
+
+async def test_a_change_is_completed_when_its_caller_disconnects(
+    api: Api, secured: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A client's patience ends before the node has handed its prefixes on."""
+    provider = running("decode-0", "decode-1")
+    fleet, changes = admin(provider)
+    asked, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def hand_on(node_id: str) -> None:
+        asked.set()
+        await goes_on.wait()
+
+    fleet.before_stop = hand_on
+    api.core.fleet = cast(Any, fleet)
+
+    async def disconnect() -> None:
+        calling = asyncio.create_task(api.post(DRAIN, {}, headers=signed(DRAIN)))
+        await asked.wait()
+        calling.cancel()
+        server = api.server._runner.server
+        assert server is not None
+        await until(lambda: all(one.transport is None for one in server.connections))
+
+    await disconnect()
+    assert provider.nodes["decode-1"].state == RUNNING
+    goes_on.set()
+    await until(lambda: bool(changes))
+    assert provider.nodes["decode-1"].state == STOPPING
+
+    for event in (asked, goes_on):
+        event.clear()
+    provider.nodes |= running("decode-1").nodes
+    await disconnect()
+    provider.fails_at = 0
+    with caplog.at_level(logging.WARNING):
+        goes_on.set()
+        await until(lambda: "the provider is away" in caplog.text)
+
+
+async def test_a_key_that_was_given_signs_calls_to_other_machines(
+    api: Api, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The key of this user's local clusters does not: it was not given for them."""
+    monkeypatch.setattr(process, "_current", None)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    for name in (*process.ENVIRONMENT, API_KEY_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    assert local_key()
+    url = f"http://0.0.0.0:{api.server.port}"  # reaches this machine, and is no loopback address
+    async with Client(url) as client:
+        assert client._authorization("POST", url + SCALE) == {}
+    monkeypatch.setenv("MOONPOOL_CLUSTER_KEY", KEY)
+    async with Client(url) as client:
+        header = client._authorization("POST", url + SCALE)["Authorization"]
+        assert header.startswith("Moonpool operator ") and KEY not in header
+        await client.scale("decode", 3)
+    assert api.core.fleet.calls == [("scale", "decode", 3)]
+    monkeypatch.delenv("MOONPOOL_CLUSTER_KEY")
+    process.use_as_client(SecurityOptions(cluster_key=KEY))  # --set security.cluster_key
+    async with Client(url) as client:
+        assert (await client.fleet())["nodes"] == []
+        assert client._authorization("POST", url + SCALE)

@@ -146,6 +146,35 @@ async def test_a_planner_of_an_older_epoch_is_refused(
     assert replicas(api) == 3
 
 
+async def test_a_planner_whose_redis_has_lost_its_data_gets_a_later_epoch(
+    api: Kubernetes, provider: KubernetesProvider, url: str
+) -> None:
+    """Its conductors are new, too: the Lease alone has the latest epoch."""
+    await provider.start("decode", "tiny", fence=7)
+    clock, client = Clock(), connect(url)
+    fleet = Fleet(clock)
+    registry = cast(NodeRegistry, fleet)
+    lease = PlannerLease(KVIndex(client, fleet.namespace), "a", ttl_s=TTL_S, clock=clock)
+    planner = Planner(
+        *(registry, FleetAdmin(registry, provider, "tiny", clock, lambda *change: None), lease),
+        lambda: DemandCounter().total,
+        mode="act",
+        rules=Rules({"prefill": Bounds(3, 6, 0), "decode": Bounds(1, 6, 0)}),
+        slo=Slo(ttft_s=1.0, tbt_s=0.1),
+        clock=clock,
+        on_decision=lambda *event: None,
+    )
+    await planner.round()
+    assert "epoch 1 asks, and one of epoch 7 has" in planner._supplies["prefill"].why
+    assert replicas(api, "prefill") == 1
+    for _ in range(12):  # a minute
+        clock.now_s += 5
+        await planner.round()
+    assert planner.status["state"] == "plans, epoch 8"
+    assert replicas(api, "prefill") == 2
+    await client.aclose()
+
+
 async def test_what_kubernetes_refuses_is_said(api: Kubernetes, provider: KubernetesProvider) -> None:
     text = 'pods is forbidden: User "system:serviceaccount:moonpool:default" cannot list resource "pods"'
     api.fails["list", "pods"] = [(403, text)]
@@ -173,6 +202,20 @@ async def test_a_workload_that_makes_no_pod_is_put_back(
     api.workloads["deployments", "decode"]["status"] = {}
     with pytest.raises(ProviderFailed, match="it made no pod within"):
         await provider.start("decode", "tiny")
+    assert replicas(api) == 2
+
+
+async def test_a_start_that_is_cancelled_before_a_pod_appears_is_put_back(
+    api: Kubernetes, provider: KubernetesProvider
+) -> None:
+    api.makes_pods = False
+    starting = asyncio.create_task(provider.start("decode", "tiny"))
+    async with asyncio.timeout(60):
+        while replicas(api) == 2:  # noqa: ASYNC110 (the API's tasks decide)
+            await asyncio.sleep(0.01)
+    starting.cancel()
+    await asyncio.wait((starting,))
+    assert starting.cancelled()
     assert replicas(api) == 2
 
 

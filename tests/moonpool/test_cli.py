@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shutil
 import socket
@@ -9,7 +10,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
+from moonpool.client import Client
+from moonpool.errors import ApiError
 from moonpool.runtime.config.options import Config
 from tests.forked_command import forked_command
 
@@ -66,6 +71,14 @@ def test_port_in_use(checkpoint: Path) -> None:
     assert "--port" in stderr
 
 
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+def test_an_address_of_another_machine(checkpoint: Path, host: str) -> None:
+    done = moonpool("up", "--model", str(checkpoint), "--port", "0", "--set", f"conductor.host={host}")
+    stderr = sentence_of(done, 2)
+    assert f"{host} is no address of this machine" in stderr
+    assert "set conductor.host" in stderr
+
+
 def test_too_little_memory(checkpoint: Path) -> None:
     options = ("--port", "0", "--set", "engine.pool_nbytes=4TiB")
     assert "smaller pools" in sentence_of(moonpool("up", "--model", str(checkpoint), *options), 1)
@@ -92,6 +105,34 @@ def test_no_cluster_to_talk_to() -> None:
         assert "`moonpool up` starts one" in sentence_of(moonpool(command, "--url", url), 1)
 
 
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:800000", "127.0.0.1:8000", "ftp://127.0.0.1", "http://:80"]
+)
+def test_a_url_that_is_none_is_a_wrong_option(url: str) -> None:
+    assert "http://HOST:PORT" in sentence_of(moonpool("status", "--url", url), 2)
+
+
+async def test_another_servers_answer_is_no_conductors() -> None:
+    content = b""
+
+    async def answer(http: web.Request) -> web.Response:
+        return web.Response(body=content)
+
+    app = web.Application()
+    app.router.add_get("/{rest:.*}", answer)
+    async with TestServer(app) as server:
+        url = str(server.make_url("/"))
+        async with Client(url) as client:
+            for content in (b"<html>", b"\xff\xfe", b"[]", b"{}", b'{"nodes": "three"}'):  # noqa: B007
+                for call in (client.cluster, client.fleet, client.canaries, client.model):
+                    with pytest.raises(ApiError, match="what answers there is no conductor"):
+                        await call()
+        done = await asyncio.to_thread(moonpool, "status", "--url", url)
+        assert "what answers there is no conductor" in sentence_of(done, 1)
+        done = await asyncio.to_thread(moonpool, "status", "--url", url.replace("http:", "https:"))
+        assert "its URL begins with http://" in sentence_of(done, 1)
+
+
 def test_the_explained_configuration_is_the_default_one(tmp_path: Path) -> None:
     file = tmp_path / "all.toml"
     file.write_text(moonpool("config", "--explain").stdout)
@@ -116,6 +157,13 @@ def test_doctor_looks_at_everything() -> None:
     # Pools are anonymous memory or memfds: its size says nothing of them.
     assert "/dev/shm" not in done.stdout
     assert re.search(r"memory .* GiB for pools", done.stdout)
+
+
+def test_doctor_connects_to_the_redis_that_is_named() -> None:
+    done = moonpool("doctor", "--redis", "redis://127.0.0.1:1")
+    assert re.search(r"missing redis +redis://127\.0\.0\.1:1\n .*127\.0\.0\.1:1 does not answer", done.stdout)
+    assert done.returncode == 1
+    assert len(re.findall(r"^\w+ +redis ", done.stdout, re.MULTILINE)) == 1
 
 
 def test_doctor_looks_at_each_model_and_at_the_memory_of_all(tmp_path: Path) -> None:

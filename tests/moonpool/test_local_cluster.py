@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sys
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from moonpool.conductor.fleet.providers.provider import FAILED
 from moonpool.errors import TooLittleMemory
 from moonpool.local import children, preflight
+from moonpool.local import cluster as cluster_module
 from moonpool.local.cluster import LocalCluster
 from moonpool.local.elastic_nodes import NodeNotSupplied
 from moonpool.runtime.config.engine_options import shipped
 from moonpool.runtime.config.options import ClusterOptions, Config, ModelsOptions
+from moonpool.runtime.errors import ChildFailed
+from moonpool.runtime.security import certificates
+from moonpool.runtime.security.https import CA_VARIABLE, HttpsServer
+from moonpool.runtime.security.roles import CONDUCTOR, Caller
 from moonpool.runtime.service import crash_loop
 from moonpool.runtime.service.child import Child
 from moonpool.runtime.service.vital import cancel_and_wait
@@ -45,6 +53,30 @@ async def test_a_child_is_started_again_unless_it_fails_soon_after_each_start(
         await cluster._watchers["decode-0"]
     assert "is not started again" in said[-1]
     assert num_starts() <= 7 + crash_loop.MAX_SHORT_RUNS + 1
+
+
+async def test_a_node_that_cannot_be_started_again_is_given_up_and_the_cluster_serves_on(
+    tmp_path: Path,
+) -> None:
+    said: list[str] = []
+    directory = tmp_path / "logs"
+    directory.mkdir()
+    cluster = LocalCluster(Config(), directory=directory, restart=True, report=said.append)
+    command = [sys.executable, "-S", "-c", "import signal; print('{}', flush=True); signal.pause()"]
+    child = Child("decode-0", command, directory / "log", sends_json=True)
+    cluster._elastic._add(child, "tiny", "decode")
+    try:
+        await cluster._start_child(child)
+        cluster._start_watching("decode-0")
+        shutil.rmtree(directory)
+        child.kill()
+        async with asyncio.timeout(60):
+            await asyncio.wait((cluster._watchers["decode-0"],))
+        assert not cluster._broken.done()
+        assert cluster._elastic._as_supplied(child).state == FAILED
+        assert f"decode-0 was not started: [Errno 2] No such file or directory: '{directory}/log'" in said
+    finally:
+        await cluster.stop()
 
 
 async def test_a_node_that_is_given_up_leaves_its_place_to_another(
@@ -250,5 +282,37 @@ async def test_a_node_that_is_added_while_the_cluster_starts_ends_when_it_is_sto
         assert added.returncode is not None
         assert set(cluster._watchers) == {"conductor"}
         assert not any("starting it again" in sentence for sentence in said)
+    finally:
+        await cluster.stop()
+
+
+async def test_a_conductor_that_does_not_answer_at_first_is_told_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its certificate may not name this machine."""
+    monkeypatch.setattr(cluster_module, "JOIN_TIMEOUT_S", 1.0)
+    monkeypatch.setenv(CA_VARIABLE, str(tmp_path / "ca.pem"))
+    certificates.init(tmp_path, days=1)
+    cert = certificates.issue(tmp_path, Caller(CONDUCTOR, "c"), days=1, addresses=["conductor.example"])
+    served = HttpsServer(str(cert), str(cert.with_suffix(".key")))
+    cluster = LocalCluster(Config(), directory=tmp_path)
+    command = [sys.executable, "-S", "-c", "import signal; print('{}', flush=True); signal.pause()"]
+    for name in ("conductor", "prefill-0"):
+        child = Child(name, command, tmp_path / f"{name}.log", sends_json=True)
+        cluster._elastic._add(child, "tiny", name.partition("-")[0])
+    try:
+        for child in cluster.children.values():
+            await cluster._start_child(child)
+        server = TestServer(web.Application(), scheme="https")
+        await server.start_server(ssl=served.context)
+        try:
+            cluster.children["conductor"].ready["url"] = f"https://127.0.0.1:{server.port}"
+            with pytest.raises(ChildFailed) as failed:
+                await cluster._wait_joined(["conductor", "prefill-0"], ())
+        finally:
+            await server.close()
+        assert "did not see prefill-0 within 1 s: https://127.0.0.1" in str(failed.value)
+        assert "certificate is not valid for '127.0.0.1'" in str(failed.value)
+        assert "moonpool certs issue --address" in str(failed.value)
     finally:
         await cluster.stop()

@@ -15,8 +15,12 @@ import pytest
 
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
+from moonpool.runtime.config.security_options import SecurityOptions
 from moonpool.runtime.errors import ConfigError, NodeUnavailable, PortInUse, RemoteError
 from moonpool.runtime.observing.log import request_id
+from moonpool.runtime.security import process
+from moonpool.runtime.security.process import Security
+from moonpool.runtime.security.roles import Caller
 
 
 class Node(node_pb2_grpc.NodeServicer):
@@ -136,6 +140,25 @@ async def test_a_port_in_use_is_a_sentence() -> None:
     async with served() as (_, port, _):
         with pytest.raises(PortInUse, match=rf"port {port} .* in use.*node\.port"):
             await rpc.serve([], "127.0.0.1", port)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+async def test_an_address_of_another_machine_is_a_sentence(host: str) -> None:
+    """One of those that are for documentation alone."""
+    process.use(Security(SecurityOptions(cluster_key="0123456789abcdef"), Caller("node", "n")))
+    before = listening()
+    with pytest.raises(ConfigError, match=rf"{host} is no address of this machine .*: set node\.host to one"):
+        await rpc.serve([], host, 0)
+    with pytest.raises(ConfigError, match=r"set engine\.parallel\.listen to one"):
+        rpc.serve_threaded(
+            node_pb2_grpc.add_RanksServicer_to_server,
+            node_pb2_grpc.RanksServicer(),
+            host,
+            0,
+            option="engine.parallel.listen",
+            max_calls=1,
+        )
+    assert listening() <= before
 
 
 async def test_a_node_that_answers_its_first_frame_late_is_reached() -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from moonpool.conductor.fleet.errors import ProviderFailed
 from moonpool.conductor.fleet.providers.provider import FAILED, RUNNING, STARTING, STOPPING, SuppliedNode
+from moonpool.runtime.cancellation import outlast
 from moonpool.runtime.config.options import FleetOptions
 from moonpool.runtime.errors import ConfigError
 
@@ -51,16 +52,21 @@ class KubernetesProvider:
         workload = await self._workload(api, role)
         before = {pod.name for pod in await api.pods()}
         await api.check(fence)
-        await api.scale(workload, 1)
+        growing = asyncio.ensure_future(api.scale(workload, 1))
         try:
+            await outlast(growing)
             async with asyncio.timeout(_APPEARS_S):
                 while not (new := _new(role, before, await api.pods())):  # noqa: ASYNC110 (in another process)
                     await asyncio.sleep(_LOOK_S)
             return new
-        except TimeoutError:
+        except (TimeoutError, asyncio.CancelledError) as stopped:
+            if growing.exception() is not None:
+                raise
             grown = await self._workload(api, role)
             # Else the next try would leave one more behind.
             await api.scale(grown, -1)
+            if isinstance(stopped, asyncio.CancelledError):
+                raise
             why = grown.trouble or f"it made no pod within {_APPEARS_S:g} s"
             raise ProviderFailed(f"a {role} node was not started: {workload.name}: {why}") from None
 

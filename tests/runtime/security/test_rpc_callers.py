@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -177,6 +178,26 @@ def test_the_key_of_local_clusters_is_one_file_only_the_user_reads(
     assert list(file.parent.iterdir()) == [file]
     monkeypatch.setenv("XDG_STATE_HOME", "/proc/none")
     assert len(local_key()) == 64
+
+
+def test_an_empty_file_of_that_key_is_replaced_and_one_that_cannot_be_read_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power loss can leave it empty. Without a key, calls would neither be signed nor checked."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    file = tmp_path / "moonpool" / "cluster_key"
+    file.parent.mkdir()
+    file.write_text("\n")
+    with ThreadPoolExecutor(8) as several:
+        made = set(several.map(lambda _: local_key(), range(8)))
+    assert made == {local_key()} == {file.read_text()}
+    assert len(local_key()) == 64
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert list(file.parent.iterdir()) == [file]
+    file.unlink()
+    file.mkdir()
+    assert len(local_key()) == 64
+    assert list(file.parent.iterdir()) == [file]
 
 
 async def test_a_revoked_certificate_is_refused_with_its_reason_at_once(
