@@ -8,7 +8,6 @@ resumable streams in Redis.
 from __future__ import annotations
 
 import asyncio
-import errno
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -19,8 +18,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from moonpool.runtime.config.options import Config
-from moonpool.runtime.errors import PortInUse
-from moonpool.runtime.network.sockets import host_port
+from moonpool.runtime.network.sockets import host_port, no_listener
 from moonpool.runtime.observing.metrics_server import serve_metrics
 from moonpool.runtime.replicas.group import ReplicaGroup, worker_configs
 from moonpool.runtime.replicas.identity import Replica
@@ -46,21 +44,20 @@ async def run_workers(config: Config, context: ServiceContext) -> None:
 
 @contextmanager
 def reserved_port(host: str, port: int) -> Iterator[int]:
-    """Hold ``port`` (0: a free one) of ``host`` for sockets with SO_REUSEPORT. Raises ``PortInUse``.
+    """Hold ``port`` (0: a free one) of ``host`` for sockets with SO_REUSEPORT.
 
-    Nothing listens here: connections go to those that do.
+    Nothing listens here: connections go to those that do. Raises ``PortInUse``, or ``ConfigError``: nothing
+    can listen at ``host``.
     """
-    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, kind, protocol, _, address = found[0]
     try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
         # Without SO_REUSEPORT, so that another conductor with workers does not get a part of our connections.
         with _bound(family, kind, protocol, address) as alone:
             port = alone.getsockname()[1]
         held = _bound(family, kind, protocol, (address[0], port, *address[2:]), shared=True)
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise PortInUse(host, port, "conductor.port") from error
-        raise
+        raise no_listener(error, host, port, "conductor.host", "conductor.port") from error
     with held:
         yield port
 

@@ -12,7 +12,7 @@ import orjson
 from moonpool.runtime.reports.schema import ReportInvalid, validate
 
 # Limits of what the page draws.
-MAX_FILES = 64
+MAX_FILES = 256
 MAX_NBYTES = 1 << 20
 MAX_ROWS = 2000
 

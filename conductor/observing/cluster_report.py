@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from moonpool.conductor.observing.transfer_paths import histogram_quantile
-from moonpool.runtime.reports.conditions import CacheState, Conditions, ModelFacts, load_average
+from moonpool.runtime.reports.conditions import COLD, WARM, CacheState, Conditions, ModelFacts, load_average
 from moonpool.runtime.reports.report import Environment, NodeFacts, Report, Row
 
 _UNKNOWN = "not known: no node says"
@@ -43,13 +44,17 @@ class Served:
 def cluster_report(about: Mapping[str, Any], served: Sequence[Served], now_s: float) -> Report:
     """``about``: of the conductor's start. ``now_s``: unix time."""
     nodes = [node for one in served for node in one.cluster["nodes"]]
-    held = {tier: tokens for one in served for tier, tokens in _held(one.cluster)}
+    blocks = sum(count for one in served for _, count in _blocks(one.cluster))
+    held: Counter[str] = Counter()
+    for one in served:
+        held.update(dict(_held(one.cluster)))
     started = datetime.fromtimestamp(about.get("started_unix_s", now_s), UTC).isoformat(timespec="seconds")
     conditions = Conditions(
         [model for one in served for model in _models(one)],
-        CacheState.holding(
-            sum(blocks for one in served for _, blocks in _blocks(one.cluster)),
-            served[0].cluster.get("block_size") or 0,
+        CacheState(
+            WARM if blocks else COLD,
+            held.total(),
+            blocks,
             "now, by tier: "
             + (", ".join(f"{name} {tokens:,} tokens" for name, tokens in held.items()) or "none"),
         ),

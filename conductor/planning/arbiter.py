@@ -132,6 +132,7 @@ class Arbiter:
         else:
             try:
                 await lender.fleet.lend(loan.node_id, loan.borrower, loan.why, fence=epoch)
+                self._lease.accepted(epoch)
                 for one in (lender, borrower):
                     one.planner.changed(loan.stages, now_s)
             except (FleetUnchanged, NodeMissing, ProviderFailed) as error:

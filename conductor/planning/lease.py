@@ -45,6 +45,7 @@ class PlannerLease:
         self._key = f"{{{index.namespace}}}:{name}"
         self._held = Held("")
         self._latest = 0  # epoch that is known here, of whichever holder, or by a provider
+        self._accepted: int | None = None  # epoch of ours with which a provider has made a change
 
     async def take(self) -> Held:
         """Take the lease if it is free, or renew ours. Raises ``IndexUnavailable``."""
@@ -58,10 +59,15 @@ class PlannerLease:
         self._held = Held(name, int(epoch), until_s) if ours else Held(name)
         return self._held
 
+    def accepted(self, epoch: int) -> None:
+        """A provider made a change for our lease of this epoch."""
+        self._accepted = epoch
+
     def refused(self, error: ProviderFailed) -> None:
         """A provider made no change. If a later planner than ours has asked it, the next ``take`` gets an
-        epoch after that one's: Redis and all conductors may have lost the former ones."""
-        if isinstance(error, PlannerOutdated):
+        epoch after that one's: Redis and all conductors may have lost the former ones. Not where ours was
+        accepted before: the later planner has another Redis, and runs."""
+        if isinstance(error, PlannerOutdated) and self._held.epoch != self._accepted:
             self._latest = max(self._latest, error.latest)
 
     def holds(self, epoch: int) -> bool:

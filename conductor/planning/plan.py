@@ -197,7 +197,11 @@ def _steps(
 ) -> list[Step]:
     """At most ``rules.steps`` of them: switches first, which are quickest, then additions, then removals."""
     steps: list[Step] = []
-    missing = {role: wanted[role][0] - state.num_nodes for role, state in roles.items()}
+    missing: dict[str, int] = {}
+    for role, state in roles.items():
+        # Those that cannot be reached run, too. Fewer than none: removals.
+        room = max(rules.bounds[role].most - state.num_nodes - state.num_lost, 0)
+        missing[role] = min(wanted[role][0] - state.num_nodes, room)
     taken: set[str] = set()
     for role in roles:
         for other in roles:
@@ -209,9 +213,7 @@ def _steps(
                 steps.append(Step(SWITCH, other, wanted[role][1], node.node_id, role))
     for role, state in roles.items():
         if ADD in rules.can and not state.held:
-            # Those that cannot be reached run, too.
-            room = rules.bounds[role].most - state.num_nodes - state.num_lost
-            steps += [Step(ADD, role, wanted[role][1]) for _ in range(max(min(missing[role], room), 0))]
+            steps += [Step(ADD, role, wanted[role][1]) for _ in range(max(missing[role], 0))]
     for role, state in roles.items():
         stay = [node for node in state.ready if node.node_id not in taken]
         for node in least_missed(stay)[: max(-missing[role], 0)] if REMOVE in rules.can else ():

@@ -207,6 +207,7 @@ class Planner:
             for node_id, why in gives_up.items():
                 try:
                     await self._admin.stop(node_id, why, fence=held.epoch)
+                    self._lease.accepted(held.epoch)
                     metrics.given_up.labels(role).inc()
                 except ProviderFailed as error:
                     self._lease.refused(error)
@@ -256,6 +257,8 @@ class Planner:
                     await self._admin.stop(step.node_id, step.why, fence=epoch)
                 else:
                     await self._admin.switch(step.node_id, step.to_role, step.why)
+                if step.kind != SWITCH:
+                    self._lease.accepted(epoch)
                 made |= {step.role, step.to_role}
             except (FleetUnchanged, NodeMissing) as error:
                 outcome = "refused"

@@ -79,6 +79,8 @@ class Supply:
             self._seen_s.setdefault(name, now_s)
             if name not in unreached:
                 self._unreached_s.pop(name, None)
+                if name in self.lost and name in joined and name not in refused:
+                    self.num_failures = 0  # it is back
                 self.lost.discard(name)
             # A node that starts again is as old as at first: count from when it was seen here.
             waited_s = min(node.age_s, now_s - self._seen_s[name])

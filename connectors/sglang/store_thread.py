@@ -78,9 +78,9 @@ class StoreThread:
         try:
             return self._run(bounded)
         except _AWAY:
-            # At most half of the time is spent on calls that fail.
-            now_s = self._clock()
-            self._paused_until_s = now_s + max(_LEAST_PAUSE_S, now_s - began_s)
+            # At most half of the time is spent on calls that fail, but for long ones.
+            now_s, longest_s = self._clock(), self._settings.config.transfer.deadline_s
+            self._paused_until_s = now_s + max(_LEAST_PAUSE_S, min(now_s - began_s, longest_s))
             raise
 
     def _run(self, make: Callable[[], Coroutine[Any, Any, Result]]) -> Result:

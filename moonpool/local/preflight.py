@@ -6,7 +6,7 @@ import asyncio
 import resource
 from pathlib import Path
 
-from redis.exceptions import RedisError
+from redis.exceptions import RedisClusterException, RedisError
 
 from moonpool.errors import IndexUnreachable, TooLittleMemory
 from moonpool.kvstore.errors import StoreError
@@ -77,5 +77,5 @@ async def check_redis(url: str) -> None:
                 await client.ping()
         finally:
             await client.aclose()
-    except (StoreError, RedisError, OSError, ValueError) as error:
+    except (StoreError, RedisError, RedisClusterException, OSError, ValueError) as error:
         raise IndexUnreachable(url, str(error) or f"no answer in {_REDIS_S:g} s") from error

@@ -61,6 +61,7 @@ async def connect(
 
     Raises:
         BadUrl: ``url`` is neither an API nor a Redis.
+        ConfigError: that of an API has no host, or an impossible port.
     """
     async with (
         aclosing(_directory(url, namespace, api_key)) as directory,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
-
 from aiohttp import web
 
 from moonpool.runtime.config.options import ConductorOptions
-from moonpool.runtime.errors import PortInUse
 from moonpool.runtime.network.http_connections import BoundedRunner
+from moonpool.runtime.network.sockets import no_listener
 from moonpool.runtime.security import process
 from moonpool.runtime.security.https import HttpsServer
 from moonpool.runtime.security.posture import check_listening
@@ -37,9 +35,7 @@ async def listen(
         await site.start()
     except OSError as error:
         await runner.cleanup()
-        if error.errno == errno.EADDRINUSE:
-            raise PortInUse(options.host, options.port, "conductor.port") from error
-        raise
+        raise no_listener(error, options.host, options.port, "conductor.host", "conductor.port") from error
     return site, "http" if https is None else "https"
 
 

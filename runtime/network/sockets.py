@@ -35,12 +35,23 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def check_free(host: str, port: int) -> None:
-    """Raise OSError if no socket can listen there now."""
+    """Raise OSError if no socket can listen there now: the port is free at all addresses of ``host``, and one
+    is this machine's."""
+    errors: list[OSError] = []
     found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, kind, protocol, _, address = found[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(address)
+    for family, kind, protocol, _, address in found:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:  # else :: takes the port of 0.0.0.0, too
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            try:
+                probe.bind(address)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    raise
+                errors.append(error)  # as :: where there is no IPv6
+    if len(errors) == len(found):
+        raise errors[0]
 
 
 def no_listener(error: OSError, host: str, port: int, host_option: str, port_option: str) -> MoonpoolError:

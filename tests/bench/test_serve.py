@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -17,8 +19,8 @@ from moonpool.bench.harness.turns import quantile
 from moonpool.bench.serve.against import side_rows
 from moonpool.bench.serve.cases import peer_rows
 from moonpool.bench.serve.client import load
-from moonpool.bench.serve.client.answer import Answer
-from moonpool.bench.serve.client.http_client import HttpClient
+from moonpool.bench.serve.client.answer import Answer, read_answer
+from moonpool.bench.serve.client.http_client import Exchange, HttpClient
 from moonpool.bench.serve.client.server import Outcome, Server
 from moonpool.bench.serve.client.workload import Prompts, Workload
 from moonpool.bench.serve.figures import Slo, load_rows, prediction_rows
@@ -189,6 +191,26 @@ async def test_an_open_loop_does_not_wait_for_answers(fake: FakeServer) -> None:
     async with HttpClient(fake.url) as http:
         outcome = await load.run(await Server.find("fake", http), work)
     assert [one.error for one in outcome.answers] == [""] * 4
+
+
+async def test_parsing_the_answers_is_no_part_of_the_time(
+    fake: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed = []
+
+    def parse(exchange: Exchange) -> Answer:
+        parsed.append(exchange)
+        return read_answer(exchange)
+
+    def clock() -> float:
+        return time.perf_counter() + 1000.0 * len(parsed)
+
+    monkeypatch.setattr(load, "read_answer", parse)
+    monkeypatch.setattr(load, "time", SimpleNamespace(perf_counter=clock))
+    async with HttpClient(fake.url) as http:
+        outcome = await load.run(await Server.find("fake", http), Workload(requests=3))
+    assert len(parsed) == 3
+    assert outcome.seconds < 1000.0
 
 
 async def test_failures_are_told_by_cause(fake: FakeServer) -> None:

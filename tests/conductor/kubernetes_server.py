@@ -8,12 +8,25 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import yaml
 from aiohttp import web
 
 TOKEN = "a token"
-LWS = "leaderworkerset.sigs.k8s.io"
+DEPLOYED = Path(__file__).parents[2] / "deploy" / "kubernetes"
+LWS = "leaderworkerset.sigs.k8s.io"  # of its labels; the group of its API is another one
 COST = "controller.kubernetes.io/pod-deletion-cost"
 CREATED = "2026-01-02T03:04:05Z"
+
+
+def api_group(manifest: Path) -> str:
+    """Of the first document."""
+    return str(next(yaml.safe_load_all(manifest.read_text()))["apiVersion"]).partition("/")[0]
+
+
+GROUPS = {
+    "deployments": api_group(DEPLOYED / "decode.yaml"),
+    "leaderworkersets": api_group(DEPLOYED / "leaderworkerset" / "decode.yaml"),
+}
 
 
 def labels(role: str) -> dict[str, str]:
@@ -127,7 +140,7 @@ class Kubernetes:
         kind = http.match_info["kind"]
         if failed := self._failure(http, "list", kind):
             return failed
-        if kind == "leaderworkersets" and not self.has_lws:
+        if not self._serves(http):
             return web.Response(status=404, text="404 page not found\n")
         items = [one for (of, _), one in self.workloads.items() if of == kind]
         return web.json_response({"apiVersion": f"{http.match_info['group']}/v1", "items": items})
@@ -137,6 +150,8 @@ class Kubernetes:
         verb = "get" if http.method == "GET" else "update"
         if failed := self._failure(http, verb, f"{kind}/scale"):
             return failed
+        if not self._serves(http):
+            return web.Response(status=404, text="404 page not found\n")
         workload = self.workloads[kind, name]
         if http.method == "PUT":
             body = await http.json()
@@ -206,6 +221,10 @@ class Kubernetes:
         kind = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease"}
         self.leases[name] = kind | {"metadata": metadata, "spec": body["spec"]}
         return self.leases[name]
+
+    def _serves(self, http: web.Request) -> bool:
+        kind, group = http.match_info["kind"], http.match_info["group"]
+        return group == GROUPS.get(kind) and (kind != "leaderworkersets" or self.has_lws)
 
     def _failure(self, http: web.Request, verb: str, resource: str) -> web.Response | None:
         group = "coordination.k8s.io" if resource == "leases" else http.match_info.get("group", "")

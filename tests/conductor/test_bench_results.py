@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from moonpool.conductor.dashboard.benchmark_results import (
+    CHECKOUT,
     MAX_FILES,
     MAX_NBYTES,
     MAX_ROWS,
@@ -88,6 +89,11 @@ def test_the_number_of_files_is_bounded(tmp_path: Path) -> None:
     for number in range(MAX_FILES + 3):
         write(tmp_path / f"{number}.json", [ROW])
     assert len(BenchResults(str(tmp_path)).listed()) == MAX_FILES
+
+
+def test_all_results_of_the_checkout_are_listed() -> None:
+    listed = [one["name"] for one in BenchResults("").listed()]
+    assert sorted(listed) == sorted(path.name for path in CHECKOUT.glob("*.json"))
 
 
 def test_a_file_that_could_not_be_opened_is_tried_again(

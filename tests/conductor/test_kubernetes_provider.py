@@ -26,7 +26,7 @@ from moonpool.conductor.planning.planner import Planner
 from moonpool.kvstore.index.redis.client import connect
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.runtime.config.options import Config, FleetOptions
-from tests.conductor.kubernetes_server import COST, Kubernetes, kubernetes
+from tests.conductor.kubernetes_server import COST, Kubernetes, api_group, kubernetes
 from tests.conductor.test_planner import TTL_S, Clock, Fleet
 
 PROVIDER = Path(__file__).parents[2] / "deploy" / "kubernetes" / "provider"
@@ -219,6 +219,22 @@ async def test_a_start_that_is_cancelled_before_a_pod_appears_is_put_back(
     assert replicas(api) == 2
 
 
+async def test_a_start_that_is_cancelled_ends_so_when_the_api_is_away(
+    api: Kubernetes, provider: KubernetesProvider, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else a conductor that shuts down takes it for a failure of the provider, and plans on."""
+    api.makes_pods = False
+    starting = asyncio.create_task(provider.start("decode", "tiny"))
+    async with asyncio.timeout(60):
+        while replicas(api) == 2:  # noqa: ASYNC110 (the API's tasks decide)
+            await asyncio.sleep(0.01)
+    api.fails["list", "deployments"] = [(500, "etcd has no leader")] * 100
+    starting.cancel()
+    await asyncio.wait((starting,))
+    assert starting.cancelled()
+    assert "decode was left with a replica too many" in caplog.text
+
+
 async def test_pods_that_do_not_start_say_why(api: Kubernetes, provider: KubernetesProvider) -> None:
     first, second = [name for name in api.pods if name.startswith("decode")]
     pending = api.pods[first]["status"]
@@ -251,6 +267,35 @@ async def test_of_a_leader_worker_set_the_last_group_goes_first(
     assert (await admin.scale("both", 2))["stopped"] == ["both-3", "both-2"]
     assert replicas(api, "both", "leaderworkersets") == 2
     assert (await states(provider))["both-2"] == STOPPING
+
+
+@pytest.mark.parametrize("listed", [True, False])
+async def test_a_pod_of_a_leader_worker_set_is_never_of_a_deployment(
+    api: Kubernetes, provider: KubernetesProvider, listed: bool
+) -> None:
+    """Both have a role in common: neither list nor stop takes one for the other."""
+    api.workloads["deployments", "decode"]["spec"]["replicas"] = 1
+    api.control("deployments", "decode")
+    api.add("leaderworkersets", "decode", 1, "large-decode")
+    api.has_lws = listed
+    found = {one.node_id: (one.state, one.can_stop) for one in await provider.list()}
+    assert found["large-decode-0"] == ((RUNNING, True) if listed else (STOPPING, False))
+    why = "several workloads have decode nodes" if listed else "decode is no LeaderWorkerSet"
+    with pytest.raises(ProviderFailed, match=why):
+        await provider.stop("large-decode-0")
+    assert replicas(api) == 1
+
+
+async def test_groups_do_not_keep_a_deployments_marked_pod_from_running(
+    api: Kubernetes, provider: KubernetesProvider
+) -> None:
+    """A stop that failed after the mark; groups of the same role do not count as pods of the Deployment."""
+    first = next(name for name in api.pods if name.startswith("decode"))
+    api.fails["update", "deployments/scale"] = [(500, "etcdserver: request timed out")]
+    with pytest.raises(ProviderFailed, match="500"):
+        await provider.stop(first)
+    api.add("leaderworkersets", "decode", 3, "large-decode")
+    assert (await states(provider))[first] == RUNNING
 
 
 async def test_without_leader_worker_sets_and_without_an_api(
@@ -331,6 +376,9 @@ async def test_the_role_permits_what_the_provider_does(api: Kubernetes, provider
         for resource in rule["resources"]
     }
     assert permitted == set(api.calls)
+    assert {group for _, group, resource in permitted if resource.startswith("leaderworkersets")} == {
+        api_group(PROVIDER.parent / "leaderworkerset" / "decode.yaml")
+    }
     assert binding["subjects"][0]["name"] == account["metadata"]["name"]
     component = yaml.safe_load((PROVIDER / "kustomization.yaml").read_text())
     added = {one["path"]: one["value"] for one in yaml.safe_load(component["patches"][0]["patch"])}

@@ -315,6 +315,9 @@ async def test_an_epoch_that_a_provider_has_seen_is_passed_while_the_lease_is_he
     assert (await a.take()).epoch == 6
     assert a.holds(6) and not a.holds(1)
     assert (await a.take()).epoch == 6
+    a.accepted(6)
+    a.refused(PlannerOutdated("", 9))
+    assert (await a.take()).epoch == 6, "a later planner runs, with another Redis"
     await a.leave()
     assert (await b.take()).epoch == 8
     await client.aclose()

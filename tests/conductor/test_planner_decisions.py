@@ -436,6 +436,29 @@ def test_departures_that_are_days_apart_are_no_reason_to_give_a_node_up() -> Non
         assert supply.look([node], (), 10.0, now_s + 2.0) == (["decode-0"], {})
 
 
+def test_short_losses_of_contact_do_not_add_up() -> None:
+    supply, node = Supply(), SuppliedNode("decode-0", "decode", RUNNING)
+    for day in range(8):
+        began_s = 86_400.0 * day
+        supply.look([node], {"decode-0"}, 10.0, began_s)
+        for i in range(21):
+            supply.look([node], {"decode-0"}, 10.0, began_s + 2.0 * i, unreached={"decode-0"})
+        assert supply.lost == {"decode-0"}
+        supply.look([node], {"decode-0"}, 10.0, began_s + 42.0)
+        assert not supply.lost
+        assert 0.0 < supply.held_until_s - began_s <= 48.0, "each is the first in a row"
+
+
+def test_nodes_that_cannot_be_reached_bound_switches_too() -> None:
+    bounds = {"prefill": Bounds(1, 6, 0), "decode": Bounds(1, 6, 0)}
+    rules = replace(RULES, bounds=bounds, can=SWITCHING, lend_s=10.0)
+    roles = {"prefill": state("prefill", 2, 1), "decode": state("decode", 3, 6, num_lost=1)}
+    _, memory = plan(roles, rules, Memory(), 0.0)
+    decided, _ = plan(roles, rules, memory, 10.0)
+    kinds = [step.kind for step in decided.steps if "decode" in (step.to_role, step.role)]
+    assert kinds == [SWITCH, ADD], "with the one that cannot be reached, six"
+
+
 def test_a_node_that_dies_after_each_long_start_is_given_up() -> None:
     supply, node, told = Supply(), SuppliedNode("decode-0", "decode", RUNNING), []
     for i in range(3):  # it joins for ten minutes, and serves for one

@@ -25,6 +25,7 @@ from moonpool.connectors.sglang.prefix_hits import PoolHits, leading, restorable
 from moonpool.connectors.sglang.settings import check_version, read_settings
 from moonpool.connectors.sglang.store_thread import StoreThread
 from moonpool.kvstore.client.errors import NoNodeAnswered
+from moonpool.kvstore.client.store import StoreClient
 from moonpool.runtime.errors import ConfigError, MoonpoolError
 from tests.processes import stop
 from tests.store_node.conftest import StoreCluster, running
@@ -231,12 +232,13 @@ async def test_pages_are_removed_in_parts_or_an_error_says_that_some_are_left(
     monkeypatch.setattr(page_objects, "_REMOVED_AT_ONCE", 3)
     keys = [f"page-{number}" for number in range(4)]
 
-    def cleared(store: StoreThread) -> int:
+    def clear(store: StoreThread) -> None:
         deadline_s = time.monotonic() + 60
         while True:
             try:
-                return remove_all("removed/", store)
-            except MoonpoolError:
+                remove_all("removed/", store)
+                return
+            except (MoonpoolError, TimeoutError):
                 assert time.monotonic() < deadline_s
                 time.sleep(0.1)
 
@@ -252,10 +254,36 @@ async def test_pages_are_removed_in_parts_or_an_error_says_that_some_are_left(
                     remove_all("removed/", store)
             finally:
                 cluster.redis.process.send_signal(signal.SIGCONT)
-            assert cleared(store) == 2 * len(keys)
+            clear(store)
             assert pool.exists(keys) == [False] * 4
             assert kept.exists(keys) == [True] * 4
             assert remove_all("removed/", store) == 0
+
+    await asyncio.to_thread(work)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_long_call_that_fails_does_not_pause_the_store_as_long(cluster: StoreCluster) -> None:
+    now_s = [0.0]
+
+    async def fails(client: StoreClient) -> None:
+        now_s[0] += 300.0
+        raise NoNodeAnswered(["a"])
+
+    async def succeeds(client: StoreClient) -> str:
+        return "asked"
+
+    def work() -> None:
+        store = StoreThread(read_settings({"url": cluster.url}), clock=lambda: now_s[0])
+        try:
+            with pytest.raises(NoNodeAnswered):
+                store.call(fails, 600.0)
+            with pytest.raises(StoreAway):
+                store.call(succeeds)
+            now_s[0] += 10.1
+            assert store.call(succeeds) == "asked"
+        finally:
+            store.close()
 
     await asyncio.to_thread(work)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import os
@@ -167,6 +168,44 @@ async def test_a_benchmark_result_that_could_not_be_read_is_read_again(
     await page.unroute("**/v1/benchmarks/*")
     await page.locator("#benchmarks .list").get_by_role("link", name="hostile.json").click()
     await expect(figures.locator("figcaption")).to_have_text(f"{MARKUP}{BREAKOUT}")
+
+
+async def test_a_paused_page_tells_that_the_conductor_answers_again(
+    page: Page, cluster: LocalCluster
+) -> None:
+    async with cluster.client() as client, aclosing(client.live()) as live:
+        now = await anext(live)
+    is_first, answers = True, asyncio.Event()
+
+    async def answer(route: Route) -> None:
+        nonlocal is_first
+        if is_first:  # the stream ends after a snapshot
+            is_first = False
+            await route.fulfill(content_type="text/event-stream", body=f"data: {json.dumps(now)}\n\n")
+        else:
+            await answers.wait()
+            await route.continue_()
+
+    await page.get_by_role("button", name="pause").click()
+    await page.route("**/v1/live", answer)
+    await page.reload()
+    state = page.locator("#state")
+    await expect(state).to_have_text("the conductor does not answer")
+    answers.set()
+    await expect(state).to_have_text("ready")
+
+
+async def test_of_several_models_the_page_tells_whose_figures_it_shows(
+    page: Page, cluster: LocalCluster
+) -> None:
+    async with cluster.client() as client, aclosing(client.live()) as live:
+        now = await anext(live)
+    now["cluster"]["models"] = [{"name": name, "num_nodes": 1, "num_requests": 0} for name in "abc"]
+    told = """async (now) => {
+        const { take } = await import('/static/dashboard.js');
+        take({ ...now, unix_s: 4e9 });
+        return document.getElementById('model').textContent; }"""
+    assert await page.evaluate(told, now) == f"figures of {MARKUP}, nodes of all 3 models"
 
 
 async def test_a_page_can_be_paused(page: Page, cluster: LocalCluster) -> None:

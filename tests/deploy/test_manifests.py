@@ -261,6 +261,17 @@ def test_a_workload_says_what_operators_look_for(role: str) -> None:
     assert container["resources"]["requests"].keys() == {"cpu", "memory"}
 
 
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_an_update_needs_no_more_machines_than_there_are_pods(path: Path) -> None:
+    """Of pods that must be apart, one more than before would wait for a machine, and the update for it."""
+    for deployment in documents(path):
+        if deployment["kind"] == "Deployment":
+            spec = deployment["spec"]
+            affinity = spec["template"]["spec"].get("affinity", {}).get("podAntiAffinity", {})
+            if affinity.get("requiredDuringSchedulingIgnoredDuringExecution"):
+                assert spec["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+
+
 def test_a_load_balancer_notices_before_a_conductor_stops_listening() -> None:
     options = load_config()
     (deployment,) = (one for one in documents(KUBERNETES / "conductor.yaml") if one["kind"] == "Deployment")

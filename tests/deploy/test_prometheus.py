@@ -90,6 +90,33 @@ def test_promtool_accepts_what_is_deployed(arguments: tuple[str, str]) -> None:
 
 
 @needs_prometheus
+@pytest.mark.parametrize(("lapsed", "alerts"), [("0x12 1x24", 1), ("0x36", 0)], ids=["killed", "drained"])
+def test_a_node_that_is_no_target_any_more_is_told_if_it_was_killed(
+    tmp_path: Path, lapsed: str, alerts: int
+) -> None:
+    """The lease of a killed node ends after seconds, and the next discovery takes it from the targets."""
+    assert PROMTOOL is not None
+    firing = 'ALERTS{alertname=~"MoonpoolNode(Down|Lost)", alertstate="firing"}'
+    test = {
+        "interval": "5s",
+        "input_series": [
+            {"series": 'up{job="moonpool-nodes", node="decode-0"}', "values": "1x10 0 stale"},
+            {"series": 'moonpool_index_lapsed_nodes_total{instance="conductor:8000"}', "values": lapsed},
+        ],
+        "promql_expr_test": [
+            {
+                "expr": f"count({firing}) or vector(0)",
+                "eval_time": "2m",
+                "exp_samples": [{"labels": "{}", "value": alerts}],
+            }
+        ],
+    }
+    rules = {"rule_files": [str(DEPLOY / "prometheus/alerts.yml")], "evaluation_interval": "15s"}
+    (tmp_path / "test.yml").write_text(yaml.safe_dump(rules | {"tests": [test]}))
+    subprocess.run([PROMTOOL, "test", "rules", tmp_path / "test.yml"], check=True)
+
+
+@needs_prometheus
 @pytest.mark.asyncio(loop_scope="module")
 async def test_every_metrics_page_is_clean(pages: dict[str, str]) -> None:
     assert PROMTOOL is not None

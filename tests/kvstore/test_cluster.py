@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
+from moonpool.kvstore.errors import IndexUnavailable
 from moonpool.kvstore.index.mirror import IndexMirror
 from moonpool.kvstore.index.redis.client import connect
 from moonpool.kvstore.index.redis.kv_index import KVIndex
@@ -71,3 +74,34 @@ async def is_ok(shard: object) -> bool:
     info = await shard.execute_command("CLUSTER", "INFO")  # type: ignore[attr-defined]
     text = info if isinstance(info, dict) else dict(line.split(":") for line in info.decode().split())
     return text["cluster_state"] == "ok" and int(text["cluster_known_nodes"]) == 2
+
+
+async def test_a_cluster_that_is_away_is_waited_for(directory: Path) -> None:
+    """redis-py says so with an exception of another family than a single server's."""
+    (port,) = free_ports(1)
+    server = Server(directory, "--port", str(port), "--cluster-enabled", "yes")
+    await server.start()
+    shard = connect(server.url)
+    client = connect(f"redis+cluster://127.0.0.1:{port}")
+    try:
+        await shard.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+        await until(lambda: is_ok(shard))
+        index = KVIndex(client, "one")
+        node = await FakeNode(index, "a").start()
+        node.hold(5)
+        await node.settled()
+        await server.kill()
+        node.hold(7)
+        await until(lambda: asyncio.sleep(0.001, not node.publisher.connected))
+        with pytest.raises(IndexUnavailable):
+            await index.watch()
+        assert node.publisher._task is not None and not node.publisher._task.done()
+        await server.start()
+        await until(lambda: asyncio.sleep(0.001, node.publisher.connected))
+        await node.settled()
+        assert await index.snapshot() == {"a": node.held}
+        await node.publisher.close()
+    finally:
+        await shard.aclose()
+        await client.aclose()
+        await server.kill()

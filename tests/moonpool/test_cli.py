@@ -159,9 +159,11 @@ def test_doctor_looks_at_everything() -> None:
     assert re.search(r"memory .* GiB for pools", done.stdout)
 
 
-def test_doctor_connects_to_the_redis_that_is_named() -> None:
-    done = moonpool("doctor", "--redis", "redis://127.0.0.1:1")
-    assert re.search(r"missing redis +redis://127\.0\.0\.1:1\n .*127\.0\.0\.1:1 does not answer", done.stdout)
+@pytest.mark.parametrize("kind", ["redis", "redis+cluster"])
+def test_doctor_connects_to_the_redis_that_is_named(kind: str) -> None:
+    done = moonpool("doctor", "--redis", f"{kind}://127.0.0.1:1")
+    url = re.escape(f"{kind}://127.0.0.1:1")
+    assert re.search(rf"missing redis +{url}\n .*{url} does not answer", done.stdout), done.stdout
     assert done.returncode == 1
     assert len(re.findall(r"^\w+ +redis ", done.stdout, re.MULTILINE)) == 1
 

@@ -86,6 +86,19 @@ def test_it_has_the_conditions_of_a_run_and_the_figures_since_the_start() -> Non
     assert rows[since, "E2E"]["p50"] == pytest.approx(540, rel=0.03)
 
 
+def test_blocks_of_each_model_have_its_size_and_tiers_add_up() -> None:
+    other = {"dtype": "bfloat16", "block_size": 32, "nodes": [NODE]}
+    served = [Served("tiny", CLUSTER, {}), Served("other", other, {})]
+    made = cluster_report(about(), served, 1_700_000_100.0).as_json()
+    cache = made["environment"]["conditions"]["cache"]
+    assert cache["blocks"] == (4 + 6 + 2) + (4 + 6)
+    assert cache["tokens"] == 16 * (4 + 6 + 2) + 32 * (4 + 6)
+    assert f"pool {16 * 4 + 32 * 4} tokens, host {16 * (6 + 2) + 32 * 6} tokens" in cache["note"]
+    rows = {(row["case"], row["metric"]): row["value"] for row in made["rows"]}
+    assert rows["tiny, now", "cached tokens, host"] == 16 * (6 + 2)
+    assert rows["other, now", "cached tokens, host"] == 32 * 6
+
+
 def test_what_no_node_says_is_said_to_be_unknown() -> None:
     made = cluster_report({}, [Served("tiny", {"nodes": []}, {})], 1_700_000_100.0).as_json()
     validate(made, complete=True)

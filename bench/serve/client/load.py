@@ -34,7 +34,8 @@ async def run(server: Server, workload: Workload) -> Outcome:
         await server.http.warm(min(workload.concurrency, workload.requests))
         started = time.perf_counter()
         await each(conversations, workload.concurrency, lambda one: _converse(server, one, results))
-    return Outcome([_read(item) for item in results], time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    return Outcome([_read(item) for item in results], seconds)
 
 
 async def _converse(server: Server, conversation: Conversation, results: list[_Result]) -> None:

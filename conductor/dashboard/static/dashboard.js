@@ -77,15 +77,15 @@ function show() {
   if (frame) mounted.draw(frame);
 }
 
-// Take in a snapshot, and draw it unless the page is paused.
+// Take in a snapshot, and draw it unless the page is paused; the line at the top is always that of now.
 export function take(now) {
   latest = arrived(now);
   record(latest);
   if (!document.hidden) followRunning(latest.requests, now.requests);
+  drawState(now);
   if (isPaused() && frame) return;
   const first = !frame;
   frame = latest;
-  drawState(now);
   if (first) show();
   else if (!document.hidden) mounted.draw(frame);
 }

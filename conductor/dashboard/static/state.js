@@ -10,7 +10,8 @@ export function drawState(now) {
   const degraded = now.degraded ?? []; // a tenant is not told
   const state = !now.ready ? "not ready" : degraded.length ? "degraded" : "ready";
   if (now.tenant !== undefined) document.body.dataset.tenant = now.tenant;
-  say(byId("model"), now.cluster?.model ?? now.model);
+  const { model, models = [] } = now.cluster ?? now;
+  say(byId("model"), models.length > 1 ? `figures of ${model}, nodes of all ${models.length} models` : model);
   tell(state, { ready: "good", degraded: "warn" }[state] ?? "bad");
   patch(byId("degraded"), degraded.map((text) => element("li", text)));
 }

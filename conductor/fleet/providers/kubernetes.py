@@ -7,6 +7,7 @@ node's id (``node.id=$(POD_NAME)``). A pod without readiness probe is ready when
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,6 +21,8 @@ from moonpool.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from moonpool.conductor.fleet.providers.kubernetes_api import KubernetesApi, Pod, Workload
+
+log = logging.getLogger(__name__)
 
 # Until a pod of a workload that has grown is there. It is made before it is scheduled.
 _APPEARS_S = 10.0
@@ -56,17 +59,22 @@ class KubernetesProvider:
         try:
             await outlast(growing)
             async with asyncio.timeout(_APPEARS_S):
-                while not (new := _new(role, before, await api.pods())):  # noqa: ASYNC110 (in another process)
+                while not (new := _new(workload, before, await api.pods())):  # noqa: ASYNC110 (in another process)
                     await asyncio.sleep(_LOOK_S)
             return new
-        except (TimeoutError, asyncio.CancelledError) as stopped:
+        except asyncio.CancelledError:
+            if growing.exception() is None:
+                try:
+                    await api.scale(await self._workload(api, role), -1)
+                except ProviderFailed as error:  # it must not take the place of the cancellation
+                    log.warning("%s was left with a replica too many: %s", workload.name, error)
+            raise
+        except TimeoutError:
             if growing.exception() is not None:
                 raise
             grown = await self._workload(api, role)
             # Else the next try would leave one more behind.
             await api.scale(grown, -1)
-            if isinstance(stopped, asyncio.CancelledError):
-                raise
             why = grown.trouble or f"it made no pod within {_APPEARS_S:g} s"
             raise ProviderFailed(f"a {role} node was not started: {workload.name}: {why}") from None
 
@@ -77,6 +85,12 @@ class KubernetesProvider:
         if pod is None or pod.ended or pod.deleted:
             return
         workload = await self._workload(api, pod.role)
+        if not workload.owns(pod):
+            kind = "Deployment" if pod.group < 0 else "LeaderWorkerSet"
+            raise ProviderFailed(
+                f"{node_id} was not stopped: it is of a {kind}, and {workload.name} is no {kind}; give that "
+                f"{kind} the labels {self._options.selector},app.kubernetes.io/component={pod.role}"
+            )
         await api.check(fence)
         if _is_stopping(pod, workload, pods):
             return
@@ -91,9 +105,8 @@ class KubernetesProvider:
 
     async def list(self) -> Sequence[SuppliedNode]:
         api = await self._api()
-        workloads = {one.role: one for one in await api.workloads()}
-        pods = await api.pods()
-        return [_supplied(pod, workloads.get(pod.role), pods) for pod in pods]
+        workloads, pods = await api.workloads(), await api.pods()
+        return [_supplied(pod, next((one for one in workloads if one.owns(pod)), None), pods) for pod in pods]
 
     async def close(self) -> None:
         api, self._connected = self._connected, None
@@ -120,8 +133,8 @@ class KubernetesProvider:
         raise ProviderFailed(f"several workloads have {role} nodes in {where}: {names}; set fleet.selector")
 
 
-def _new(role: str, before: set[str], pods: Sequence[Pod]) -> str:
-    return next((pod.name for pod in pods if pod.role == role and pod.name not in before), "")
+def _new(workload: Workload, before: set[str], pods: Sequence[Pod]) -> str:
+    return next((pod.name for pod in pods if workload.owns(pod) and pod.name not in before), "")
 
 
 def _can_stop(pod: Pod, workload: Workload) -> bool:
@@ -134,7 +147,7 @@ def _is_stopping(pod: Pod, workload: Workload, pods: Sequence[Pod]) -> bool:
         return True
     if pod.group >= 0:
         return pod.group >= workload.replicas
-    live = sum(one.role == pod.role and not one.deleted and not one.ended for one in pods)
+    live = sum(workload.owns(one) and not one.deleted and not one.ended for one in pods)
     return pod.marked and live > workload.replicas
 
 

@@ -24,7 +24,7 @@ from moonpool.runtime.config.options import FleetOptions
 ROLE_LABEL = "app.kubernetes.io/component"
 _COST = "controller.kubernetes.io/pod-deletion-cost"
 _LEAST_COST = str(-(2**31 - 1))
-_LWS = "leaderworkerset.sigs.k8s.io"
+_LWS_LABELS = "leaderworkerset.sigs.k8s.io"
 _TIMEOUT_S = 5.0
 _TRIES = 8
 
@@ -37,7 +37,7 @@ class Kind:
 
 
 DEPLOYMENT = Kind("apps", "deployments")
-LEADER_WORKER_SET = Kind(_LWS, "leaderworkersets")
+LEADER_WORKER_SET = Kind("leaderworkerset.x-k8s.io", "leaderworkersets")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,10 @@ class Workload:
     role: str
     replicas: int
     trouble: str
+
+    def owns(self, pod: Pod) -> bool:
+        """Whether ``pod`` is of this kind and role."""
+        return pod.role == self.role and (pod.group >= 0) == (self.kind == LEADER_WORKER_SET)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +132,7 @@ class KubernetesApi:
                 label_selector=f"{self._selector},{ROLE_LABEL}",
                 _request_timeout=_TIMEOUT_S,
             )
-        worker = f"{_LWS}/worker-index"
+        worker = f"{_LWS_LABELS}/worker-index"
         return [_pod(one) for one in listed.items if (one.metadata.labels or {}).get(worker, "0") == "0"]
 
     async def mark(self, pod: Pod) -> None:
@@ -273,7 +277,7 @@ def _pod(found: Any) -> Pod:  # V1Pod, of which an API server leaves nothing out
     return Pod(
         metadata.name,
         labels[ROLE_LABEL],
-        int(labels.get(f"{_LWS}/group-index", "-1")),
+        int(labels.get(f"{_LWS_LABELS}/group-index", "-1")),
         max(time.time() - metadata.creation_timestamp.timestamp(), 0.0),
         ready=ready is not None and ready.status == "True",
         ended=ended,

@@ -87,8 +87,10 @@ if redis.call('TYPE', KEYS[2]).ok ~= 'list' then redis.call('UNLINK', KEYS[2]) e
 local current = redis.call('HGET', KEYS[1], 'epoch')
 if current and newer(current, ARGV[2]) then return {'SUPERSEDED', current} end
 open(KEYS[5], KEYS[4], KEYS[6], ARGV[5])
--- The base only ever grows, so that a reader half way through the old log starts over.
-local base = (tonumber(redis.call('HGET', KEYS[1], 'base') or '0') or 0) + redis.call('LLEN', KEYS[2]) + 1
+-- The base only ever grows, so that a reader half way through the old log starts over, and a node notices a
+-- Redis that went back to it. Also after a drop, which leaves none: milliseconds are more than batches.
+local base = tonumber(redis.call('HGET', KEYS[1], 'base') or '') or now_ms()
+base = base + redis.call('LLEN', KEYS[2]) + 1
 redis.call('UNLINK', KEYS[2])
 redis.call('HSET', KEYS[1], 'epoch', ARGV[2], 'record', ARGV[3], 'complete', ARGV[7], 'base', base)
 redis.call('ZADD', KEYS[3], now_ms() + tonumber(ARGV[4]), ARGV[1])

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 from redis.asyncio.cluster import RedisCluster
-from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import NoScriptError, RedisClusterException, RedisError
 
 from moonpool.kvstore.errors import IndexUnavailable
 from moonpool.kvstore.index.redis.lua_scripts import Script
@@ -76,7 +76,7 @@ class RedisCalls:
         try:
             async with asyncio.timeout(self._timeout_s + extra_s):
                 reply = await asking
-        except (RedisError, OSError, TimeoutError, RuntimeError) as error:
+        except (RedisError, RedisClusterException, OSError, TimeoutError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and _CLOSED not in str(error):
                 raise
             _raise_if_cancelled(task, cancels)
