@@ -32,7 +32,7 @@ async def test_an_index_on_two_shards_of_a_cluster_works(directory: Path) -> Non
             await shard.execute_command("CLUSTER", "ADDSLOTS", *slots)
         await shards[0].execute_command("CLUSTER", "MEET", "127.0.0.1", ports[1])
         for shard in shards:
-            await until(lambda shard=shard: is_ok(shard))
+            await until(lambda shard=shard: is_ok(shard, 2))
         client = connect(f"redis+cluster://127.0.0.1:{ports[0]}")
         # One namespace on each shard.
         for namespace in ("one", "two", "three"):
@@ -70,10 +70,10 @@ async def test_an_index_on_two_shards_of_a_cluster_works(directory: Path) -> Non
         await asyncio.gather(*(shard.aclose() for shard in shards), *(server.kill() for server in servers))
 
 
-async def is_ok(shard: object) -> bool:
+async def is_ok(shard: object, num_shards: int) -> bool:
     info = await shard.execute_command("CLUSTER", "INFO")  # type: ignore[attr-defined]
     text = info if isinstance(info, dict) else dict(line.split(":") for line in info.decode().split())
-    return text["cluster_state"] == "ok" and int(text["cluster_known_nodes"]) == 2
+    return text["cluster_state"] == "ok" and int(text["cluster_known_nodes"]) == num_shards
 
 
 async def test_a_cluster_that_is_away_is_waited_for(directory: Path) -> None:
@@ -85,7 +85,7 @@ async def test_a_cluster_that_is_away_is_waited_for(directory: Path) -> None:
     client = connect(f"redis+cluster://127.0.0.1:{port}")
     try:
         await shard.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
-        await until(lambda: is_ok(shard))
+        await until(lambda: is_ok(shard, 1))
         index = KVIndex(client, "one")
         node = await FakeNode(index, "a").start()
         node.hold(5)
