@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moonpool.engine.adapters.packing import AdapterPacking, Lines, Ranks
 from moonpool.engine.adapters.peft import PeftAdapter
+from moonpool.engine.errors import AdapterRefused
 from moonpool.engine.model.inputs import StepInputs
 from moonpool.kernels.dispatch import add_lora
 
@@ -97,7 +98,10 @@ class AdapterPages:
             torch.cuda.current_stream(self._device).synchronize()
 
     def place(self, ranks: Ranks, number: int, block_ids: Sequence[int]) -> None:
-        """Know the adapter of these ranks that these blocks have now, under a new number. From any thread."""
+        """Know the adapter of these ranks that these blocks have now, under a new number. From any thread.
+
+        Raises AdapterRefused: the blocks are beyond the reach of the kernels' 32-bit lines.
+        """
         begins = self._packing.begins(block_ids)
         lines, own, _ = self._packing.places(ranks)
         blocks, rest = np.divmod(lines, self._packing.lines_a_block)
@@ -105,7 +109,14 @@ class AdapterPages:
             for other, former in list(self._loaded.items()):
                 if not former.blocks.isdisjoint(block_ids):
                     del self._loaded[other]
-            lines = (begins[blocks] + rest).astype(np.int32)
+            found = begins[blocks] + rest
+            if found.size and found.max() > np.iinfo(np.int32).max:
+                raise AdapterRefused(
+                    Path(f"adapter {number}"),
+                    "its blocks are beyond the first 128 GiB of the pool, where kernels do not reach: set a "
+                    "smaller engine.pool_nbytes",
+                )
+            lines = found.astype(np.int32)
             self._loaded[number] = _Loaded(frozenset(block_ids), lines, own)
 
     def load(self, path: Path, digest: str, ranks: Ranks, number: int, block_ids: Sequence[int]) -> None:

@@ -56,6 +56,7 @@ class ConfigWords:
             raise UnsupportedModel(path, f"head_dim {head_dim}: it must be even for rotary embeddings")
         num_layers = self.size("num_hidden_layers")
         max_position = self.size("max_position_embeddings")
+        rope = RopeConfig.from_words(path, raw, max_position, partial=partial_rotary)
         return ModelConfig(
             path=path,
             family=str(raw["model_type"]),
@@ -66,9 +67,10 @@ class ConfigWords:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            max_position=max_position,
+            # Qwen's recipe for long contexts adds the factor alone, and leaves max_position_embeddings.
+            max_position=max(max_position, rope.longest),
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            ropes=(RopeConfig.from_words(path, raw, max_position, partial=partial_rotary),) * num_layers,
+            ropes=(rope,) * num_layers,
             windows=(0,) * num_layers,
             tie_word_embeddings=self.flag("tie_word_embeddings"),
             stored_dtype=self._stored_dtype(),

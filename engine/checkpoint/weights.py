@@ -180,8 +180,8 @@ class Checkpoint:
             mapped.madvise(mmap.MADV_DONTNEED)
 
     def find(self, name: str) -> Tensor | None:
-        """A plain tensor as ``read``; None for a missing one."""
-        return self._stored(name)[self._part(name)] if name in self._entries else None
+        """The whole of a stored tensor, whatever this rank's part; None for a missing one."""
+        return self._stored(name) if name in self._entries else None
 
     def _nbytes(self, name: str) -> int:
         """Return the size of the tensor's part; of a derived one about its share of the sources."""

@@ -87,16 +87,20 @@ class ProcessGroup:
 
     def groups(self, of: Iterable[Sequence[int]]) -> dist.ProcessGroup:
         """Make a group of each of these rank lists, in the same order on all ranks. Return this rank's
-        group."""
+        group. After an error this one is closed."""
         mine: dist.ProcessGroup | None = None
-        with raising_rank_lost(self.board.rank):
-            for ranks in of:
-                # torch requires every rank to make every group.
-                group = dist.new_group(list(ranks), timeout=self._start)
-                if self.board.rank in ranks:
-                    self._lift_limit(group)
-                    self._groups.append(group)
-                    mine = group
+        try:
+            with raising_rank_lost(self.board.rank):
+                for ranks in of:
+                    # torch requires every rank to make every group.
+                    group = dist.new_group(list(ranks), timeout=self._start)
+                    if self.board.rank in ranks:
+                        self._lift_limit(group)
+                        self._groups.append(group)
+                        mine = group
+        except BaseException:
+            self.close(is_lost=True)  # or this process could join no group again
+            raise
         assert mine is not None, "this rank is in no group"
         return mine
 
@@ -114,10 +118,11 @@ class ProcessGroup:
         # Moving the bytes is part of it: torch.distributed does not tell when the other rank was there.
         self.board.waited_ns += time.perf_counter_ns() - began_ns
 
-    def close(self) -> None:
+    def close(self, is_lost: bool = False) -> None:
+        """``is_lost``: a rank is lost, whatever the board says."""
         if self._waiter is not None:
             self._waiter.stop()
-        elif self.board.is_aborted:
+        elif is_lost or self.board.is_aborted:
             # An orderly end would wait for kernels that wait for the lost rank.
             _abort_process_group()
             return

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.engine.adapters.packing import AdapterPacking, ranks_of
+from moonpool.engine.adapters.pages import AdapterPages
 from moonpool.engine.adapters.peft import WEIGHTS_FILE, PeftAdapter
 from moonpool.engine.adapters.registry import AdapterRegistry
 from moonpool.engine.adapters.residency import AdapterPin, AdapterRef, AdapterResidency
@@ -245,6 +246,20 @@ def test_what_was_read_is_known_without_its_files(checkpoint: Reference, folder:
     assert known.ranks.tolist() == [4] * len(packing.sizes)
     with pytest.raises(AdapterRefused, match="cannot be read"):
         shapes.read(adapter.path, adapter.digest)
+
+
+def test_blocks_that_the_kernels_do_not_reach_are_refused(checkpoint: Reference, folder: Path) -> None:
+    """Lines have 32 bits: a pool of more than 128 GiB has blocks beyond."""
+    config = ModelConfig.from_checkpoint(checkpoint.path)
+    adapter, packing = PeftAdapter(folder / "0", config), packing_of(config)
+    pages, ranks = AdapterPages(packing, torch.zeros(1)), ranks_of(adapter, config)
+    blocks = list(range(packing.num_blocks(ranks)))
+    pages.place(ranks, 1, blocks)
+    last = (1 << 37) // 12288 + 1
+    with pytest.raises(
+        AdapterRefused, match=r"beyond the first 128 GiB .* set a smaller engine\.pool_nbytes"
+    ):
+        pages.place(ranks, 2, [*blocks[:-1], last])
 
 
 def test_keys_name_the_content_and_how_it_is_cut(checkpoint: Reference) -> None:

@@ -18,6 +18,7 @@ from moonpool.kvstore.blocks.layout import KVLayout
 from moonpool.runtime.config.options import EngineOptions
 from moonpool.runtime.errors import ConfigError
 from tests.engine.conftest import PAGES, prompt
+from tests.engine.ranks.conftest import ranks, serving
 from tests.engine.ranks.test_exact import SHAPE
 from tests.engine.ranks.test_handover import NUM_TOKENS, side
 
@@ -125,6 +126,25 @@ async def test_the_checkpoints_scales_are_used(
             found.append(np.abs(await logprobs(driver, tokens) - exact).max())
     fit, small = found
     assert fit < TOLERANCE["fp8_e4m3"] < small
+
+
+async def test_each_rank_reads_the_scales_of_projections(
+    make_checkpoint: Callable[..., Any], tmp_path: Path
+) -> None:
+    """By ModelOpt's names, which are those of matrices that ranks divide."""
+    path = copytree(make_checkpoint("llama").path, tmp_path / "scaled")
+    tensors = load_file(path / "model.safetensors")
+    for layer in range(3):
+        tensors[f"model.layers.{layer}.self_attn.k_proj.k_scale"] = torch.tensor(0.02)
+        tensors[f"model.layers.{layer}.self_attn.v_proj.v_scale"] = torch.tensor([0.02])
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    found = []
+    async with ranks(2) as group:
+        for chosen, tp in ((None, 1), (group, 2)):
+            async with serving(path, chosen, tp=tp, kv_dtype="fp8_e4m3") as driver:
+                (result,) = await driver.run(driver.sequence(prompt(40), max_tokens=8))
+                found.append(result.token_ids)
+    assert found[0] == found[1]
 
 
 def test_another_name_is_refused() -> None:

@@ -159,6 +159,12 @@ def test_other_weights_have_another_fingerprint(make_checkpoint: Any, tmp_path: 
 
 
 WORDS = {name: words for name, (words, _) in FORMATS.items()}
+
+
+def transformed(*locations: str) -> object:
+    return {"config_groups": {"v": {"type": "hadamard", "apply": [{"location": one} for one in locations]}}}
+
+
 REFUSED: dict[str, tuple[object, str]] = {
     "method": (
         {"quant_method": "bitsandbytes"},
@@ -173,6 +179,10 @@ REFUSED: dict[str, tuple[object, str]] = {
     "format": (
         {**WORDS["int8"], "format": "marlin-24"},
         "'marlin-24' is not one of pack-quantized, int-quantized",
+    ),
+    "transform": (
+        {**WORDS["int8"], "transform_config": transformed("weight_input", "input")},
+        "transform v: activations are not rotated in steps",
     ),
     "sparsity": (
         {**WORDS["int8"], "sparsity_config": {"format": "sparse-24-bitmask"}},
@@ -202,6 +212,14 @@ def test_an_unknown_scheme_is_refused_by_name(name: str, make_checkpoint: Any, t
     (path / "config.json").write_text(json.dumps({**config, "quantization_config": words}))
     with pytest.raises(UnsupportedModel, match=message):
         ModelConfig.from_checkpoint(path)
+
+
+def test_rotations_of_stored_weights_are_read(make_checkpoint: Any, tmp_path: Path) -> None:
+    path = write("int8", make_checkpoint("llama"), tmp_path).path
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["transform_config"] = transformed("weight_input", "weight_output")
+    (path / "config.json").write_text(json.dumps(config))
+    assert ModelConfig.from_checkpoint(path).weights is not None
 
 
 def test_a_missing_word_is_named(make_checkpoint: Any, tmp_path: Path) -> None:

@@ -122,6 +122,12 @@ def read(path: Path, words: Mapping[str, Any]) -> CompressedTensors:
     sparsity = (words.get("sparsity_config") or {}).get("format", "dense")
     if sparsity != "dense":
         raise UnsupportedModel(path, f"compressed-tensors sparsity {sparsity!r}: only dense is read")
+    for name, group in ((words.get("transform_config") or {}).get("config_groups") or {}).items():
+        # Those of weights alone are in what is stored.
+        if any(not str(one.get("location")).startswith("weight_") for one in group.get("apply") or ()):
+            raise UnsupportedModel(
+                path, f"compressed-tensors transform {name}: activations are not rotated in steps"
+            )
     block = None
     for name, group in words["config_groups"].items():
         weights = group.get("weights")

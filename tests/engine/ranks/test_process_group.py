@@ -11,6 +11,7 @@ import torch
 
 from moonpool.engine.collectives import process_group, torch_distributed
 from moonpool.engine.collectives.board import SharedBoard
+from moonpool.engine.errors import RankLost
 
 START = timedelta(seconds=120)
 STEP = timedelta(seconds=5)
@@ -72,6 +73,19 @@ def test_the_end_of_a_group_does_not_wait_for_a_lost_rank(dist, board, lost) -> 
         board.abort(1)
     group.close()
     assert dist.ends == (["aborted"] if lost else ["destroyed"])
+
+
+def test_a_group_of_which_a_rank_is_lost_at_its_start_is_closed(dist, board, monkeypatch) -> None:
+    """Else the next life of a node, in the same process, could join none."""
+
+    def fails(ranks: list[int], timeout: timedelta) -> Any:
+        raise RuntimeError("Connection reset by peer")
+
+    group = opened(board)
+    monkeypatch.setattr(dist, "new_group", fails)
+    with pytest.raises(RankLost):
+        group.groups([[0, 1]])
+    assert dist.ends == ["aborted"]
 
 
 @pytest.mark.parametrize("name", ["all_gather_single", "all_gather_into_tensor"])  # of torch 2.13, 2.11
