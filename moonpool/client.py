@@ -148,11 +148,13 @@ class Client:
 
     async def fleet(self, model: str = "") -> dict[str, Any]:
         """Return the nodes of a model (empty: the first one), as the index and the provider know them."""
-        return await self._get(f"/v1/fleet?model={quote(model, safe='')}" if model else "/v1/fleet", "nodes")
+        return await self._get(f"/v1/fleet{_of_model(model)}", "nodes")
 
-    async def scale(self, role: str, count: int) -> dict[str, Any]:
-        """Have the provider run ``count`` nodes of ``role``; return those asked to start and to stop."""
-        return await self._post(f"/v1/fleet/scale/{quote(role, safe='')}/{count}", timeout_s=_CHANGE_S)
+    async def scale(self, role: str, count: int, model: str = "") -> dict[str, Any]:
+        """Have the provider run ``count`` nodes of ``role`` of a model (empty: the first one); return those
+        asked to start and to stop."""
+        path = f"/v1/fleet/scale/{quote(role, safe='')}/{count}{_of_model(model)}"
+        return await self._post(path, timeout_s=_CHANGE_S)
 
     async def switch(self, node_id: str, role: str) -> dict[str, Any]:
         """Have a node become a prefill or decode node, or one of both."""
@@ -341,6 +343,10 @@ class Client:
                 return await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ApiError(url, 0, _no_answer(error)) from error
+
+
+def _of_model(name: str) -> str:
+    return f"?model={quote(name, safe='')}" if name else ""
 
 
 def _base_of(url: str) -> str:

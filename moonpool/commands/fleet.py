@@ -17,6 +17,13 @@ from moonpool.commands.options import console, json_option, plain_table, run_wit
 _TEXTS = ("node", "role", "state", "supplied", "why")
 _FIGURES = ("requests",)
 
+_model_option = click.option(
+    "--model",
+    default="",
+    metavar="NAME",
+    help="in a cluster with several models, which  [default: the first]",
+)
+
 
 @click.group()
 def fleet() -> None:
@@ -30,33 +37,36 @@ fleet.add_command(canary)
 
 
 @fleet.command("ls")
+@_model_option
 @url_option
 @json_option
-def ls_command(url: str, as_json: bool) -> None:
-    """List all nodes: as they serve, and as their provider knows them."""
-    found = run_with_client(url, Client.fleet)
+def ls_command(model: str, url: str, as_json: bool) -> None:
+    """List all nodes of a model: as they serve, and as their provider knows them."""
+    found = run_with_client(url, lambda client: client.fleet(model))
     show(found, fleet_view(found), as_json)
 
 
 @fleet.command("plan")
+@_model_option
 @url_option
 @json_option
-def plan_command(url: str, as_json: bool) -> None:
-    """Show what the planner sees, and what it does or would do."""
-    found = run_with_client(url, Client.fleet)["planner"]
+def plan_command(model: str, url: str, as_json: bool) -> None:
+    """Show what a model's planner sees, and what it does or would do."""
+    found = run_with_client(url, lambda client: client.fleet(model))["planner"]
     show(found, plan_view(found), as_json)
 
 
 @fleet.command("scale")
 @click.argument("role")
 @click.argument("count", type=click.IntRange(min=1))
+@_model_option
 @url_option
-def scale_command(role: str, count: int, url: str) -> None:
-    """Have the provider run COUNT nodes of ROLE (prefill, decode or both).
+def scale_command(role: str, count: int, model: str, url: str) -> None:
+    """Have the provider run COUNT nodes of ROLE (prefill, decode or both) of a model.
 
     Nodes that are too many drain first: those with the cached blocks that are used least.
     """
-    done = run_with_client(url, lambda client: client.scale(role, count))
+    done = run_with_client(url, lambda client: client.scale(role, count, model))
     for what, names in (("starts", done["started"]), ("drains and ends", done["stopped"])):
         for name in names:
             console.print(f"{name} {what}")

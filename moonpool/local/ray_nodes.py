@@ -10,6 +10,7 @@ from moonpool.conductor.fleet.providers.provider import FAILED, RUNNING
 from moonpool.conductor.fleet.providers.ray import RayProvider
 from moonpool.local.node_configs import models_to_start
 from moonpool.runtime.config.options import Config
+from moonpool.runtime.errors import ConfigError
 
 _READY_TIMEOUT_S = 300.0  # Ray may have to start machines
 _LOOK_S = 0.5
@@ -19,9 +20,16 @@ class RayNodes:
     """Started with a cluster and ended with it, those that its conductor started included."""
 
     def __init__(self, config: Config, report: Callable[[str], None]) -> None:
-        """``config``: final. Raises ``ConfigError``."""
+        """``config``: final. Raises ``ConfigError``, also for several models."""
+        first, *others = models_to_start(config)
+        if others:
+            raise ConfigError(
+                f"on Ray `moonpool up` starts the nodes of one model, and models.served names {len(others) + 1}: "
+                "start one cluster for each, with an index.namespace of its own",
+                "models.served",
+            )
         self._provider = RayProvider(config)
-        self._counts = models_to_start(config)[0].config.cluster
+        self._counts = first.config.cluster
         self._address = config.fleet.ray
         self._report = report
 

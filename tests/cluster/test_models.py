@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import sys
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -97,6 +101,20 @@ async def test_each_model_answers_under_its_name(cluster: LocalCluster, client: 
         "both-large-0": "large",
         "both-second-0": "second",
     }
+
+
+async def test_commands_name_the_model(cluster: LocalCluster) -> None:
+    async def run(*words: str) -> str:
+        command = [sys.executable, "-m", "moonpool", "fleet", *words, "--url", cluster.url]
+        child = await asyncio.create_subprocess_exec(*command, stdout=PIPE)
+        output, _ = await child.communicate()
+        assert child.returncode == 0
+        return output.decode()
+
+    for model, node in (("", "both-large-0"), ("second", "both-second-0")):
+        listed = json.loads(await run("ls", "--json", "--model", model))
+        assert [one["node_id"] for one in listed["nodes"]] == [node]
+    assert "there are 1 both nodes already" in await run("scale", "both", "1", "--model", "second")
 
 
 async def test_the_list_has_every_model_with_its_own_limits(cluster: LocalCluster) -> None:
