@@ -24,8 +24,8 @@ class RayNodes:
         first, *others = models_to_start(config)
         if others:
             raise ConfigError(
-                f"on Ray `moonpool up` starts the nodes of one model, and models.served names {len(others) + 1}: "
-                "start one cluster for each, with an index.namespace of its own",
+                "on Ray `moonpool up` starts the nodes of one model, and models.served names "
+                f"{len(others) + 1}: start one cluster for each, with an index.namespace of its own",
                 "models.served",
             )
         self._provider = RayProvider(config)
