@@ -70,12 +70,6 @@ class EngineSetup:
         options = options.within(limits)
         log.info("steps on %s have %s, unless options say otherwise", device.torch, limits)
         max_len = min(chosen.max_model_len or config.max_position, config.max_position)
-        if chosen.max_model_len > max_len:
-            log.warning(
-                "model.max_model_len=%d: the checkpoint has positions up to %d, which is the limit",
-                chosen.max_model_len,
-                max_len,
-            )
         config = config.for_length(max_len).with_weights(options.weights)
         check_pages(options, config, device)
         if config.moe is not None and config.weights is not None and device.torch.type == "cuda":

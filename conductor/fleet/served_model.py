@@ -8,7 +8,7 @@ from typing import Any
 
 from moonpool.conductor.text.checkpoint_json import read_json
 from moonpool.kvstore.blocks.layout import DTYPE_NBYTES, KVLayout
-from moonpool.runtime.config.model_directory import read_model_config
+from moonpool.runtime.config.model_directory import read_model_config, stretched_positions
 from moonpool.runtime.errors import ConfigError
 
 
@@ -37,7 +37,7 @@ class ServedModel:
         config, generation = read_model_config(path), read_json(path / "generation_config.json")
         try:
             num_heads = int(config["num_attention_heads"])
-            longest = int(config["max_position_embeddings"])
+            longest = max(int(config["max_position_embeddings"]), stretched_positions(config))
             if max_model_len > longest:
                 raise ConfigError(
                     f"model.max_model_len is {max_model_len}, but {path.name} supports {longest} tokens",

@@ -132,14 +132,14 @@ class Arbiter:
         else:
             try:
                 await lender.fleet.lend(loan.node_id, loan.borrower, loan.why, fence=epoch)
-                self._lease.accepted(epoch)
+                self._lease.accepted(epoch, lender.fleet.provider)
                 for one in (lender, borrower):
                     one.planner.changed(loan.stages, now_s)
             except (FleetUnchanged, NodeMissing, ProviderFailed) as error:
                 outcome = "failed" if isinstance(error, ProviderFailed) else "refused"
                 fresh_s += _PAUSE_S
                 if isinstance(error, ProviderFailed):
-                    self._lease.refused(error)
+                    self._lease.refused(error, lender.fleet.provider)
                 log.warning("%s was not lent to %s: %s", loan.node_id, loan.borrower, error)
         self._fresh_s |= {loan.lender: now_s, loan.borrower: fresh_s}
         metrics.steps.labels("lend", "/".join(loan.stages), outcome).inc()

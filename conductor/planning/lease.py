@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moonpool.conductor.fleet.errors import PlannerOutdated, ProviderFailed
+from moonpool.conductor.fleet.providers.provider import Provider
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.lua_scripts import Script
 
@@ -45,7 +46,7 @@ class PlannerLease:
         self._key = f"{{{index.namespace}}}:{name}"
         self._held = Held("")
         self._latest = 0  # epoch that is known here, of whichever holder, or by a provider
-        self._accepted: int | None = None  # epoch of ours with which a provider has made a change
+        self._accepted: dict[Provider | None, int] = {}  # epoch of ours with which each has made a change
 
     async def take(self) -> Held:
         """Take the lease if it is free, or renew ours. Raises ``IndexUnavailable``."""
@@ -59,15 +60,15 @@ class PlannerLease:
         self._held = Held(name, int(epoch), until_s) if ours else Held(name)
         return self._held
 
-    def accepted(self, epoch: int) -> None:
+    def accepted(self, epoch: int, provider: Provider | None) -> None:
         """A provider made a change for our lease of this epoch."""
-        self._accepted = epoch
+        self._accepted[provider] = epoch
 
-    def refused(self, error: ProviderFailed) -> None:
+    def refused(self, error: ProviderFailed, provider: Provider | None) -> None:
         """A provider made no change. If a later planner than ours has asked it, the next ``take`` gets an
-        epoch after that one's: Redis and all conductors may have lost the former ones. Not where ours was
-        accepted before: the later planner has another Redis, and runs."""
-        if isinstance(error, PlannerOutdated) and self._held.epoch != self._accepted:
+        epoch after that one's: Redis and all conductors may have lost the former ones. Not where it accepted
+        ours before: the later planner has another Redis, and runs."""
+        if isinstance(error, PlannerOutdated) and self._held.epoch != self._accepted.get(provider):
             self._latest = max(self._latest, error.latest)
 
     def holds(self, epoch: int) -> bool:

@@ -207,10 +207,10 @@ class Planner:
             for node_id, why in gives_up.items():
                 try:
                     await self._admin.stop(node_id, why, fence=held.epoch)
-                    self._lease.accepted(held.epoch)
+                    self._lease.accepted(held.epoch, self._admin.provider)
                     metrics.given_up.labels(role).inc()
                 except ProviderFailed as error:
-                    self._lease.refused(error)
+                    self._lease.refused(error, self._admin.provider)
                     log.warning("%s was given up, and could not be stopped: %s", node_id, error)
                     supply.still_runs(node_id, why, now_s)
         removable = {node.node_id for node in own if node.counts and node.can_stop} & serving
@@ -258,14 +258,14 @@ class Planner:
                 else:
                     await self._admin.switch(step.node_id, step.to_role, step.why)
                 if step.kind != SWITCH:
-                    self._lease.accepted(epoch)
+                    self._lease.accepted(epoch, self._admin.provider)
                 made |= {step.role, step.to_role}
             except (FleetUnchanged, NodeMissing) as error:
                 outcome = "refused"
                 log.warning("a change was not made: %s", error)
             except ProviderFailed as error:
                 outcome = "failed"
-                self._lease.refused(error)
+                self._lease.refused(error, self._admin.provider)
                 if step.kind == ADD:
                     without.add(step.role)
                 if step.kind != SWITCH:

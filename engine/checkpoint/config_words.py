@@ -11,6 +11,7 @@ from moonpool.engine.checkpoint.config import ModelConfig, MoeConfig
 from moonpool.engine.checkpoint.quantisation import method_of
 from moonpool.engine.checkpoint.rope import RopeConfig
 from moonpool.engine.errors import CheckpointError, UnsupportedModel
+from moonpool.runtime.config.model_directory import stretched_positions
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
@@ -56,7 +57,6 @@ class ConfigWords:
             raise UnsupportedModel(path, f"head_dim {head_dim}: it must be even for rotary embeddings")
         num_layers = self.size("num_hidden_layers")
         max_position = self.size("max_position_embeddings")
-        rope = RopeConfig.from_words(path, raw, max_position, partial=partial_rotary)
         return ModelConfig(
             path=path,
             family=str(raw["model_type"]),
@@ -67,10 +67,9 @@ class ConfigWords:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            # Qwen's recipe for long contexts adds the factor alone, and leaves max_position_embeddings.
-            max_position=max(max_position, rope.longest),
+            max_position=max(max_position, stretched_positions(raw)),
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            ropes=(rope,) * num_layers,
+            ropes=(RopeConfig.from_words(path, raw, max_position, partial=partial_rotary),) * num_layers,
             windows=(0,) * num_layers,
             tie_word_embeddings=self.flag("tie_word_embeddings"),
             stored_dtype=self._stored_dtype(),

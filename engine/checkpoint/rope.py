@@ -32,7 +32,6 @@ class RopeConfig:
     long_factors: tuple[float, ...] = ()
     is_long: bool = False  # longrope: sequences may be longer than original_max_position
     rotary_factor: float = 1.0  # the fraction of a head that is rotated
-    longest: int = 0  # the position up to which yarn stretches, where the file names both its factors
     is_rounded: bool = True  # cos and sin have the dtype of computation, as in most models of transformers
 
     @classmethod
@@ -53,10 +52,12 @@ class RopeConfig:
         if rotary_factor != 1.0 and not partial:
             raise UnsupportedModel(path, "partial_rotary_factor: only whole heads are rotated")
         theta = words.get("rope_theta") or raw.get("rope_theta") or 10000.0
-        named = words.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
-        original = int(named or max_position)
+        original = int(
+            words.get("original_max_position_embeddings")
+            or raw.get("original_max_position_embeddings")
+            or max_position
+        )
         factor = words.get("factor")
-        longest = int(float(factor) * original) if kind == "yarn" and named and factor else 0
         if factor is None and kind in ("yarn", "longrope"):
             factor = max_position / original
         missing = [name for name in _NEEDED.get(kind, ()) if name not in words]
@@ -78,7 +79,6 @@ class RopeConfig:
             long_factors=tuple(words.get("long_factor", ())),
             truncate=bool(words.get("truncate", True)),
             rotary_factor=rotary_factor,
-            longest=longest,
         )
 
 

@@ -217,7 +217,6 @@ class Follower:
                     metrics.lapsed_nodes.inc()
                     _log.warning("node %s dropped: its lease ended before this mirror knew it", node_id)
             elif await self._index.drop(node_id, record.epoch, life=copy.seen[node_id].life):
-                metrics.lapsed_nodes.inc()
                 _log.warning("node %s (epoch %d) dropped: its lease ended", node_id, record.epoch)
         for node_id in [name for name, seen in copy.seen.items() if self._index.expired(seen.number)]:
             if node_id not in copy.missing:

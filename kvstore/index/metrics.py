@@ -57,5 +57,5 @@ reuse_first_uses = Counter(
     "moonpool_reuse_first_uses_total", "Uses of watched blocks never seen before, or long ago."
 )
 lapsed_nodes = Counter(
-    "moonpool_index_lapsed_nodes_total", "Nodes this process dropped because their lease ended."
+    "moonpool_index_lapsed_nodes_total", "Nodes whose lease ended, as this process was told."
 )

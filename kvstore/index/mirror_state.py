@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.errors import EntryCorrupt, EntryRefused
+from moonpool.kvstore.index import metrics
 from moonpool.kvstore.index.block_map import BlockMap
 from moonpool.kvstore.index.redis.changes import REMOVED, decode, split
 from moonpool.kvstore.index.redis.entries import REFUSED, UNREADABLE, Event, LogPage, read_record, skipped
@@ -177,6 +178,8 @@ class MirrorState:
         self.unwatch(node_id)
         self.blocks.leave(node_id)
         self._on_dirty()
+        if reason == "lapsed":
+            metrics.lapsed_nodes.inc()
         self._on_left(record, reason)
 
     def watch(self, node_id: str) -> set[bytes]:

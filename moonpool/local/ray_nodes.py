@@ -24,11 +24,11 @@ class RayNodes:
         first, *others = models_to_start(config)
         if others:
             raise ConfigError(
-                "on Ray `moonpool up` starts the nodes of one model, and models.served names "
+                "on Ray `moonpool up` starts the nodes of one model, and there are "
                 f"{len(others) + 1}: start one cluster for each, with an index.namespace of its own",
                 "models.served",
             )
-        self._provider = RayProvider(config)
+        self._provider = RayProvider(first.config)
         self._counts = first.config.cluster
         self._address = config.fleet.ray
         self._report = report

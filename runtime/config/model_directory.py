@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,3 +35,15 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelMissing(directory, "has a config.json that is not a JSON object")
     return value
+
+
+def stretched_positions(config: Mapping[str, Any]) -> int:
+    """Return up to which position YaRN stretches the model of a config.json; 0: it does not, or not by words
+    of its own.
+
+    Qwen's recipe for long contexts adds these words and leaves ``max_position_embeddings``.
+    """
+    words = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    original = words.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+    is_yarn = (words.get("rope_type") or words.get("type")) == "yarn"
+    return int(float(words["factor"]) * int(original)) if is_yarn and original and words.get("factor") else 0

@@ -40,16 +40,16 @@ def check_free(host: str, port: int) -> None:
     errors: list[OSError] = []
     found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     for family, kind, protocol, _, address in found:
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:  # else :: takes the port of 0.0.0.0, too
-                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            try:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:  # else :: takes the port of 0.0.0.0, too
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 probe.bind(address)
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE:
-                    raise
-                errors.append(error)  # as :: where there is no IPv6
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise
+            errors.append(error)  # as for :: where there is no IPv6
     if len(errors) == len(found):
         raise errors[0]
 

@@ -17,7 +17,14 @@ import pytest
 from moonpool.conductor.costs.model import NodeCost, Profile
 from moonpool.conductor.fleet.administration import FleetAdmin
 from moonpool.conductor.fleet.errors import PlannerOutdated, ProviderFailed
-from moonpool.conductor.fleet.providers.provider import FAILED, RUNNING, STARTING, STOPPING, SuppliedNode
+from moonpool.conductor.fleet.providers.provider import (
+    FAILED,
+    RUNNING,
+    STARTING,
+    STOPPING,
+    Provider,
+    SuppliedNode,
+)
 from moonpool.conductor.fleet.registry import NodeRegistry
 from moonpool.conductor.fleet.removal import Reuse
 from moonpool.conductor.fleet.rollout.record import RUNNING as RUNNING_ROLLOUT
@@ -308,18 +315,21 @@ async def test_an_epoch_that_a_provider_has_seen_is_passed_while_the_lease_is_he
     index = KVIndex(client, uuid4().hex)
     a, b = (PlannerLease(index, name, ttl_s=TTL_S, clock=clock) for name in ("a", "b"))
     assert (await a.take()).epoch == 1
-    b.refused(PlannerOutdated("", 7))
+    one, other = (cast(Provider, object()) for _ in range(2))
+    b.refused(PlannerOutdated("", 7), one)
     assert await b.take() == Held("a"), "another one's lease is left alone"
-    a.refused(PlannerOutdated("", 5))
-    a.refused(PlannerOutdated("", 3))
+    a.refused(PlannerOutdated("", 5), one)
+    a.refused(PlannerOutdated("", 3), one)
     assert (await a.take()).epoch == 6
     assert a.holds(6) and not a.holds(1)
     assert (await a.take()).epoch == 6
-    a.accepted(6)
-    a.refused(PlannerOutdated("", 9))
+    a.accepted(6, one)
+    a.refused(PlannerOutdated("", 9), one)
     assert (await a.take()).epoch == 6, "a later planner runs, with another Redis"
+    a.refused(PlannerOutdated("", 9), other)
+    assert (await a.take()).epoch == 10, "another model's provider has accepted nothing of it"
     await a.leave()
-    assert (await b.take()).epoch == 8
+    assert (await b.take()).epoch == 11
     await client.aclose()
 
 

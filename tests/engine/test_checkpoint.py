@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from moonpool.conductor.fleet.served_model import ServedModel
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.checkpoint.fingerprint import fingerprint
 from moonpool.engine.checkpoint.weights import Checkpoint
@@ -89,16 +90,16 @@ def test_old_and_new_spellings_mean_the_same(copy) -> None:
     assert (rope.kind, rope.theta, rope.factor, a.stored_dtype) == ("linear", 5000.0, 2.0, "bfloat16")
 
 
-def test_yarn_stretches_what_the_checkpoint_can_hold(copy, caplog) -> None:
+def test_yarn_stretches_what_the_checkpoint_can_hold(copy) -> None:
     """As in the README of Qwen3: max_position_embeddings stays as it was."""
     words = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     old = copy("qwen3", max_position_embeddings=80, rope_parameters=None, rope_theta=1e4, rope_scaling=words)
     assert ModelConfig.from_checkpoint(old).max_position == 256
     done = copy("qwen3", max_position_embeddings=300, rope_parameters={**words, "rope_theta": 1e4})
     assert ModelConfig.from_checkpoint(done).max_position == 300
-    engine = Engine(old, EngineOptions(pool_nbytes=1 << 20), ModelOptions(device="cpu", max_model_len=1000))
-    assert engine.max_model_len == 256
-    assert "model.max_model_len=1000: the checkpoint has positions up to 256" in caplog.text
+    for path, longest in ((old, 256), (done, 300)):
+        assert ServedModel.from_checkpoint(path, block_size=16).max_model_len == longest
+    assert ServedModel.from_checkpoint(old, block_size=16, max_model_len=200).max_model_len == 200
 
 
 def test_words_left_out_mean_what_transformers_means(copy) -> None:

@@ -80,12 +80,11 @@ def test_an_address_of_another_machine(checkpoint: Path, host: str) -> None:
 
 
 def test_several_models_on_ray_are_refused() -> None:
-    """Before: nodes of the first one's base configuration started, of none of them."""
     model = Config().model.directory
     done = moonpool(
         "up", "--on", "ray://auto", "--port", "0", "--set", f"models.served=one={model},two={model}"
     )
-    assert "models.served names 2: start one cluster for each" in sentence_of(done, 2)
+    assert "one model, and there are 2: start one cluster for each" in sentence_of(done, 2)
 
 
 def test_too_little_memory(checkpoint: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,6 +19,7 @@ from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.config.security_options import SecurityOptions
 from moonpool.runtime.errors import ConfigError, NodeUnavailable, PortInUse, RemoteError
+from moonpool.runtime.network.sockets import check_free
 from moonpool.runtime.observing.log import request_id
 from moonpool.runtime.security import process
 from moonpool.runtime.security.process import Security
@@ -140,6 +143,29 @@ async def test_a_port_in_use_is_a_sentence() -> None:
     async with served() as (_, port, _):
         with pytest.raises(PortInUse, match=rf"port {port} .* in use.*node\.port"):
             await rpc.serve([], "127.0.0.1", port)
+
+
+@pytest.mark.parametrize("failing", ["socket", "bind"])
+def test_a_port_is_free_where_the_kernel_has_no_ipv6(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class WithoutIpv6(socket.socket):
+        def __init__(self, family: int, kind: int, protocol: int) -> None:
+            if family == socket.AF_INET6 and failing == "socket":
+                raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+            super().__init__(family, kind, protocol)
+
+        def bind(self, address: Any) -> None:
+            if self.family == socket.AF_INET6:
+                raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+            super().bind(address)
+
+    with socket.create_server(("0.0.0.0", 0)) as listener:
+        taken = listener.getsockname()[1]
+        monkeypatch.setattr(socket, "socket", WithoutIpv6)
+        check_free("", 0)
+        with pytest.raises(OSError, match="in use"):
+            check_free("", taken)
+        with pytest.raises(OSError, match=r"not supported|Cannot assign"):
+            check_free("::1", 0)
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])

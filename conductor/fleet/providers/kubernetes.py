@@ -80,6 +80,7 @@ class KubernetesProvider:
 
     async def stop(self, node_id: str, fence: int = 0) -> None:
         api = await self._api()
+        await api.check(fence)
         pods = await api.pods()
         pod = next((pod for pod in pods if pod.name == node_id), None)
         if pod is None or pod.ended or pod.deleted:
@@ -91,7 +92,6 @@ class KubernetesProvider:
                 f"{node_id} was not stopped: it is of a {kind}, and {workload.name} is no {kind}; give that "
                 f"{kind} the labels {self._options.selector},app.kubernetes.io/component={pod.role}"
             )
-        await api.check(fence)
         if _is_stopping(pod, workload, pods):
             return
         if pod.group < 0:
