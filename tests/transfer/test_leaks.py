@@ -39,20 +39,18 @@ from tests.transfer.conftest import StartPeer
 from tests.transfer.faults import Proxy, again, choose, outcome, settled, start_here
 from tests.transfer.peer_process import listen_at
 
-# The files in /dev/shm are everybody's.
-pytestmark = pytest.mark.alone
-
+SHM = Path("/dev/shm")
 NBYTES = 4 << 20
 CYCLES = int(os.environ.get("CYCLES", "300"))  # at least 300; 1000 take each transport two minutes
 
 
-def resources() -> tuple[int, int, int]:
-    """Descriptors, threads, files in /dev/shm."""
+def resources(shm: Path = SHM) -> tuple[int, int, int]:
+    """Descriptors, threads, files in ``shm``."""
     # A mapped memfd goes with the last array that shows it.
     gc.collect()
     # The loop's own executor starts a thread where none is idle yet, up to six.
     threads = [thread for thread in threading.enumerate() if not thread.name.startswith("asyncio_")]
-    return len(os.listdir("/proc/self/fd")), len(threads), len(list(Path("/dev/shm").iterdir()))
+    return len(os.listdir("/proc/self/fd")), len(threads), len(list(shm.iterdir()))
 
 
 def assert_no_more(before: tuple[int, int, int]) -> None:
@@ -66,6 +64,7 @@ def resident_nbytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
+@pytest.mark.alone  # the files in /dev/shm are everybody's
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["local", "shm", "tcp", "ucx", "ucx-tcp"])
 async def test_nothing_leaks(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +123,7 @@ async def test_threads_that_have_nothing_to_do_keep_no_memory(start_peer: StartP
                 await asyncio.sleep(0.01)
 
 
+@pytest.mark.alone  # the files in /dev/shm are everybody's
 async def test_connecting_to_a_dead_ucx_worker_leaves_no_socket(
     start_peer: StartPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,7 +280,15 @@ async def lost(peer: Peer) -> None:
 
 
 @pytest.fixture
-def forks() -> Iterator[None]:
+def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where UCX has what would be in /dev/shm, whose files are other tests', too. Agents' memory has
+    no file: see ``test_nothing_leaks``."""
+    monkeypatch.setenv("UCX_POSIX_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def forks(shm: Path) -> Iterator[None]:
     """Where ``BriefPeer`` comes from, started before anything is counted."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.transfer.preload"])
@@ -296,7 +304,7 @@ def forks() -> Iterator[None]:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("transport", ["shm", "tcp", "ucx", "ucx-tcp"])
 async def test_nothing_leaks_over_many_killed_peers(
-    transport: str, monkeypatch: pytest.MonkeyPatch, forks: None
+    transport: str, monkeypatch: pytest.MonkeyPatch, shm: Path, forks: None
 ) -> None:
     """kill -9, SIGSTOP, a cut link, a restart at the same address, in turn."""
     transport = choose(transport, monkeypatch)
@@ -305,7 +313,7 @@ async def test_nothing_leaks_over_many_killed_peers(
         for turn in range(CYCLES):
             await Cycle(agent, transport, turn).run()
             if turn == 99:
-                before = resources()
+                before = resources(shm)
             # The region of the peer that was just lost may still be mapped. The least of eight cycles, which
             # end in every way, is without it.
             if turn % 100 == 92:
@@ -315,7 +323,7 @@ async def test_nothing_leaks_over_many_killed_peers(
                 resident[-1] = min(resident[-1], resident_nbytes())
         async with asyncio.timeout(60):
             # The last lost peers are closed in the background.
-            while any(now > then for now, then in zip(resources(), before, strict=True)):  # noqa: ASYNC110
+            while any(now > then for now, then in zip(resources(shm), before, strict=True)):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         # What malloc keeps comes once, at any time, and may be many MiB; what leaks comes in every hundred
         # cycles. One region that stays in a hundred is four times the limit; it is 10 KiB a cycle.
