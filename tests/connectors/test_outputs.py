@@ -15,7 +15,7 @@ from tests.connectors.conftest import BLOCK_SIZE, Answer, Redis, VllmServer, hit
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 _NUM_PROMPTS = 50
-_NUM_TOKENS = 16  # wrong KV shows in the first ones
+_NUM_TOKENS = 8  # wrong KV shows in the first ones
 
 
 @dataclass
