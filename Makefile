@@ -74,10 +74,10 @@ llama-cpp: ## build llama.cpp's server for this processor, as a peer of `moonpoo
 test-slow: env ## run the tests that `make test` leaves out
 	@$(PYTEST) -m 'slow and not vllm' --timeout 600 $(WORKERS) $(ARGS)
 
-# One after the other: a file has up to three vLLM servers.
+# Two workers: a file starts up to three vLLM servers, and one server by itself leaves a core idle.
 .PHONY: test-vllm
 test-vllm: env vllm ## run the tests with real vLLM servers
-	@$(PYTEST) -m vllm $(ARGS) tests/connectors
+	@$(PYTEST) -m vllm -n 2 --dist loadfile --no-loadscope-reorder $(ARGS) tests/connectors
 
 # The tests and measurements for a GPU. On a machine that has torch with CUDA but no .venv they run with that
 # Python as it is: nothing is installed, and neither Redis nor a network is needed.

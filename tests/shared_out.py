@@ -41,7 +41,10 @@ TOGETHER = {
 # Each test is a unit of its own: they take long, and share nothing.
 APART = ("tests/kernels/test_interpreted.py", "tests/transfer/test_leaks.py")
 # They take minutes: begun last, they would run while other workers have nothing left.
-FIRST = ("tests/test_sanitizers.py", "tests/objects/test_linearizable.py", "tests/packaging/test_wheel.py")
+FIRST = (
+    *("tests/test_sanitizers.py", "tests/objects/test_linearizable.py", "tests/packaging/test_wheel.py"),
+    *("tests/connectors/test_outputs.py", "tests/connectors/test_vllm_failures.py"),
+)
 
 
 def num_workers(cores: int, free_nbytes: int) -> int:
