@@ -57,7 +57,7 @@ async def engine_rows(run: Run, settings: Settings) -> list[Row]:
         rows.append(Row("machine", "compute threads", num_threads, "threads"))
     memory = "large copy, read and written" if on_gpu else "large read"
     rows.append(Row("machine", memory, nbytes_per_s / 1e9, "GB/s"))
-    rows.append(Row("machine", "torch's best bfloat16 product", flops_per_s / 1e12, "TFLOP/s"))
+    rows.append(Row("machine", "torch's best product", flops_per_s / 1e12, "TFLOP/s"))
     if not on_gpu and (most := instruction_limit(num_threads)) is not None:
         rows.append(Row("machine", "multiply-adds on registers", most / 1e12, "TFLOP/s"))
     with tempfile.TemporaryDirectory(prefix="moonpool-") as directory:

@@ -114,5 +114,5 @@ class Settings:
             self._floor = Floor(ModelConfig.from_checkpoint(self.model_dir), *limits)
         read, product = self._floor.nbytes_per_s / 1e9, self._floor.flops_per_s / 1e9
         machine = "the GPU" if torch.cuda.is_available() else f"{usable_cores()} cores"
-        name = f"limit of {machine} ({read:.0f} GB/s read, {product:.0f} GFLOP/s bfloat16)"
+        name = f"limit of {machine} ({read:.0f} GB/s read, {product:.0f} GFLOP/s)"
         return [versus(row, name, limit(self._floor))]

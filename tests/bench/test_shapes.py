@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from moonpool.bench.harness import shapes
-from moonpool.bench.harness.floor import Floor, instruction_limit
+from moonpool.bench.harness.floor import Floor, best_s, instruction_limit, measure_device
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.device.device import CpuDevice
 from moonpool.engine.device.selection import choose_dtype
@@ -62,6 +63,14 @@ def test_the_floor_counts_every_weight_once(tmp_path: Path) -> None:
     floor = Floor(ModelConfig.from_checkpoint(tmp_path), nbytes_per_s=1e9, flops_per_s=1e12)
     assert floor.decode_s(1, 0) == pytest.approx(2 * 473.2e6 / 1e9, rel=1e-3)
     assert floor.prefill_s(2048) == pytest.approx(2.29, rel=1e-2)
+
+
+@pytest.mark.slow  # a product in bfloat16 takes 150 ms where the processor has no instructions for it
+def test_products_are_limited_by_the_faster_of_two_formats() -> None:
+    x = torch.randn(1024, 1024)
+    flops_per_s = 2 * 1024**3 / best_s(lambda: F.linear(x, x), 5)
+    _, limit = measure_device(torch.device("cpu"), torch.get_num_threads())
+    assert limit > flops_per_s / 3
 
 
 @pytest.mark.skipif(load() is None, reason="no compiler here")
