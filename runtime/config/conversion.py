@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import ByteSize, TypeAdapter
+from pydantic import ByteSize, FiniteFloat, TypeAdapter
 
 _SIZE = TypeAdapter(ByteSize)
 _ADAPTERS: dict[Any, TypeAdapter[Any]] = {
-    kind: TypeAdapter(kind) for kind in (int, float, bool, str, tuple[str, ...])
+    float: TypeAdapter(FiniteFloat),
+    **{kind: TypeAdapter(kind) for kind in (int, bool, str, tuple[str, ...])},
 }
 
 
@@ -18,5 +19,5 @@ def to_size(text: str) -> int:
 
 
 def to_type(kind: Any, value: Any, *, strict: bool) -> Any:
-    """``value`` as a ``kind``; ``strict``: it must be one already. Raises ValueError."""
+    """``value`` as a ``kind``; ``strict``: it must be one already. Raises ValueError, also for inf, nan."""
     return _ADAPTERS[kind].validate_python(value, strict=strict)

@@ -20,7 +20,7 @@ from moonpool.runtime.redaction import HIDDEN, hide, redacted, redacted_value
 # Former names, and what they are part of now.
 _MOVED = {"transfer.secret": "security.cluster_key", "transfer.tls": "security"}
 _STDIN = Path("-")
-_TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_TYPE_NAMES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,12 @@ def to_toml(config: Config) -> str:
     """The options of ``config`` that differ from the defaults, as TOML that ``load_config`` reads back."""
     default = Config()
     rows = ((key, _get(config, key)) for key in _options() if _get(config, key) != _get(default, key))
-    return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in rows)
+    return "".join(f"{key} = {_toml_value(value)}\n" for key, value in rows)
+
+
+def _toml_value(value: Any) -> str:
+    # JSON leaves DEL as it is, and TOML forbids it.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def shown_options(config: Config) -> list[dict[str, Any]]:

@@ -78,6 +78,9 @@ def _read(file: Path) -> dict[str, Any]:
     unknown = sorted(set(tree) - {"model", "route"})
     if unknown:
         raise ConfigError(f"{file}: unknown {unknown[0]}; it has [[model]] and [[route]]", "models.path")
+    for name, tables in tree.items():
+        if not isinstance(tables, list) or not all(isinstance(each, dict) for each in tables):
+            raise ConfigError(f"{file}: write [[{name}]], once for each {name}", "models.path")
     return tree
 
 

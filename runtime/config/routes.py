@@ -72,7 +72,10 @@ def read_route(given: Mapping[str, Any]) -> Route:
     if not isinstance(name, str) or not name:
         raise _wrong("a route", "needs a name")
     _known(name, given, ("name", "rule", "classifier", "cascade", "weights", "model"))
-    rules = tuple(_rule(name, each) for each in given.get("rule", []))
+    rule = given.get("rule", [])
+    if not isinstance(rule, list):
+        raise _wrong(name, f"rule must be a list of tables, got {rule!r}")
+    rules = tuple(_rule(name, each) for each in rule)
     classifier = _classifier(name, given["classifier"]) if "classifier" in given else None
     cascade = _cascade(name, given["cascade"]) if "cascade" in given else None
     weights = given.get("weights", {})
@@ -127,6 +130,8 @@ def _cascade(name: str, given: Mapping[str, Any]) -> Cascade:
 
 
 def _known(name: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    if not isinstance(given, dict):
+        raise _wrong(name, f"must be a table, got {given!r}")
     if unknown := sorted(set(given) - set(known)):
         raise _wrong(name, f"unknown {unknown[0]}; known are {', '.join(known)}")
 

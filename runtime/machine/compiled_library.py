@@ -1,8 +1,8 @@
 """C++ libraries, compiled once on the machine that runs them.
 
 A library is in the user's cache directory. Its name is a digest of the sources, the compiler, the flags and
-the processor, so that a stale library is never loaded. Compilation needs g++ or clang++, but no Python
-headers.
+the processor, so that a stale library is never loaded. One that a power loss has cut short is compiled
+again. Compilation needs g++ or clang++, but no Python headers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,8 @@ from moonpool.runtime.failures import FailureClass
 from moonpool.runtime.machine.processor import processor_name
 
 log = logging.getLogger(__name__)
+
+_ELF_HEADER_NBYTES = 64
 
 
 def cache_folder() -> Path:
@@ -54,6 +57,21 @@ def _identity(compiler: str) -> str:
     file = Path(compiler).resolve()
     facts = file.stat()
     return f"{file}:{facts.st_size}:{facts.st_mtime_ns}"
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether the file exists and is as long as its ELF header says. To load a shorter one may be SIGBUS."""
+    try:
+        with library.open("rb") as file:
+            header, nbytes = file.read(_ELF_HEADER_NBYTES), os.fstat(file.fileno()).st_size
+    except OSError:
+        return False
+    if len(header) < _ELF_HEADER_NBYTES or not header.startswith(b"\x7fELF"):
+        return False
+    # Linkers write the table of sections last.
+    (begin,) = struct.unpack_from("=Q", header, 40)
+    entry_nbytes, num_entries = struct.unpack_from("=HH", header, 58)
+    return bool(begin + entry_nbytes * num_entries <= nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +109,13 @@ class CompiledLibrary:
         if compiler is None:
             raise BuildFailed(self, "no C++ compiler found; install g++, e.g. `apt install g++`")
         target = self.path(compiler)
-        if target.exists():
+        if _is_whole(target):
             return target
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with open(target.with_suffix(".lock"), "w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                if not target.exists():
+                if not _is_whole(target):
                     log.info("compiling %s for this machine, once", self.title)
                     self._compile(compiler, target)
         except OSError as error:
@@ -115,6 +133,9 @@ class CompiledLibrary:
                 list(workers.map(self._run, commands))
             linked = Path(scratch) / "linked.so"
             self._run([compiler, "-shared", "-o", str(linked), *map(str, objects.values())])
+            # Renamed before its bytes are on the disk, it could be empty after a power loss.
+            with linked.open("rb") as file:
+                os.fsync(file.fileno())
             os.rename(linked, target)
 
     def _run(self, command: list[str]) -> None:

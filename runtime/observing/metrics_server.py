@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hmac
 import socket
 import threading
@@ -16,8 +15,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import REGISTRY, CollectorRegistry, make_wsgi_app
 
-from moonpool.runtime.errors import PortInUse
-from moonpool.runtime.network.sockets import loopback_only
+from moonpool.runtime.network.sockets import loopback_only, no_listener
 from moonpool.runtime.observing import audit
 from moonpool.runtime.security import process
 from moonpool.runtime.security.posture import check_listening
@@ -51,7 +49,7 @@ def serve_metrics(
 
     Raises:
         PortInUse: another process listens there.
-        ConfigError: other machines reach ``host``, and security is not set up.
+        ConfigError: other machines reach ``host``, and security is not set up; or no socket can listen there.
     """
     me = process.current()
     check_listening(me, host, "node.host")
@@ -65,9 +63,7 @@ def serve_metrics(
             handler_class=_SilentHandler,
         )
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise PortInUse(host, port, "node.metrics_port") from error
-        raise
+        raise no_listener(error, host, port, "node.host", "node.metrics_port") from error
     threading.Thread(target=server.serve_forever, name="metrics page", daemon=True).start()
     return MetricsServer(server)
 

@@ -28,7 +28,7 @@ class ReplicaMetrics(Collector):
     """Fetches the pages of all replicas at every scrape; a replica that does not answer is omitted."""
 
     def __init__(self, host: str, port: int, *, keyed: bool = False) -> None:
-        """Serve the page (see ``serve_metrics``). Raises PortInUse."""
+        """Serve the page (see ``serve_metrics``). Raises PortInUse, ConfigError."""
         self.replicas: Sequence[ReplicaProcess] = ()
         registry = CollectorRegistry()
         registry.register(self)

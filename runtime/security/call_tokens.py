@@ -123,7 +123,7 @@ class TokenVerifier:
             role, name, session, number, time_ms = fields.split(" ")
             key = self._keys.of(role)
             count, age_s = int(number), self._clock() - int(time_ms) / 1000
-        except (ValueError, ConfigError):
+        except (ValueError, OverflowError, ConfigError):  # no float holds a number of 400 digits
             raise Unauthenticated("the call's token is malformed") from None
         if not hmac.compare_digest(mac.encode(), _mac(key, method, fields).encode()):
             raise Unauthenticated("the call's token was made with another cluster key, or for another method")

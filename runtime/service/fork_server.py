@@ -93,7 +93,7 @@ class ForkServer:
     ) -> ForkedProcess:
         """Run ``command``, which it ``serves``, with ``files`` as stdin, stdout and stderr.
 
-        Returns when the process exists. Raises OSError: the server is gone.
+        Returns when the process exists. Raises OSError: the server is gone, or could not fork.
         """
         process = ForkedProcess(self.ask(command, environment, files))
         try:
@@ -146,10 +146,10 @@ class ForkedProcess:
         self._loop.add_reader(status.fileno(), self._hear)
 
     async def wait_started(self) -> None:
-        """Raises ConnectionResetError: the server is gone."""
+        """Raises ConnectionResetError: the server is gone, or could not fork."""
         await self._started.wait()
         if not self.pid:
-            raise ConnectionResetError("the fork server has ended")
+            raise ConnectionResetError("it has ended, or cannot fork")
 
     async def wait(self) -> int:
         """Wait until it ends; return its exit code, negative for a signal."""

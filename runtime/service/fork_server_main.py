@@ -118,7 +118,15 @@ class Server:
         for asked in list(self._asked):
             if asked.request.module in self._loaded:
                 self._asked.remove(asked)
-                if self._fork(asked):
+                try:
+                    connection = self._fork(asked)
+                except OSError as error:
+                    # The process that asked sees the end of its status socket, and starts it by exec.
+                    print(f"fork server: cannot fork {asked.request.module}: {error}", file=sys.stderr)
+                    _close(asked.files)
+                    continue
+                if connection is not None:
+                    self._become(asked, connection)
                     return asked.request
         return None
 
@@ -128,6 +136,13 @@ class Server:
             data, files, _, _ = socket.recv_fds(connection, _MAX_REQUEST_NBYTES, _NUM_FILES)
         except ConnectionResetError:
             data, files = b"", []  # it was closed before what we had told was read
+        if data and len(files) < _NUM_FILES:
+            print(
+                f"fork server: {len(files)} of a request's {_NUM_FILES} files arrived: too many are open",
+                file=sys.stderr,
+            )
+            _close(files)
+            return
         if data:
             self._asked.append(_Asked(Request.unpack(data), files))
             return
@@ -137,25 +152,38 @@ class Server:
         if pidfd is not None:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
-    def _fork(self, asked: _Asked) -> bool:
-        """True in the new process."""
+    def _fork(self, asked: _Asked) -> socket.socket | None:
+        """In the new process, its connection to us; here, None.
+
+        Raises OSError, only here: no process was made, and ``asked.files`` are open.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            ours.close()
+            theirs.close()
+            raise
         if not pid:
             ours.close()
-            self._become(asked, theirs)
-            return True
+            return theirs
         theirs.close()
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            ours.close()
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
         status = socket.socket(fileno=asked.files[0])
-        for file in asked.files[1:]:
-            os.close(file)
-        child = _Forked(pid, os.pidfd_open(pid), status, ours)
+        _close(asked.files[1:])
+        child = _Forked(pid, pidfd, status, ours)
         self._forked[child.pidfd] = child
         self._selector.register(child.pidfd, selectors.EVENT_READ)
         self._selector.register(ours, selectors.EVENT_READ)
         self._selector.register(status, selectors.EVENT_READ, child.pidfd)
         _tell(status, pid, [child.pidfd])
-        return False
+        return None
 
     def _reap(self, pidfd: int) -> None:
         child = self._forked.pop(pidfd)
@@ -185,8 +213,7 @@ class Server:
             child.connection.close()
         for number, file in enumerate(asked.files[1:]):
             os.dup2(file, number)
-        for file in [*asked.files, *(file for other in self._asked for file in other.files)]:
-            os.close(file)
+        _close([*asked.files, *(file for other in self._asked for file in other.files)])
         request = asked.request
         os.chdir(request.directory)
         if not sys.flags.safe_path:
@@ -203,6 +230,11 @@ class Server:
         # What is imported stays: to search it for garbage would copy its pages.
         gc.freeze()
         gc.enable()
+
+
+def _close(files: list[int]) -> None:
+    for file in files:
+        os.close(file)
 
 
 def _tell(status: socket.socket, number: int, files: list[int]) -> None:

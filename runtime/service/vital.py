@@ -60,7 +60,8 @@ def restarted(
                 if _is_asked(asyncio.current_task(), error):
                     raise
                 num_failures = num_failures + 1 if clock() - began_s < _LONG_RUN_S else 1
-                pause_s = min(_FIRST_PAUSE_S * 10 ** (num_failures - 1), _LONGEST_PAUSE_S)
+                # The exponent is bounded, because no float holds 10 ** 309.
+                pause_s = min(_FIRST_PAUSE_S * 10 ** min(num_failures - 1, 9), _LONGEST_PAUSE_S)
                 log.exception("task %r failed: a defect; it is started again in %g s", name, pause_s)
                 task_failures.labels(kind or name).inc()
                 failures.count(FailureClass.WORKER, "error")

@@ -111,6 +111,7 @@ async def test_a_call_is_not_replayed_nor_made_from_old_tokens(target: Target) -
             (drain, forged, "another cluster key"),
             (drain, "x" * 6000, "malformed"),
             (drain, " ".join("operator") * 50, "malformed"),
+            (drain, "operator a b 1 " + "9" * 400 + " x", "malformed"),
         ):
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await method(b"", metadata=((TOKEN, captured),))

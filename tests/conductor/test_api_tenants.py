@@ -378,7 +378,13 @@ async def test_a_command_with_the_clusters_key_may_do_everything_once(keyed: Api
 
 
 @pytest.mark.parametrize(
-    "given", [b"Bearer sk-\xff", b"Moonpool operator me\xff s 1 1 mac", b"Moonpool operator me s 1 1 \xff"]
+    "given",
+    [
+        b"Bearer sk-\xff",
+        b"Moonpool operator me\xff s 1 1 mac",
+        b"Moonpool operator me s 1 1 \xff",
+        b"Moonpool operator me s 1 " + b"9" * 400 + b" mac",
+    ],
 )
 async def test_a_key_or_a_token_of_any_bytes_is_refused(
     keyed: Api, given: bytes, caplog: pytest.LogCaptureFixture

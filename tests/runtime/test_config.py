@@ -37,6 +37,7 @@ def test_file_then_sets_win(tmp_path: Path) -> None:
         ("[tcp]\nstreams = 4", ["m.toml:2", "tcp.streams", "transfer.tcp.streams"]),
         ("engine = 4", ["m.toml:1", "engine is a section", "engine.block_size"]),
         ('[engine]\n\nthreads = "many"', ["m.toml:3", "engine.threads", "whole number", "many"]),
+        ("[node]\ndrain_s = inf", ["m.toml:2", "node.drain_s", "finite number"]),
         ("[engine]\nthreads = true", ["m.toml:2", "engine.threads", "whole number"]),
         ("[engine]\nthreads = -1", ["m.toml:2", "engine.threads", "at least 0", "-1"]),
         ('[engine]\npool_nbytes = "1 cow"', ["m.toml:2", "engine.pool_nbytes", "4MiB"]),
@@ -61,6 +62,8 @@ def test_wrong_file_is_explained(tmp_path: Path, text: str, words: list[str]) ->
         ("engine.threads=two", ["--set engine.threads=two", "whole number"]),
         ("conductor.polcy=random", ["conductor.policy"]),
         ("streams=2", ["transfer.tcp.streams"]),
+        ("node.drain_s=inf", ["--set node.drain_s=inf", "node.drain_s must be a finite number"]),
+        ("node.drain_s=nan", ["--set node.drain_s=nan", "node.drain_s must be a finite number"]),
         ("conductor.port=70000", ["--set conductor.port=70000", "from 0 to 65535"]),
     ],
 )
@@ -77,7 +80,7 @@ def test_missing_file_is_explained(tmp_path: Path) -> None:
 
 
 def test_toml_round_trip(tmp_path: Path) -> None:
-    config = load_config(None, ['model.path=/a "b"/ü', "transfer.transports=tcp", "node.drain_s=1.5"])
+    config = load_config(None, ['model.path=/a "b"/ü\x7f\n', "transfer.transports=tcp", "node.drain_s=1.5"])
     file = tmp_path / "m.toml"
     file.write_text(to_toml(config))
     assert load_config(file) == config

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 from contextlib import suppress
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +195,30 @@ async def test_without_its_server_it_is_killed_and_the_next_one_is_executed(
     assert await asyncio.to_thread(is_gone, process.pid)
     assert not (await facts_of("1"))["preloaded"]
     assert "is started by exec: the fork server failed" in caplog.text
+
+
+async def test_a_fork_that_fails_ends_no_other_process(
+    server: ForkServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = await spawn(command("facts", "sleep"), environment=os.environ)
+    assert first.stdout is not None
+    await first.stdout.readline()
+    assert server.pid is not None
+    limits = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
+    files = {int(name) for name in os.listdir(f"/proc/{server.pid}/fd")}
+    # A request has four files, and a process needs two more.
+    for room in (0, 3, 4, 5):
+        limit = next(islice((number for number in count() if number not in files), room, None))
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (limit, limits[1]))
+        assert not (await facts_of("0"))["preloaded"]
+    assert caplog.text.count("is started by exec: the fork server failed") == 4
+    resource.prlimit(server.pid, resource.RLIMIT_NOFILE, limits)
+    assert (await facts_of("0"))["preloaded"]
+    assert first.returncode is None
+    while {int(name) for name in os.listdir(f"/proc/{server.pid}/fd")} != files:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)  # the last process is not reaped yet; nothing else is left open
+    first.kill()
+    assert await first.wait() == -signal.SIGKILL
 
 
 async def test_cancelled_while_it_starts_it_is_killed(server: ForkServer) -> None:

@@ -89,6 +89,16 @@ def test_models_of_the_command_line() -> None:
             "after_tokens must be min_tokens",
         ),
         ("[[model]]\nname = 'a'\n[[route]]\nname = 'r'\nweights = {a = -1}", "weights"),
+        ("[model]\nname = 'a'", r"models\.toml: write \[\[model\]\], once for each model"),
+        ("model = 3", r"write \[\[model\]\]"),
+        ("model = ['a']", r"write \[\[model\]\]"),
+        ("[[model]]\nname = 'a'\n[route]\nname = 'r'", r"write \[\[route\]\], once for each route"),
+        (
+            "[[model]]\nname = 'a'\n[[route]]\nname = 'r'\nrule = {model = 'a'}",
+            "rule must be a list of tables",
+        ),
+        ("[[model]]\nname = 'a'\n[[route]]\nname = 'r'\nrule = ['a']", "r, a rule: must be a table"),
+        ("[[model]]\nname = 'a'\n[[route]]\nname = 'r'\ncascade = 3", "r, its cascade: must be a table"),
         ("name = ", "not valid TOML"),
     ],
 )

@@ -187,6 +187,26 @@ async def test_a_task_that_is_restarted_says_so_each_time(
     assert task.cancelled()
 
 
+async def test_a_task_that_keeps_failing_is_restarted_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vital, "_LONGEST_PAUSE_S", 0.0)
+    left = list(range(400))
+    runs = asyncio.Event()
+
+    async def work() -> None:
+        if left:
+            raise KeyError(left.pop())
+        runs.set()
+        await asyncio.Event().wait()
+
+    task = vital.restarted(work, "watch node-8", "watch of much")
+    async with asyncio.timeout(60):
+        await runs.wait()
+    assert not task.done()
+    assert vital.task_failures.labels("watch of much")._value.get() == 400
+    task.cancel()
+    await asyncio.wait((task,))
+
+
 async def test_a_vital_task_that_nobody_cancelled_has_failed() -> None:
     told = []
 

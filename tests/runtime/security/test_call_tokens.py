@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moonpool.protos import conductor_pb2, fleet_pb2, node_pb2, store_pb2
@@ -63,6 +63,7 @@ def test_an_old_token_and_one_of_the_future_are_refused(clock: Clock, late_s: fl
 
 
 @given(st.text(max_size=600))
+@example("operator a b 1 " + "9" * 400 + " x")
 def test_nothing_malformed_is_accepted(token: str) -> None:
     with pytest.raises(Unauthenticated):
         TokenVerifier(RoleKeys(KEY)).verify("Node/Drain", token)

@@ -8,6 +8,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from moonpool.runtime.config.security_options import SecurityOptions
+from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.observing.metrics_server import metrics_headers, metrics_key, serve_metrics
 from moonpool.runtime.security import process
 from moonpool.runtime.security.call_tokens import RoleKeys
@@ -47,6 +48,12 @@ def test_a_page_that_others_reach_needs_the_key(host: str, keyed: bool) -> None:
     assert status == 200 and "process_cpu_seconds_total" in text
     assert read(port, "/requests", **own) == (200, "[]")
     assert read(port, "/healthz") == (200, "ok\n"), "for probes"
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+def test_a_page_at_no_address_of_this_machine_names_the_option(host: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{host} is no address of this machine .*: set node\.host to one"):
+        serve_metrics(host, 0)
 
 
 def test_a_page_on_one_machine_is_open() -> None:
