@@ -68,7 +68,9 @@ class TransferAgent:
         )
         dialer = Dialer(options, self._security, self._pool, self.memory, self._local, self)
         self._peers = PeerTable(dialer, self.memory, self._controls, options.deadline_s)
-        self._listener = Listener(self.identity, self._security, self._admit, self._num_connections)
+        self._listener = Listener(
+            *(self.identity, self._security, self._admit, self._num_connections, self._end_idle)
+        )
         self._unix_name = ""
         self._tcp_host, self._tcp_port = "", 0
         self._tcp_rails: tuple[str, ...] = ()
@@ -216,10 +218,15 @@ class TransferAgent:
     # ------------------------------------------------------------------ connections made by peers
 
     def _num_connections(self, incarnation: bytes) -> tuple[int, int]:
-        """All that are open, and those of one agent."""
+        """All but those that ``_end_idle`` can end, and those of one agent."""
         controls = [control.remote.identity.incarnation for control in list(self._controls)]
         served = self._server.incarnations()
-        return len(controls) + len(served), controls.count(incarnation) + served.count(incarnation)
+        num_kept = len(controls) + len(served) - self._server.num_idle()
+        return num_kept, controls.count(incarnation) + served.count(incarnation)
+
+    def _end_idle(self, most: int) -> None:
+        """End idle data connections while more than ``most`` connections are open."""
+        self._server.end_idle(most - len(self._controls))
 
     def _admit(self, sock: socket.socket, remote: Authenticated) -> None:
         if remote.kind is Kind.CONTROL:

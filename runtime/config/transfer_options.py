@@ -10,7 +10,11 @@ from moonpool.runtime.config.section import Section, option, require, section
 @dataclass(frozen=True, slots=True)
 class TcpOptions(Section, name="transfer.tcp"):
     streams: int = option(
-        2, "connections", "parallel connections to each address of a peer", least=1, most=64
+        2,
+        "connections",
+        "parallel connections to each address of a peer; an agent serves 1,024 at most, then ends idle ones",
+        least=1,
+        most=64,
     )
     slice_nbytes: int = option(4 << 20, "bytes", "most bytes of one send call", least=4096)
     host: str = option("127.0.0.1", "address", "address to listen on and to announce")

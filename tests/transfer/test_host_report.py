@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from moonpool.runtime.config.options import TcpOptions, TransferOptions
 from moonpool.transfer import TransferAgent
 from moonpool.transfer import host_report as report_module
 from moonpool.transfer.host_report import host_report
+from moonpool.transfer.native import ucx as ucx_module
 from moonpool.transfer.native.cuda import load_cuda
 from moonpool.transfer.native.ucx import Ucx, load_ucx
 from moonpool.transfer.paths.ucx.topology import (
@@ -65,6 +68,41 @@ def test_ucx_is_named_with_its_version_and_what_it_lacks() -> None:
     assert report["other hosts"].startswith("ucx")
     # The tests install the wheel; a system's libucp is taken only for its verbs.
     assert ("the wheel's, without verbs" in report["UCX"]) == ("libucx" in ucx.path)
+
+
+def test_a_libucp_too_old_to_have_every_function_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    root = write(
+        tmp_path,
+        {
+            "old.c": "void ucp_get_version(unsigned *major, unsigned *minor, unsigned *release) "
+            "{ *major = 1; *minor = 8; *release = 0; }"
+        },
+    )
+    old = root / "libucp.so.0"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(old), str(root / "old.c")], check=True)
+    monkeypatch.setattr(ucx_module, "_candidates", lambda: [old])
+    # Not the cached one, which other tests need.
+    load = load_ucx.__wrapped__
+    assert load() is None
+    monkeypatch.setattr(report_module, "load_ucx", load)
+    assert host_report(TransferOptions())["UCX"].startswith("no libucp")
+
+
+def test_libucp_is_found_beside_files_and_folders_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unusable = "/" + 300 * "x"
+    root = tmp_path.resolve()
+    write(root, {"lib/libucp.so.0": "", "conf/b.conf": f"{unusable}\n{root / 'lib'}"})
+    (root / "conf/a.conf").symlink_to(root / "gone")
+    monkeypatch.setattr(ucx_module, "_LOADER_CONFIGURATION", root / "conf")
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    assert ucx_module._system_library() == root / "lib/libucp.so.0"
 
 
 def test_devices_are_read_from_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,9 @@ from moonpool.transfer import (
     TransferAgent,
     checksum,
 )
-from moonpool.transfer.native.compiled_copy import compiled_copy
+from moonpool.transfer.connections.byte_stream import ByteStream
+from moonpool.transfer.connections.wire import Op
+from moonpool.transfer.native.compiled_copy import Reply, compiled_copy
 from moonpool.transfer.native.ucx import load_ucx
 from moonpool.transfer.paths.base import NOT_WRITTEN
 from moonpool.transfer.paths.tcp import stream, stream_path
@@ -104,6 +106,29 @@ async def test_small_writes_are_done_when_they_are_posted(start_peer: StartPeer,
                 assert (report.nbytes, report.transport) == (nbytes * count, transport)
                 assert sample("bytes_total", path=transport, direction="write") == before + nbytes * count
                 assert await writer.sum_there(nbytes * count) == checksum(np.ascontiguousarray(blocks))
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ucx"], indirect=True)
+async def test_without_checksums_a_write_over_a_network_is_verified_against_our_bytes(
+    start_peer: StartPeer, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch that follows repairs what was spoilt on the way."""
+    theirs = start_peer(transport)
+    async with await start("here", transport) as agent:
+        writer = await Writer.of(agent, theirs)
+        ask_now, spoilt = ByteStream.ask_now, 0
+
+        def spoil(stream: ByteStream, request: bytes, reply: Reply, wait_s: float) -> bytes | None:
+            nonlocal spoilt
+            if request[4] == Op.WRITE:
+                spoilt += 1
+                request = request[:-1] + bytes([request[-1] ^ 1])
+            return ask_now(stream, request, reply, wait_s)
+
+        monkeypatch.setattr(ByteStream, "ask_now", spoil)
+        while not spoilt:
+            await writer.write(4096)
+        assert await writer.sum_there(4096) == checksum(writer.memory.array[:4096])
 
 
 async def test_what_is_larger_or_unusual_is_a_batch(start_peer: StartPeer, transport: str) -> None:

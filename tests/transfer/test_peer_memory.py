@@ -11,11 +11,12 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from moonpool.runtime.config.options import TransferOptions
 from moonpool.runtime.security import process
-from moonpool.transfer import Region, Span, TransferAgent
+from moonpool.transfer import JointRead, Region, Span, TransferAgent, checksum
 from moonpool.transfer.connections.byte_stream import byte_stream
 from moonpool.transfer.connections.control import Control
 from moonpool.transfer.connections.handshake import handshake_as_client, receive_descriptor
@@ -40,6 +41,7 @@ from moonpool.transfer.native.compiled_copy import compiled_copy
 from moonpool.transfer.paths.tcp import stream_server
 from moonpool.transfer.paths.tcp.stream_server import ServerConnection
 from tests.transfer.conftest import StartPeer
+from tests.transfer.peer_process import pattern
 
 NBYTES = 3 << 20
 
@@ -185,6 +187,30 @@ async def test_what_a_peer_closes_while_it_sends_the_descriptor_does_not_stay_ma
     with pytest.raises(RegionError, match="closed"):
         await memory.reach(client.region_info(region.id))
     assert memory.mapping(region.id) is None
+
+
+@pytest.mark.parametrize("joint", [False, True])
+async def test_a_region_out_of_reach_leaves_the_reads_of_others_verified(
+    monkeypatch: pytest.MonkeyPatch, joint: bool
+) -> None:
+    """Where processes may not read each other, plain memory passes through sockets and pools are mapped."""
+    monkeypatch.setattr(peer_memory.ProcessMemory, "of", classmethod(lambda *_: None))
+    async with await start("here") as here, await start("there") as there:
+        plain, count, nbytes = there.register(np.zeros(4096, np.uint8)), 8, 512 << 10
+        pool, ours = there.allocate(count * nbytes, "pool"), here.allocate(count * nbytes, "ours")
+        pool.array[:] = pattern(count * nbytes, 1)
+        sums = [checksum(block) for block in pool.array.reshape(count, nbytes)]
+        offsets = [at * nbytes for at in range(count)]
+        local, remote = ([Span(region.id, at, nbytes) for at in offsets] for region in (ours, pool))
+        peer = await here.connect(there.describe())
+        await peer.read([Span(ours.id, 0, 4096)], [Span(plain.id, 0, 4096)], deadline_s=30)
+        if joint:
+            read = JointRead(ours, offsets, nbytes, sums, 1)
+            await peer.read(local, remote, deadline_s=30, joint=read)
+            assert read.verified
+        else:
+            await peer.read(local, remote, deadline_s=30, checksums=sums)
+        assert np.array_equal(ours.array, pool.array)
 
 
 async def memfd_of(agent: TransferAgent, region: Region) -> int:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -264,7 +264,9 @@ class Stuck(Path):
     name = "stuck"
     networked = True
 
-    def chunking(self, direction: Direction, nbytes: int, verified: bool) -> Chunking:
+    def chunking(
+        self, direction: Direction, nbytes: int, verified: bool, region_ids: Sequence[int]
+    ) -> Chunking:
         return Chunking(1 << 20, 1024)
 
     def start(self, attempt: Attempt) -> None:

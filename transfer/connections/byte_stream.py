@@ -23,7 +23,9 @@ _TIMEVAL = struct.Struct("ll")
 # From this size on aligned bytes gain more than padding costs.
 _ALIGNED_NBYTES = 256 << 10
 _LINGER_RESET = struct.pack("ii", 1, 0)
-# Of struct tcp_info: tcpi_rtt, in microseconds; tcpi_bytes_acked and tcpi_bytes_received.
+# Of struct tcp_info: tcpi_last_data_sent and tcpi_last_data_recv, in milliseconds; tcpi_rtt, in microseconds;
+# tcpi_bytes_acked and tcpi_bytes_received.
+_SENT_AND_RECEIVED_AGO = struct.Struct("44xI4xI")
 _ROUND_TRIP = struct.Struct("68xI")
 _ACKED_AND_RECEIVED = struct.Struct("120xQQ")
 
@@ -123,6 +125,17 @@ class ByteStream:
             return 0.0
         info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIP.size)
         return float(_ROUND_TRIP.unpack(info)[0]) / 1e6
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since a TCP connection has carried data. 0 on a Unix socket, and once it is closed."""
+        if self.sock.family == socket.AF_UNIX:
+            return 0.0
+        try:
+            info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SENT_AND_RECEIVED_AGO.size)
+        except OSError:
+            return 0.0
+        return min(_SENT_AND_RECEIVED_AGO.unpack(info)) / 1e3
 
     def shut(self) -> None:
         """Make a blocked call fail. Idempotent."""

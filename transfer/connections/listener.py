@@ -23,6 +23,7 @@ HANDSHAKE_S = 3.0
 MAX_UNAUTHENTICATED = 64
 """Limit of connections in the handshake; one more closes the oldest of the address that has the most."""
 MAX_CONNECTIONS = 1024
+"""Of all agents; one more ends the TCP data connection that has been idle longest."""
 MAX_PEER_CONNECTIONS = 256
 """Of one agent: 2 streams to each of 16 addresses, for several transports, and those that are just ending."""
 _ACCEPTS_A_TURN = 16
@@ -38,13 +39,16 @@ class Listener:
         security: Security,
         admit: Callable[[socket.socket, Authenticated], None],
         num_connections: Callable[[bytes], tuple[int, int]],
+        end_idle: Callable[[int], None],
     ) -> None:
-        """admit: takes over the socket of each authenticated client. num_connections: all that are open, and
-        those of the agent with an incarnation. Unix sockets are without TLS."""
+        """admit: takes over the socket of each authenticated client. num_connections: all but those that
+        ``end_idle`` can end, and those of the agent with an incarnation. end_idle: ends idle connections
+        while more than a number are open. Unix sockets are without TLS."""
         self._me = me
         self._security = security
         self._admit = admit
         self._num_connections = num_connections
+        self._end_idle = end_idle
         self._loop = asyncio.get_running_loop()
         self._listening: list[socket.socket] = []
         self._unauthenticated: dict[asyncio.Task[None], str] = {}  # and the address it came from
@@ -123,6 +127,8 @@ class Listener:
             sock.close()
             raise
         else:
+            # Only now: a client that cannot prove itself must not end the connections of others.
+            self._end_idle(MAX_CONNECTIONS - 1)
             self._admit(sock, remote)
 
     def _is_busy(self, incarnation: bytes) -> bool:

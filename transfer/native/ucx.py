@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib.util
@@ -14,6 +15,7 @@ _OLDEST = (1, 10)
 # UCX reads these when it is loaded. It must not catch our signals.
 _ENVIRONMENT = {"UCX_ERROR_SIGNALS": "", "UCX_HANDLE_ERRORS": "none", "UCX_LOG_LEVEL": "fatal"}
 
+_LOADER_CONFIGURATION = Path("/etc/ld.so.conf.d")
 _FOLDERS = (
     "/usr/lib/x86_64-linux-gnu",
     "/usr/lib/aarch64-linux-gnu",
@@ -140,12 +142,13 @@ def load_ucx() -> Ucx | None:
         try:
             call = ctypes.CDLL(str(path))
             quick = ctypes.PyDLL(str(path))
-        except OSError:
+            for library in (call, quick):
+                for name, (result, *arguments) in _FUNCTIONS.items():
+                    function = getattr(library, name)
+                    function.restype, function.argtypes = result, arguments
+        except (OSError, AttributeError):
+            # It cannot be loaded, or is too old to have all functions.
             continue
-        for library in (call, quick):
-            for name, (result, *arguments) in _FUNCTIONS.items():
-                function = getattr(library, name)
-                function.restype, function.argtypes = result, arguments
         version = tuple(ctypes.c_uint() for _ in range(3))
         call.ucp_get_version(*(ctypes.byref(part) for part in version))
         major, minor, release = (part.value for part in version)
@@ -179,10 +182,13 @@ def _candidates() -> list[Path]:
 def _system_library() -> Path | None:
     """The file that the loader would find. ``find_library`` would run a compiler, which takes 0.4 s."""
     folders = os.environ.get("LD_LIBRARY_PATH", "").split(":")
-    for configured in sorted(Path("/etc/ld.so.conf.d").glob("*.conf")):
-        folders += [line.strip() for line in configured.read_text(errors="replace").splitlines()]
+    for configured in sorted(_LOADER_CONFIGURATION.glob("*.conf")):
+        # As the loader, skip a file that cannot be read, such as a dangling link.
+        with contextlib.suppress(OSError):
+            folders += [line.strip() for line in configured.read_text(errors="replace").splitlines()]
     for folder in (*folders, *_FOLDERS):
-        if folder.startswith("/") and (path := Path(folder) / "libucp.so.0").exists():
+        path = Path(folder) / "libucp.so.0"
+        if folder.startswith("/") and os.access(path, os.R_OK):
             return path.resolve()
     return None
 

@@ -43,8 +43,13 @@ class Path(ABC):
         return True
 
     @abstractmethod
-    def chunking(self, direction: Direction, nbytes: int, verified: bool) -> Chunking:
-        """The chunks of a batch of ``nbytes``. verified: each chunk is verified when it arrives."""
+    def chunking(
+        self, direction: Direction, nbytes: int, verified: bool, region_ids: Sequence[int]
+    ) -> Chunking:
+        """The chunks of a batch of ``nbytes``.
+
+        verified: each chunk is verified when it arrives. region_ids: of the peer, after ``open`` of them.
+        """
 
     async def open(self, direction: Direction, region_ids: Sequence[int]) -> None:
         """Connect what is needed to move these regions of the peer. Cheap if it is connected.
@@ -67,12 +72,13 @@ class Path(ABC):
         return 0
 
     def write_now(
-        self, region: Region, local: Spans, remote: Spans, checksums: bytes, grant: int
+        self, region: Region, local: Spans, remote: Spans, checksums: bytes | None, grant: int
     ) -> WrittenNow:
         """Write before this returns, if that takes no longer than posting a batch.
 
         region: of all of ``local``, in host memory; nothing else has been checked. checksums: uint64 [n], to
-        verify at the peer, or empty. If it returns 0 bytes, post a batch, which also finds what is wrong.
+        verify at the peer; None, only if ``networked``: those of the local bytes; empty: none. If it returns
+        0 bytes, post a batch, which also finds what is wrong.
         """
         return NOT_WRITTEN
 

@@ -187,9 +187,11 @@ class CudaIpcPath(ShmPath):
         fetched = self._streams.device_write_op is Op.FETCH
         return fetched and all(region.device is not None and cuda.handle(region) for region in ours)
 
-    def chunking(self, direction: Direction, nbytes: int, verified: bool) -> Chunking:
+    def chunking(
+        self, direction: Direction, nbytes: int, verified: bool, region_ids: Sequence[int]
+    ) -> Chunking:
         if direction == "write" or verified:
-            return super().chunking(direction, nbytes, verified)
+            return super().chunking(direction, nbytes, verified, region_ids)
         # Each chunk is waited for, and a device moves a gigabyte in a millisecond.
         return Chunking(_CHUNK_NBYTES, _CHUNK_ROWS)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from moonpool.transfer.copying.attempt import Attempt
 from moonpool.transfer.copying.batch_request import Direction
 from moonpool.transfer.copying.device import direct_copy
@@ -27,7 +29,9 @@ class LocalPath(Path):
         self._regions = regions
         self._grants = grants
 
-    def chunking(self, direction: Direction, nbytes: int, verified: bool) -> Chunking:
+    def chunking(
+        self, direction: Direction, nbytes: int, verified: bool, region_ids: Sequence[int]
+    ) -> Chunking:
         return copy_chunking(nbytes, verified)
 
     def start(self, attempt: Attempt) -> None:

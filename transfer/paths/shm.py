@@ -49,9 +49,12 @@ class ShmPath(Path):
         self._unreachable: set[int] = set()
         self._mapped: dict[int, MappedRegion] = {}
 
-    def chunking(self, direction: Direction, nbytes: int, verified: bool) -> Chunking:
-        if self._streams is not None and (direction == "write" or self._unreachable):
-            return self._streams.chunking(direction, nbytes, verified)
+    def chunking(
+        self, direction: Direction, nbytes: int, verified: bool, region_ids: Sequence[int]
+    ) -> Chunking:
+        streams = self._streams_for(direction, region_ids)
+        if streams is not None:
+            return streams.chunking(direction, nbytes, verified, region_ids)
         return copy_chunking(nbytes, verified)
 
     async def open(self, direction: Direction, region_ids: Sequence[int]) -> None:
@@ -60,16 +63,16 @@ class ShmPath(Path):
                 info = self._region(region_id)
                 if info is not None and not await self._memory.reach(info):
                     self._unreachable.add(region_id)
-        if self._streams is not None and (direction == "write" or self._unreachable.intersection(region_ids)):
-            await self._streams.open(direction, region_ids)
+        streams = self._streams_for(direction, region_ids)
+        if streams is not None:
+            await streams.open(direction, region_ids)
 
     def start(self, attempt: Attempt) -> None:
         rows = attempt.plan.rows
         ids = region_ids(rows.remote_spans)
-        if self._streams is not None and (
-            attempt.request.direction == "write" or self._unreachable.intersection(ids)
-        ):
-            self._streams.start(attempt)
+        streams = self._streams_for(attempt.request.direction, ids)
+        if streams is not None:
+            streams.start(attempt)
             return
         infos = known_regions(ids, self._region, attempt)
         if infos is None:
@@ -91,12 +94,17 @@ class ShmPath(Path):
         return 0 if mapped is None else mapped.read(region, local, remote, checksums)
 
     def write_now(
-        self, region: Region, local: Spans, remote: Spans, checksums: bytes, grant: int
+        self, region: Region, local: Spans, remote: Spans, checksums: bytes | None, grant: int
     ) -> WrittenNow:
         info = self._region(remote.region.item(0))
         if self._streams is None or info is None or info.on_device:
             return NOT_WRITTEN
         return self._streams.write_now(region, local, remote, checksums, grant)
+
+    def _streams_for(self, direction: Direction, region_ids: Sequence[int]) -> StreamPath | None:
+        """The streams, if they move batches of these regions of the peer. None: they are copied."""
+        needed = direction == "write" or not self._unreachable.isdisjoint(region_ids)
+        return self._streams if needed else None
 
     def _find_mapped(self, region_id: int) -> MappedRegion | None:
         """The region, if an earlier batch has mapped it."""

@@ -181,7 +181,7 @@ class Failover:
         request = self._request
         ended: asyncio.Future[Exception | None] = self._loop.create_future()
         verified = request.checksums is not None or request.joint is not None
-        chunking = path.chunking(request.direction, request.nbytes, verified)
+        chunking = path.chunking(request.direction, request.nbytes, verified, request.remote_regions)
         verify_remote = request.verifies_remote(path.networked)
         plan = ChunkPlan(request.local, request.addresses, request.remote, chunking, merge=not verify_remote)
         attempt: Attempt | None = None

@@ -66,7 +66,8 @@ class InlineBatches:
                 check_disjoint(remote)
             except SpanError:
                 return None
-        written = path.write_now(region, local, remote, expected, grant)
+        of_local_bytes = checksums is None and self._verify and path.networked
+        written = path.write_now(region, local, remote, None if of_local_bytes else expected, grant)
         unfinished += written.unfinished
         return self._done("write", path, written.nbytes, len(local.region), began, deadline_s)
 

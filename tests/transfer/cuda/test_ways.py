@@ -12,6 +12,7 @@ from moonpool.bench.transfer.device_memory import DeviceBuffer
 from moonpool.transfer import (
     PeerLost,
     Span,
+    checksum,
 )
 from moonpool.transfer.copying.memcpy import copy_here
 from moonpool.transfer.memory.region import Region
@@ -86,6 +87,25 @@ async def test_what_cannot_be_mapped_goes_through_host_memory(
             found["checksum"]
             == (await theirs.do("checksum", region=remote, offset=0, nbytes=NBYTES))["checksum"]
         )
+
+
+async def test_device_memory_without_a_handle_leaves_reads_of_host_memory_verified(
+    monkeypatch: pytest.MonkeyPatch, start_peer: StartPeer
+) -> None:
+    theirs = start_peer("cuda-ipc,shm", **use_stand_in(monkeypatch), STAND_IN_NO_IPC="1")
+    async with await start_here("cuda-ipc,shm") as agent:
+        peer, on_device = await connected(agent, theirs)
+        remote = (await theirs.do("allocate", nbytes=NBYTES, seed=2))["region"]
+        host = agent.allocate(NBYTES, "host")
+        await peer.read(halves(host), halves(on_device), deadline_s=5)
+        blocks = np.split(pattern(NBYTES, 2), 16)
+        sums, size = [checksum(block) for block in blocks], len(blocks[0])
+        local, there = (
+            [Span(region, at, size) for at in range(0, NBYTES, size)] for region in (host.id, remote)
+        )
+        report = await peer.read(local, there, deadline_s=5, checksums=sums)
+        assert report.transport == "shm"
+        assert np.array_equal(host.array, pattern(NBYTES, 2))
 
 
 async def test_a_handle_that_does_not_open_is_tried_once(

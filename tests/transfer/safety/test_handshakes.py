@@ -19,12 +19,14 @@ from moonpool.runtime.security.roles import Caller
 from moonpool.transfer import (
     AccessDenied,
     PeerLost,
+    Span,
+    Spans,
     StaleEpoch,
 )
 from moonpool.transfer.connections import listener
 from moonpool.transfer.connections.handshake import handshake_as_client
-from moonpool.transfer.connections.wire import Kind, Op, Request
-from tests.transfer.safety.served import Served, connect, ends, start
+from moonpool.transfer.connections.wire import REPLY_NBYTES, Kind, Op, Reply, Request, Status, pack_spans
+from tests.transfer.safety.served import NBYTES, Served, connect, ends, exactly, start
 
 KEY = "open sesame, this is me"
 
@@ -172,6 +174,61 @@ async def test_too_many_connections_are_refused(served: Served, monkeypatch: pyt
     async with await start("late") as late:
         with pytest.raises(PeerLost, match="connection to spare"):
             await late.connect(served.server.describe())
+
+
+async def test_idle_connections_make_way_for_others(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "MAX_CONNECTIONS", 6)
+    server = served.server
+    async with await start("second") as second, await start("third") as third:
+        for agent in (served.client, second, third, served.client, second):
+            await served.read(agent)
+        async with asyncio.timeout(60):
+            # The threads of those that were ended.
+            while len(server._server) + len(server._controls) > listener.MAX_CONNECTIONS:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+
+async def test_only_a_client_that_proved_itself_ends_an_idle_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    act_as("node", KEY)
+    async with await start("server") as server, await start("client") as client:
+        peer = await client.connect(server.describe())
+        await peer.paths.ranked()[0].open("read", [])
+        async with asyncio.timeout(60):
+            while server._server.num_idle() < client.options.tcp.streams:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        monkeypatch.setattr(listener, "MAX_CONNECTIONS", 2)
+        act_as("node", KEY[:-1])
+        async with await start("intruder") as intruder:
+            with pytest.raises(AccessDenied):
+                await intruder.connect(server.describe())
+        assert server._server.num_idle() == client.options.tcp.streams
+
+
+async def test_a_request_in_progress_does_not_make_way(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, loop = served.server._server, asyncio.get_running_loop()
+    async with asyncio.timeout(60):
+        while len(server):  # noqa: ASYNC110 (of the client that has measured)
+            await asyncio.sleep(0.001)
+    sock = await served.meet(Kind.DATA)
+    spans = Spans.of([Span(served.region.id, 0, NBYTES)])
+    head = Request(Op.WRITE, 1, 60_000, NBYTES).pack() + pack_spans(spans)
+    # The same bytes that are there.
+    payload = served.region.array.tobytes()
+    await loop.sock_sendall(sock, head + payload[:1000])
+    async with asyncio.timeout(60):
+        while not len(server) or server.num_idle():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    monkeypatch.setattr(listener, "MAX_CONNECTIONS", 1)
+    async with await start("late") as late:
+        with pytest.raises(PeerLost, match="connection to spare"):
+            await late.connect(served.server.describe())
+    await loop.sock_sendall(sock, payload[1000:])
+    assert Reply.unpack(await exactly(sock, REPLY_NBYTES)).status is Status.OK
+    sock.close()
 
 
 @hypothesis.settings(

@@ -124,7 +124,9 @@ class StreamPath(Path):
         """As ``write_op``, for device memory."""
         return self._device_write_op if self._pulls.ready else Op.WRITE
 
-    def chunking(self, direction: Direction, nbytes: int, verified: bool) -> Chunking:
+    def chunking(
+        self, direction: Direction, nbytes: int, verified: bool, region_ids: Sequence[int]
+    ) -> Chunking:
         if direction == "write" and self.write_op in (Op.PULL, Op.FETCH):
             return Chunking(_MAX_PULL_NBYTES, MAX_REQUEST_SPANS)
         streams = self._num_streams * len(self._rails)
@@ -217,12 +219,12 @@ class StreamPath(Path):
         attempt.stop(PathFailed(self.name, "its connections broke"))
 
     def write_now(
-        self, region: Region, local: Spans, remote: Spans, checksums: bytes, grant: int
+        self, region: Region, local: Spans, remote: Spans, checksums: bytes | None, grant: int
     ) -> WrittenNow:
         stream = self._idle_stream()
         if stream is None:
             return NOT_WRITTEN
-        payload = b""
+        parts: list[bytes] = []
         if self.write_op is not Op.PULL:
             sizes = local.nbytes.tolist()
             if not 0 < sum(sizes) <= MAX_WRITE_NOW_NBYTES or not _fits(region, local):
@@ -230,10 +232,13 @@ class StreamPath(Path):
             if stream.bytes.round_trip_s > _QUICK_S:
                 return NOT_WRITTEN
             rows = zip(local.offset.tolist(), sizes, strict=True)
-            payload = b"".join(ctypes.string_at(region.address + offset, size) for offset, size in rows)
+            parts = [ctypes.string_at(region.address + offset, size) for offset, size in rows]
+            if checksums is None:
+                checksums = array("Q", map(checksum, parts)).tobytes()
+        assert checksums is not None, "no peer on a network is asked to PULL"
         began = time.perf_counter()
-        if payload:
-            written = stream.send_now(remote, payload, checksums, grant)
+        if parts:
+            written = stream.send_now(remote, b"".join(parts), checksums, grant)
         else:
             written = stream.pull_now(local, remote, checksums, grant)
         self._took(time.perf_counter() - began)

@@ -86,6 +86,25 @@ class StreamServer:
         with self._lock:
             return [served.remote.identity.incarnation for served in self._threads.values()]
 
+    def num_idle(self) -> int:
+        """Connections that ``end_idle`` can end."""
+        with self._lock:
+            return sum(served.idle for served in self._threads.values())
+
+    def end_idle(self, most: int) -> None:
+        """End connections that are idle, the longest idle first, while more than ``most`` are open.
+
+        Their clients connect again for the next batch.
+        """
+        with self._lock:
+            left = [served for served in self._threads.values() if not served.ending]
+            if len(left) <= most:
+                return
+            idle = [served for served in left if served.idle]
+            idle.sort(key=lambda served: served.stream.idle_s, reverse=True)
+            for served in idle[: len(left) - most]:
+                served.end()
+
     def serve(self, sock: socket.socket, remote: Authenticated) -> None:
         """Serve a connection, and close its socket in the end."""
         served = ServerConnection(byte_stream(sock, self.slice_nbytes), remote, self)
@@ -151,8 +170,20 @@ class ServerConnection:
         self._mapped: dict[int, MappedRegion] = {}
         self._mapping = threading.Lock()
         self._stop: Stop = np.zeros(1, np.uint8)
+        self._answering = False
+        self.ending = False
         self._poll = select.poll()
         self._poll.register(stream.sock, select.POLLRDHUP)
+
+    @property
+    def idle(self) -> bool:
+        """Whether it is a TCP connection without a request in progress. From any thread."""
+        return not self.ending and not self._answering and self.stream.sock.family != socket.AF_UNIX
+
+    def end(self) -> None:
+        """End it, from any thread. A request that arrives meanwhile fails, as on a broken connection."""
+        self.ending = True
+        self.stream.shut()
 
     def forget(self, region_id: int) -> None:
         # First: ``_remember`` looks whether the region is still mapped.
@@ -168,7 +199,10 @@ class ServerConnection:
             while True:
                 if self._ledger is not None:
                     self.stream.note_sent(self._ledger.serve(self.stream.sock.fileno(), self._number))
-                self._answer(Request.unpack(self.stream.receive(REQUEST_NBYTES)))
+                request = Request.unpack(self.stream.receive(REQUEST_NBYTES))
+                self._answering = True
+                self._answer(request)
+                self._answering = False
                 self.stream.limit(0)
         except (OSError, WireError) as error:
             _log.debug("data connection of %s ended: %s", self.remote.identity.agent_id, error)

@@ -58,10 +58,12 @@ class UcxPath(Path):
             region.on_device for region in theirs
         )
 
-    def chunking(self, direction: Direction, nbytes: int, verified: bool) -> Chunking:
+    def chunking(
+        self, direction: Direction, nbytes: int, verified: bool, region_ids: Sequence[int]
+    ) -> Chunking:
         if direction == "write":
             assert self._writes is not None
-            return self._writes.chunking(direction, nbytes, verified)
+            return self._writes.chunking(direction, nbytes, verified, region_ids)
         return Chunking(_CHUNK_NBYTES, _CHUNK_ROWS)
 
     async def open(self, direction: Direction, region_ids: Sequence[int]) -> None:
@@ -81,7 +83,7 @@ class UcxPath(Path):
                 raise PathFailed(self.name, str(error)) from error
 
     def write_now(
-        self, region: Region, local: Spans, remote: Spans, checksums: bytes, grant: int
+        self, region: Region, local: Spans, remote: Spans, checksums: bytes | None, grant: int
     ) -> WrittenNow:
         if self._writes is None:
             return NOT_WRITTEN
