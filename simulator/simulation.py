@@ -200,12 +200,10 @@ class Simulation:
         job.attempt += job.attempt == 0
         self.coordination.decides()
         view = self.cluster.view(job)
-        limit = job.request.output_tokens if self.scenario.knows_lengths else self._longest
-        remaining = limit - job.num_produced
-        expected = conductor.lengths.expected(job.request.input_tokens, job.num_produced, remaining)
+        expected = self._expected(job)
         request = PlaceRequest(
             num_tokens=job.num_tokens,
-            remaining_tokens=job.remaining,
+            remaining_tokens=self._limit(job),
             expected_tokens=expected,
             deadline_s=_FOREVER_S,
             fairness_delay_s=job.turn.delay_s(now_s)
@@ -237,6 +235,16 @@ class Simulation:
                 job.absent_s = -1.0
                 num_blocks = -(-(job.num_tokens + expected) // self.scenario.block_tokens)
                 self._start(job, self.coordination.book(conductor, placement, num_blocks), expected)
+
+    def _limit(self, job: Job) -> int:
+        """Tokens that it may still produce, as its conductor knows."""
+        limit = job.request.output_tokens if self.scenario.knows_lengths else self._longest
+        return limit - job.num_produced
+
+    def _expected(self, job: Job) -> int:
+        """Tokens that it will probably still produce, as its conductor expects."""
+        lengths = self._conductor(job).lengths
+        return lengths.expected(job.request.input_tokens, job.num_produced, self._limit(job))
 
     def _count_demand(self, job: Job, estimate: PrefillEstimate) -> None:
         if self.fleet is not None and estimate.local_tokens:
@@ -367,9 +375,7 @@ class Simulation:
         assert decode is not None
 
         def rejects() -> Rejection | None:
-            lengths = self._conductor(job).lengths
-            expected = lengths.expected(job.request.input_tokens, job.num_produced, job.remaining)
-            outlook = self.cluster.outlook(decode, job, expected)
+            outlook = self.cluster.outlook(decode, job, self._expected(job))
             assert outlook is not None
             policy = REJECTIONS[self.scenario.rejection]
             return policy.before_decode(outlook, job.slo(self.scenario.slo), now_s)
@@ -404,8 +410,8 @@ class Simulation:
         if job.since_s == self.clock.now_s:
             # There was room during the prefill: each chunk was sent while the next was computed. Left are the
             # last chunk, and bytes beyond the link's bandwidth.
-            most = self.cluster.between(node.node_id, decode.node_id).nbytes_per_s
-            sent = (self.clock.now_s - job.computing_s) * min(hardware.network_nbytes_per_s, most)
+            rate = self.cluster.network.rate_of(node.node_id, decode.node_id)
+            sent = (self.clock.now_s - job.computing_s) * rate
             last = min(missing, hardware.chunk_tokens) * token_nbytes
             left = max(nbytes - sent, last)
             self.cluster.network.sent(node.node_id, decode.node_id, nbytes - left)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moonpool.bench.kernels import peers
 from moonpool.bench.kernels.contest import contest, not_measured
-from moonpool.bench.kernels.device_limits import Machine, Work, name_of
+from moonpool.bench.kernels.device_limits import BFLOAT16_MATMUL, Machine, Work, name_of
 from moonpool.kernels import reference
 from moonpool.kernels.dispatch import paged_decode_attention, paged_prefill_attention
 from moonpool.kernels.reference import FP8
@@ -191,8 +191,9 @@ class Prefill(_Attention):
             yield from _peer_works(self.case, names, make, works)
         pairs = self.new * self.context - self.new * (self.new - 1) / 2
         flops = 4 * heads.num_heads * heads.head_dim * pairs
+        limit = "matmul" if self.dtype == machine.dtype else BFLOAT16_MATMUL
         yield from contest(
-            machine, self.case, ours, calls=1, amount=flops, limit="matmul", error=error,
+            machine, self.case, ours, calls=1, amount=flops, limit=limit, error=error,
             dtype=self.dtype, peers=works,
         )  # fmt: skip
 

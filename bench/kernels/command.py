@@ -21,8 +21,9 @@ _LIMITS = "limits of this machine"
 
 
 def _limit_rows(run: Run, machine: Machine) -> Iterator[Row]:
-    for name, unit, scale in (("copy", "GB/s", 1e9), ("read", "GB/s", 1e9), ("matmul", "TFLOP/s", 1e12)):
-        yield Row(_LIMITS, f"large {name}", machine.limits[name] / scale, unit)
+    for name, limit in machine.limits.items():
+        unit, scale = ("TFLOP/s", 1e12) if "matmul" in name else ("GB/s", 1e9)
+        yield Row(_LIMITS, f"large {name}", limit / scale, unit)
 
 
 def _part(

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
 Work = Callable[[], object]
+BFLOAT16_MATMUL = "matmul in bfloat16"
 
 
 class Clock(Protocol):
@@ -97,7 +99,9 @@ def _captured(work: Work) -> torch.cuda.CUDAGraph:
 @dataclass
 class Machine:
     """``limits``: ``copy`` and ``read`` in bytes/s (a copy counts what it reads and what it writes),
-    ``matmul`` in FLOP/s, each measured in this run."""
+    ``matmul`` in FLOP/s, each measured in this run. On a CPU ``matmul`` is in float32, and
+    ``BFLOAT16_MATMUL`` the faster of bfloat16 and float32: without instructions for bfloat16 torch's products
+    in it are several times slower."""
 
     device: torch.device
     clock: Clock
@@ -139,19 +143,23 @@ class Machine:
         side = 8192 if self.is_cuda else 1024
         a, b = torch.randn(2, side, side, device=self.device).to(self.dtype).unbind(0)
         out = torch.empty_like(a)
-        seconds = self.clock.seconds_of(
-            {
-                "copy": lambda: target.copy_(source),
-                "read": source.sum,
-                "matmul": lambda: torch.mm(a, b, out=out),
-            },
-            self.rounds,
-        )
-        return {
+        works: dict[str, Work] = {
+            "copy": lambda: target.copy_(source),
+            "read": source.sum,
+            "matmul": lambda: torch.mm(a, b, out=out),
+        }
+        if not self.is_cuda:
+            narrow = a.bfloat16(), b.bfloat16()
+            works[BFLOAT16_MATMUL] = lambda: F.linear(*narrow)
+        seconds = self.clock.seconds_of(works, self.rounds)
+        limits = {
             "copy": 2 * source.nbytes / seconds["copy"],
             "read": source.nbytes / seconds["read"],
             "matmul": 2 * side**3 / seconds["matmul"],
         }
+        if not self.is_cuda:
+            limits[BFLOAT16_MATMUL] = max(limits["matmul"], 2 * side**3 / seconds[BFLOAT16_MATMUL])
+        return limits
 
 
 def name_of(dtype: torch.dtype) -> str:

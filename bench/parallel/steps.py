@@ -95,14 +95,14 @@ async def running(
     threads: int = 0,
     pool_nbytes: int = 0,
 ) -> AsyncIterator[Session]:
-    """An engine. ranks: those of several hosts, started already. threads: of each rank; 0: the cores divided
-    by the ranks. pool_nbytes: of all ranks; 0: enough for every prompt."""
+    """An engine. ranks: those of several hosts, started already. threads: of each rank; 0: on CPUs one, so
+    that plans are compared by their ranks. pool_nbytes: of all ranks; 0: enough for every prompt."""
     world_size = parallel.tp * parallel.pp * parallel.cp
     options = EngineOptions(
         max_batch_tokens=MAX_BATCH_TOKENS,
         # On GPUs it must be set.
         pool_nbytes=pool_nbytes or (0 if device == "cpu" else _GPU_POOL_NBYTES * world_size),
-        threads=threads,
+        threads=threads or int(device == "cpu"),
         parallel=parallel,
     )
     engine = Engine(model, options, ModelOptions(device=device), ranks=ranks)

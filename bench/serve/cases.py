@@ -58,14 +58,14 @@ async def _samples(
     )
 
 
+def together_limit(floor: Floor) -> float:
+    """Tokens a second: the prompts' products, each with a first token, then steps of all sequences."""
+    steps_s = (OUTPUT_TOKENS - 1) * floor.decode_s(CONCURRENT, PROMPT_TOKENS + OUTPUT_TOKENS / 2)
+    return CONCURRENT * OUTPUT_TOKENS / (CONCURRENT * floor.prefill_s(PROMPT_TOKENS) + steps_s)
+
+
 async def together_rows(run: Run, settings: Settings) -> list[Row]:
     """Throughput of all prompts at once."""
-
-    def limit(floor: Floor) -> float:
-        """Tokens a second: the prompts' products, then steps of all sequences."""
-        steps_s = OUTPUT_TOKENS * floor.decode_s(CONCURRENT, PROMPT_TOKENS + OUTPUT_TOKENS / 2)
-        return CONCURRENT * OUTPUT_TOKENS / (CONCURRENT * floor.prefill_s(PROMPT_TOKENS) + steps_s)
-
     rates = await _samples(
         run,
         settings,
@@ -74,7 +74,7 @@ async def together_rows(run: Run, settings: Settings) -> list[Row]:
         num_prompts=CONCURRENT,
     )
     rows = peer_rows(TOGETHER, "output throughput", "tokens/s", rates, settings.goals)
-    return [*rows, *settings.limit_rows(rows[0], limit)]
+    return [*rows, *settings.limit_rows(rows[0], together_limit)]
 
 
 async def alone_rows(run: Run, settings: Settings) -> list[Row]:

@@ -83,7 +83,8 @@ _WARM_UP = (
 @click.option(
     "--shape",
     type=click.Choice(list(SHAPES)),
-    help="A model with random weights for the local cluster and the peers; the machine's limits are shown.",
+    help="A model with random weights for the local cluster and the peers; beside plain weights and KV the "
+    "machine's limits are shown.",
 )
 @click.option(
     "--peer-threads",
@@ -166,7 +167,7 @@ def serve(run: Run, **given: Any) -> Settings:
         _WARM_UP,
         {"prompts and arrivals": given["seed"]},
     )
-    return Settings(
+    settings = Settings(
         **{name: given[name] for name in ("url", "model", "api_key", "plain", "seed", "against_sets")},
         model_dir=model_dir or load_config(None, sets).model.directory,
         workload=Workload(**{name: given[name] for name in Workload.__dataclass_fields__}),
@@ -177,6 +178,9 @@ def serve(run: Run, **given: Any) -> Settings:
         block_size=load_config(None, sets).engine.block_size,
         waits=Waits(*given["tool_seconds"]),
     )
+    if settings.limits and (why := settings.why_no_limits()):
+        run.say(f"the machine's limits are left out: {why}")
+    return settings
 
 
 def _by_default(option: str) -> bool:

@@ -22,6 +22,7 @@ from moonpool.bench.serve.peers.llama_cpp import llama_server
 from moonpool.bench.serve.peers.vllm import vllm_server
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.device.selection import choose_device
+from moonpool.runtime.config.loading import load_config
 from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.machine.processor import usable_cores
 from moonpool.runtime.reports.report import Row, versus
@@ -52,7 +53,8 @@ class Waits:
 class Settings:
     """``url`` empty: a local cluster with the options ``sets``. Server and peers start when first needed.
 
-    limits: show the least time that this machine allows the model beside our figures.
+    limits: show the least time that this machine allows the model beside our figures, unless
+    ``why_no_limits``.
     """
 
     url: str
@@ -105,9 +107,19 @@ class Settings:
             return [llama_server(self.model_dir, threads=self.peer_threads)]
         return [vllm_server(self.model_dir, peer, threads=self.peer_threads)]
 
+    def why_no_limits(self) -> str:
+        """Why this machine's limits do not bound the server; empty: they do."""
+        if self.url:
+            return "the server at --url may run on another machine"
+        engine = load_config(None, self.sets).engine
+        config = ModelConfig.from_checkpoint(self.model_dir).with_weights(engine.weights)
+        if config.weights is not None or engine.kv_dtype != "auto":
+            return "they count plain weights and KV, and quantised ones take fewer bytes"
+        return ""
+
     def limit_rows(self, row: Row, limit: Callable[[Floor], float]) -> list[Row]:
         """``row`` beside the limit of this machine's cores, in the row's unit."""
-        if not self.limits:
+        if not self.limits or self.why_no_limits():
             return []
         if self._floor is None:
             limits = measure_device(choose_device("auto").torch, usable_cores())

@@ -45,6 +45,10 @@ _PROSE = (
     "from the ferns, and neither of them asked what the other had in mind. At the bridge a boy was counting "
     "his fish. The water stood high for the season; it carried branches, straw, and once a chair. Beyond the "
     "ford the land opened; she saw the roofs of the town, smaller than in her memory, and heard a bell. "
+    "The carrier stopped before the inn and would take no money. She stood in the yard with her bundle until "
+    "he had turned the corner, and a girl came out to ask whether she wanted a bed or a meal. Upstairs there "
+    "was a window on the market, a jug with a crack, and a chair without a back. She put the letter on the "
+    "sill, washed her hands, and slept until the lamps were lit. "
 )
 TEXTS = {
     "repetitive": "And the evening and the morning were the {0} day. " * 18,
@@ -112,6 +116,12 @@ def _peer_forms(peer: str) -> Iterator[tuple[str, list[str]]]:
     yield f"{peer}{WITH_NGRAM}", ["--speculative-config", json.dumps(_PEER_SETTING)]
 
 
+def prompts_of(tokenizer: Tokenizer, text: str, concurrent: int, number: int, plain: bool) -> list[list[int]]:
+    """Those of a round: the text with numbers that no other prompt has. ``PROMPT_TOKENS`` each."""
+    marks = [f"{100 * concurrent + number} {int(plain)} {i} " for i in range(concurrent)]
+    return [tokenizer.encode(text.replace("{0}", mark)).ids[:PROMPT_TOKENS] for mark in marks]
+
+
 async def _rates(
     contestants: Mapping[str, ServerContestant], tokenizer: Tokenizer, text: str, concurrent: int, rounds: int
 ) -> dict[str, list[float]]:
@@ -120,9 +130,7 @@ async def _rates(
 
     def draw(number: int) -> None:
         for plain in (False, True):
-            marks = [f"{100 * concurrent + number} {int(plain)} {i} " for i in range(concurrent)]
-            ids = [tokenizer.encode(text.replace("{0}", mark)).ids for mark in marks]
-            prompts[plain] = [each[:PROMPT_TOKENS] for each in ids]
+            prompts[plain] = prompts_of(tokenizer, text, concurrent, number, plain)
 
     async def rate(name: str) -> float:
         # Of one stream, too, from sending to the end: a peer that keeps both cores busy may send its tokens

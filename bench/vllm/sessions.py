@@ -127,7 +127,7 @@ async def session_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
                 server = settings.server(run, f"{name}, engine {half}", store, blocks, half=half)
                 pair.append(await stack.enter_async_context(server))
         seed = settings.seed
-        for _ in range(run.rounds):
+        for number in range(-1, run.rounds):
             for name, router in product(pairs, ROUTERS):
                 # New prompts: what an earlier turn kept is of no use.
                 seed += 1
@@ -135,8 +135,10 @@ async def session_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
                 servers = [one.server for one in pairs[name]]
                 async with running(*pairs[name]):
                     outcome = await converse(ROUTERS[router](servers), conversations, CONCURRENT)
-                found.setdefault((name, router), []).append(figures(outcome))
-                run.say(f"{name}, {router}: {found[name, router][-1]}")
+                values = figures(outcome)
+                run.say(f"{name}, {router}: {values}")
+                if number >= 0:
+                    found.setdefault((name, router), []).append(values)
     case = f"{settings.model}, 2 engines, {work.requests} sessions × {work.turns} turns, cache for a third"
     for metric, (unit, scale) in _UNITS.items():
         medians = {who: scale * median(one[metric] for one in each) for who, each in found.items()}

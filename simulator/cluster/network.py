@@ -78,6 +78,11 @@ class Network:
             del self._out[flow.source][flow], self._in[flow.target][flow]
             self._share(flow.source, flow.target)
 
+    def rate_of(self, source: str, target: str) -> float:
+        """Bytes a second of a flow that has the links for itself."""
+        factor = min(self.factors.get(source, 1.0), self.factors.get(target, 1.0))
+        return min(self._nbytes_per_s * factor, self._between(source, target).nbytes_per_s)
+
     def sent(self, source: str, target: str, nbytes: float) -> None:
         """Count bytes that were moved, by a flow or beside all flows."""
         self.moved_nbytes += nbytes

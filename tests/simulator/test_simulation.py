@@ -5,16 +5,22 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from statistics import fmean
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from moonpool.conductor.admission.rejection import REJECTIONS
+from moonpool.conductor.admission.rejection import REJECTIONS, DecodeOutlook
 from moonpool.conductor.costs.model import Profile
 from moonpool.conductor.observing.slo import Slo
+from moonpool.conductor.placing.cluster_view import PlaceRequest
+from moonpool.conductor.placing.place import place
+from moonpool.conductor.placing.placement import Placement, Rejection
 from moonpool.conductor.placing.policies import POLICIES
 from moonpool.runtime.errors import ConfigError
+from moonpool.simulator.cluster.job import Job
+from moonpool.simulator.cluster.node import Node
 from moonpool.simulator.inputs.hardware import SHIPPED, Hardware, tensor_parallel
 from moonpool.simulator.inputs.scenario import ClusterEvent, Scenario
 from moonpool.simulator.inputs.trace import TraceRequest
@@ -79,6 +85,44 @@ def test_a_single_request_takes_what_its_formula_says() -> None:
     gaps_s = sorted([hand_over_s + steps_s[0], *steps_s[1:]])
     assert served.tpot_s == pytest.approx(sum(gaps_s) / 100, rel=1e-6)
     assert served.tbt_s == pytest.approx(sum(gaps_s[-10:]) / 10, rel=1e-6)
+
+
+def test_a_hand_over_waits_for_the_slower_of_two_links() -> None:
+    """Its 21.5 GB take longer than the prefill of 13.5 s, whichever link has 1 GB/s."""
+    slow = replace(A800, network_nbytes_per_s=1e9)
+
+    def hand_over_s(prefill: Hardware, decode: Hardware, factor: float = 1.0) -> float:
+        simulation = Simulation(Scenario(prefill, 1, 1, decode_hardware=decode), [one(65_536, 2)])
+        simulation.cluster.network.factors["decode-0"] = factor
+        simulation.run()
+        return float(simulation.jobs[0].gaps_s[0][0])
+
+    expected_s = hand_over_s(slow, slow)
+    assert expected_s > 10 * hand_over_s(A800, A800)
+    assert hand_over_s(A800, slow) == pytest.approx(expected_s)
+    assert hand_over_s(A800, A800, 1e9 / A800.network_nbytes_per_s) == pytest.approx(expected_s)
+
+
+def test_the_scheduler_does_not_know_how_long_an_answer_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither when it places a request nor when it checks it before decode."""
+    requests = [one(5000, 200, at_s=60.0 * i, first_id=20 * i) for i in range(3)]
+    simulation = Simulation(Scenario(A800, 1, 1), [*requests, one(5000, 5, at_s=300.0, first_id=100)])
+    look = simulation.cluster.outlook
+    limits, expected = list[int](), list[int]()
+
+    def placed(request: PlaceRequest, *rest: Any) -> Placement | Rejection:
+        limits.append(request.remaining_tokens)
+        return place(request, *rest)
+
+    def outlook(decode: Node | None, job: Job, tokens: int) -> DecodeOutlook | None:
+        expected.append(tokens)
+        return look(decode, job, tokens)
+
+    monkeypatch.setattr("moonpool.simulator.simulation.place", placed)
+    monkeypatch.setattr(simulation.cluster, "outlook", outlook)
+    simulation.run()
+    assert limits[-1] == 200
+    assert expected[-2:] == [200, 199]
 
 
 def test_chunks_cost_their_base_each_and_nothing_else() -> None:
