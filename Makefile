@@ -91,7 +91,7 @@ lint: env ## ruff, mypy --strict, and whether the generated protobuf code is fre
 	@$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	# On a busy machine mypy's workers do not start within its three seconds, which is its error 2.
-	$(BIN)/mypy --num-workers 2 || { (( $$? == 2 )) && $(BIN)/mypy; }
+	$(BIN)/mypy --num-workers 2 || { (( $$? == 2 )) || exit 1; $(BIN)/mypy; }
 	$(BIN)/python -m moonpool.protos.generate --check
 
 .PHONY: protos

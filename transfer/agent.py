@@ -217,12 +217,13 @@ class TransferAgent:
 
     # ------------------------------------------------------------------ connections made by peers
 
-    def _num_connections(self, incarnation: bytes) -> tuple[int, int]:
-        """All but those that ``_end_idle`` can end, and those of one agent."""
+    def _num_connections(self, incarnation: bytes) -> tuple[int, int, int]:
+        """All but those that ``_end_idle`` can end, those for control, and those of one agent."""
         controls = [control.remote.identity.incarnation for control in list(self._controls)]
         served = self._server.incarnations()
         num_kept = len(controls) + len(served) - self._server.num_idle()
-        return num_kept, controls.count(incarnation) + served.count(incarnation)
+        num_of_agent = controls.count(incarnation) + served.count(incarnation)
+        return num_kept, len(controls), num_of_agent
 
     def _end_idle(self, most: int) -> None:
         """End idle data connections while more than ``most`` connections are open."""

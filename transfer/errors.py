@@ -72,6 +72,13 @@ class PeerLost(TransferError):
         self.reason = reason
 
 
+class PeerBusy(PeerLost):
+    """The peer refuses one more connection; those that are open go on."""
+
+    def __init__(self, agent_id: str) -> None:
+        super().__init__(agent_id, "it has no connection to spare")
+
+
 class StaleEpoch(TransferError):
     """Another incarnation of the agent answers at this address. Connect with its new descriptor."""
 

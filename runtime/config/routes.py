@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from itertools import chain
@@ -79,7 +80,9 @@ def read_route(given: Mapping[str, Any]) -> Route:
     classifier = _classifier(name, given["classifier"]) if "classifier" in given else None
     cascade = _cascade(name, given["cascade"]) if "cascade" in given else None
     weights = given.get("weights", {})
-    if not isinstance(weights, dict) or any(type(w) not in (int, float) or w < 0 for w in weights.values()):
+    if not isinstance(weights, dict) or not all(
+        type(weight) in (int, float) and 0 <= weight < math.inf for weight in weights.values()
+    ):
         raise _wrong(name, f"weights must be numbers from 0 by model, got {weights!r}")
     if weights and not sum(weights.values()):
         raise _wrong(name, "one of the weights must be above 0")
@@ -118,7 +121,7 @@ def _cascade(name: str, given: Mapping[str, Any]) -> Cascade:
     models, least = given.get("models"), given.get("least_logprob")
     if not isinstance(models, list) or len(models) < 2 or not all(isinstance(each, str) for each in models):
         raise _wrong(name, f"a cascade needs two models or more, cheapest first, got {models!r}")
-    if not isinstance(least, int | float) or least > 0:
+    if not isinstance(least, int | float) or not -math.inf < least <= 0:
         raise _wrong(name, f"least_logprob must be a number up to 0, got {least!r}")
     min_tokens = given.get("min_tokens", 1)
     if type(min_tokens) is not int or min_tokens < 1:

@@ -15,7 +15,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,8 @@ class Answer:
 
 
 # The next one for each server: vLLM binds its threads to it.
-_CORES = cycle(sorted(os.sched_getaffinity(0)))
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_CORES = islice(cycle(sorted(os.sched_getaffinity(0))), _WORKER, None)
 
 
 class VllmServer:

@@ -89,6 +89,7 @@ def test_models_of_the_command_line() -> None:
             "after_tokens must be min_tokens",
         ),
         ("[[model]]\nname = 'a'\n[[route]]\nname = 'r'\nweights = {a = -1}", "weights"),
+        ("[[model]]\nname = 'a'\n[[route]]\nname = 'r'\nweights = {a = inf}", "weights must be numbers"),
         ("[model]\nname = 'a'", r"models\.toml: write \[\[model\]\], once for each model"),
         ("model = 3", r"write \[\[model\]\]"),
         ("model = ['a']", r"write \[\[model\]\]"),

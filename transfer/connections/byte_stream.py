@@ -135,7 +135,7 @@ class ByteStream:
             info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SENT_AND_RECEIVED_AGO.size)
         except OSError:
             return 0.0
-        return min(_SENT_AND_RECEIVED_AGO.unpack(info)) / 1e3
+        return float(min(_SENT_AND_RECEIVED_AGO.unpack(info))) / 1e3
 
     def shut(self) -> None:
         """Make a blocked call fail. Idempotent."""

@@ -30,7 +30,7 @@ from moonpool.runtime.security.roles import CLIENT, NODE, OPERATOR, ROLES
 from moonpool.runtime.security.tls import owner_of_socket
 from moonpool.transfer.connections.descriptor import MAX_AGENT_ID_NBYTES, AgentDescriptor
 from moonpool.transfer.connections.wire import Kind, WireError
-from moonpool.transfer.errors import AccessDenied, PeerLost, StaleEpoch
+from moonpool.transfer.errors import AccessDenied, PeerBusy, StaleEpoch
 from moonpool.transfer.memory.lifeline import INCARNATION_NBYTES
 
 VERSION = 4
@@ -81,7 +81,7 @@ async def handshake_as_client(
 ) -> Authenticated:
     """The client's side, on a connected, non-blocking socket.
 
-    Raises StaleEpoch, AccessDenied, PeerLost (the server has too many connections), WireError, OSError.
+    Raises StaleEpoch, AccessDenied, PeerBusy, WireError, OSError.
     """
     nonce, name = os.urandom(32), me.agent_id.encode()
     role = security.me.role
@@ -120,9 +120,10 @@ async def handshake_as_client(
 
 
 async def handshake_as_server(
-    sock: socket.socket, me: Identity, security: Security, *, busy: Callable[[bytes], bool]
+    sock: socket.socket, me: Identity, security: Security, *, busy: Callable[[int, bytes], bool]
 ) -> Authenticated:
-    """The server's side, on an accepted, non-blocking socket. busy: refuse the agent of this incarnation.
+    """The server's side, on an accepted, non-blocking socket. busy: refuse a connection of this kind to the
+    agent of this incarnation.
 
     Raises WireError or OSError when the client was refused; it has been told the reason, if possible.
     """
@@ -137,7 +138,7 @@ async def handshake_as_server(
         verdict = Verdict.UNSUPPORTED
     elif wanted != me.incarnation:
         verdict = Verdict.STALE
-    elif busy(incarnation):
+    elif busy(kind, incarnation):
         verdict = Verdict.BUSY
     elif is_other_user(sock):
         # Without a key nothing else keeps other users of this host from our memory.
@@ -189,7 +190,7 @@ def _raise_unless_ok(verdict: int, agent_id: str) -> None:
     if verdict == Verdict.DENIED:
         raise AccessDenied(agent_id, "our key, our role or our user may not connect to it")
     if verdict == Verdict.BUSY:
-        raise PeerLost(agent_id, "it has no connection to spare")
+        raise PeerBusy(agent_id)
     if verdict != Verdict.OK:
         raise WireError(f"peer {agent_id} does not speak version {VERSION} of the protocol")
 

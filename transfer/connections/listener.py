@@ -15,6 +15,7 @@ from moonpool.runtime.security.process import Security
 from moonpool.runtime.security.tls import secure
 from moonpool.transfer import metrics
 from moonpool.transfer.connections.handshake import Authenticated, Identity, handshake_as_server, peer_pid
+from moonpool.transfer.connections.wire import Kind
 from moonpool.transfer.errors import TransferError
 
 _log = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ HANDSHAKE_S = 3.0
 MAX_UNAUTHENTICATED = 64
 """Limit of connections in the handshake; one more closes the oldest of the address that has the most."""
 MAX_CONNECTIONS = 1024
-"""Of all agents; one more ends the TCP data connection that has been idle longest."""
+"""Of all agents, half of them for control; one more ends the TCP data connection that is idle longest."""
 MAX_PEER_CONNECTIONS = 256
 """Of one agent: 2 streams to each of 16 addresses, for several transports, and those that are just ending."""
 _ACCEPTS_A_TURN = 16
@@ -38,12 +39,12 @@ class Listener:
         me: Identity,
         security: Security,
         admit: Callable[[socket.socket, Authenticated], None],
-        num_connections: Callable[[bytes], tuple[int, int]],
+        num_connections: Callable[[bytes], tuple[int, int, int]],
         end_idle: Callable[[int], None],
     ) -> None:
         """admit: takes over the socket of each authenticated client. num_connections: all but those that
-        ``end_idle`` can end, and those of the agent with an incarnation. end_idle: ends idle connections
-        while more than a number are open. Unix sockets are without TLS."""
+        ``end_idle`` can end, those for control, and those of the agent with an incarnation. end_idle: ends
+        idle connections while more than a number are open. Unix sockets are without TLS."""
         self._me = me
         self._security = security
         self._admit = admit
@@ -131,9 +132,11 @@ class Listener:
             self._end_idle(MAX_CONNECTIONS - 1)
             self._admit(sock, remote)
 
-    def _is_busy(self, incarnation: bytes) -> bool:
-        num, num_of_peer = self._num_connections(incarnation)
-        return num >= MAX_CONNECTIONS or num_of_peer >= MAX_PEER_CONNECTIONS
+    def _is_busy(self, kind: int, incarnation: bytes) -> bool:
+        num, num_controls, num_of_peer = self._num_connections(incarnation)
+        # Controls are never ended, and must leave room for the data of their peers.
+        crowded = kind == Kind.CONTROL and num_controls >= (MAX_CONNECTIONS + 1) // 2
+        return crowded or num >= MAX_CONNECTIONS or num_of_peer >= MAX_PEER_CONNECTIONS
 
     async def close(self) -> None:
         """Idempotent."""

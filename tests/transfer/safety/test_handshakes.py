@@ -22,10 +22,12 @@ from moonpool.transfer import (
     Span,
     Spans,
     StaleEpoch,
+    TransferError,
 )
 from moonpool.transfer.connections import listener
 from moonpool.transfer.connections.handshake import handshake_as_client
 from moonpool.transfer.connections.wire import REPLY_NBYTES, Kind, Op, Reply, Request, Status, pack_spans
+from moonpool.transfer.paths.tcp import stream_server
 from tests.transfer.safety.served import NBYTES, Served, connect, ends, exactly, start
 
 KEY = "open sesame, this is me"
@@ -178,6 +180,7 @@ async def test_too_many_connections_are_refused(served: Served, monkeypatch: pyt
 
 async def test_idle_connections_make_way_for_others(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "MAX_CONNECTIONS", 6)
+    monkeypatch.setattr(stream_server, "IDLE_S", 0.0)
     server = served.server
     async with await start("second") as second, await start("third") as third:
         for agent in (served.client, second, third, served.client, second):
@@ -188,17 +191,33 @@ async def test_idle_connections_make_way_for_others(served: Served, monkeypatch:
                 await asyncio.sleep(0.001)
 
 
+async def test_connections_in_use_do_not_make_way(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that is refused one for data gets it once there is room."""
+    await served.read(served.client)
+    num_used = len(served.server._server)
+    assert num_used and not served.server._server.num_idle()
+    async with await start("late") as late:
+        await late.connect(served.server.describe())
+        monkeypatch.setattr(listener, "MAX_CONNECTIONS", num_used + 2)
+        with pytest.raises(TransferError, match="connection to spare"):
+            await served.read(late)
+        assert len(served.server._server) == num_used
+        monkeypatch.undo()
+        await served.read(late)
+
+
 async def test_only_a_client_that_proved_itself_ends_an_idle_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     act_as("node", KEY)
+    monkeypatch.setattr(stream_server, "IDLE_S", 0.0)
     async with await start("server") as server, await start("client") as client:
         peer = await client.connect(server.describe())
         await peer.paths.ranked()[0].open("read", [])
         async with asyncio.timeout(60):
             while server._server.num_idle() < client.options.tcp.streams:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
-        monkeypatch.setattr(listener, "MAX_CONNECTIONS", 2)
+        monkeypatch.setattr(listener, "MAX_CONNECTIONS", 3)
         act_as("node", KEY[:-1])
         async with await start("intruder") as intruder:
             with pytest.raises(AccessDenied):
@@ -209,6 +228,7 @@ async def test_only_a_client_that_proved_itself_ends_an_idle_connection(
 async def test_a_request_in_progress_does_not_make_way(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(stream_server, "IDLE_S", 0.0)
     server, loop = served.server._server, asyncio.get_running_loop()
     async with asyncio.timeout(60):
         while len(server):  # noqa: ASYNC110 (of the client that has measured)

@@ -20,7 +20,7 @@ from moonpool.transfer.connections.byte_stream import byte_stream
 from moonpool.transfer.connections.wire import MAX_REQUEST_SPANS, WRITES, Op
 from moonpool.transfer.copying.attempt import Attempt
 from moonpool.transfer.copying.batch_request import Direction
-from moonpool.transfer.errors import PathFailed, TransferError
+from moonpool.transfer.errors import PathFailed, PeerBusy, TransferError
 from moonpool.transfer.memory.checksum import checksum
 from moonpool.transfer.memory.chunks import Chunking
 from moonpool.transfer.memory.region import Region
@@ -170,7 +170,7 @@ class StreamPath(Path):
             self._pause(rail)
             if rail.num_streams:
                 return
-            if isinstance(error, OSError):
+            if isinstance(error, OSError | PeerBusy):
                 raise PathFailed(self.name, f"cannot connect: {str(error) or 'no answer'}") from error
             raise
 

@@ -49,6 +49,8 @@ _MAX_BUDGET_S = 600.0
 _LOOK_NBYTES = 16 << 20
 # Without the compiled copy verifying is a second pass. So few bytes are still in the cache then.
 _CACHED_NBYTES = 2 << 20
+IDLE_S = 5.0
+"""After so long without data a connection may be ended to make room: batches of a busy peer are closer."""
 # Of connections, for the ledger.
 _NUMBERS = itertools.count(1)
 
@@ -87,9 +89,9 @@ class StreamServer:
             return [served.remote.identity.incarnation for served in self._threads.values()]
 
     def num_idle(self) -> int:
-        """Connections that ``end_idle`` can end."""
+        """Connections that ``end_idle`` can end, or has ended."""
         with self._lock:
-            return sum(served.idle for served in self._threads.values())
+            return sum(served.ending or served.idle for served in self._threads.values())
 
     def end_idle(self, most: int) -> None:
         """End connections that are idle, the longest idle first, while more than ``most`` are open.
@@ -177,8 +179,8 @@ class ServerConnection:
 
     @property
     def idle(self) -> bool:
-        """Whether it is a TCP connection without a request in progress. From any thread."""
-        return not self.ending and not self._answering and self.stream.sock.family != socket.AF_UNIX
+        """Whether it is a TCP connection without a request in progress nor data lately. From any thread."""
+        return not self._answering and self.stream.idle_s >= IDLE_S
 
     def end(self) -> None:
         """End it, from any thread. A request that arrives meanwhile fails, as on a broken connection."""
