@@ -113,12 +113,13 @@ class Follower:
             if await self._read_node(node_id):
                 found.add(node_id)
         for node_id in copy.nodes.keys() - found:
-            if keep_missing:
+            if keep_missing or node_id in copy.missing:
                 # Redis lost its data, not the nodes: they are about to register again.
                 copy.missing.setdefault(node_id, self._clock() + 2 * self._ttl_s)
             else:
                 copy.leave(node_id, "left")
         self.instance, self.seq, self._last = tip.instance, tip.seq, None
+        self._behind = None  # a number of the stream before
 
     async def _read_node(self, node_id: str) -> bool:
         """Replay one node's log, without what cannot be used. False: the node is gone, or its record cannot

@@ -182,6 +182,29 @@ async def test_a_redis_killed_and_started_empty_loses_nothing(
     watcher.mirror._copy.blocks.check_integrity()
 
 
+async def test_a_hole_in_the_stream_keeps_nodes_that_are_about_to_register_again(
+    watcher: Watcher, nodes: dict[str, FakeNode], server: Server, index: KVIndex
+) -> None:
+    nodes["a"].hold(10)
+    nodes["b"].hold(10)
+    await said(nodes, watcher.mirror)
+    # A number that the next Redis does not reach.
+    watcher.mirror._follower._behind = (1 << 30, 0.0)
+    await server.kill()
+    await nodes.pop("a").kill()
+    await server.start()
+    nodes["b"].publisher.announce()
+    await until(lambda: asyncio.sleep(0.001, watcher.mirror._copy.missing.keys() == {"a"}))
+    await said(nodes, watcher.mirror)
+    assert not any("(gap)" in one for one in watcher.news)
+    await index.command("HINCRBY", index._meta, "seq", 1)
+    nodes["b"].hold(20)
+    await until(lambda: asyncio.sleep(0.001, watcher.mirror.longest_prefix(chain(20)).get("b") == 20))
+    assert any("(gap)" in one for one in watcher.news)
+    assert watcher.left == []
+    assert watcher.mirror._copy.missing.keys() == {"a"}
+
+
 async def test_a_node_that_dies_while_redis_is_away_is_dropped_afterwards(
     watcher: Watcher, nodes: dict[str, FakeNode], server: Server
 ) -> None:
